@@ -1,0 +1,82 @@
+"""YAML that people write: checked by a pydantic model, with errors that name file, line and field."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from flexshard._files import read_text
+from flexshard.errors import FlexShardError
+
+__all__ = ["load_yaml", "located"]
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Location = Sequence[str | int]
+
+
+def load_yaml(
+    path: str | os.PathLike[str], model: type[ModelT], *, kind: str, version: int, error_type: type[FlexShardError]
+) -> tuple[ModelT, yaml.Node]:
+    """Read and check a YAML document of one ``kind`` (its ``format`` field) and version.
+
+    Returns the model and the composed tree, with which :func:`located` finds the line of a field.
+
+    Raises:
+        error_type: not readable, not YAML, of another format or version, or not what the model asks for.
+    """
+    text = read_text(path, error_type)
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise error_type(f"{path}{line}: not valid YAML: {problem}") from error
+    if tree is None or not isinstance(data, dict):
+        raise error_type(f"{path}: expected a YAML mapping with 'format: {kind}', found {type(data).__name__}")
+    if data.pop("format", None) != kind:
+        raise error_type(f"{located(path, tree, ['format'])}: expected 'format: {kind}' in this file")
+    found = data.pop("version", None)
+    if found != version:
+        raise error_type(
+            f"{located(path, tree, ['version'])}: version {found!r} of {kind} is unknown; this FlexShard reads {version}"
+        )
+    try:
+        return model.model_validate(data), tree
+    except ValidationError as error:
+        first = error.errors()[0]
+        loc = [part for part in first["loc"] if isinstance(part, int) or not part.startswith(("function-", "constrained"))]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "this field is required"
+        elif first["type"] == "extra_forbidden":
+            message = "this field is unknown"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
+
+
+def located(path: str | os.PathLike[str], tree: yaml.Node, loc: Location) -> str:
+    """``file:line: field`` of a place in a YAML tree; the nearest parent's line where the field itself is missing."""
+    node = tree
+    for part in loc:
+        found = _child(node, part)
+        if found is None:
+            break
+        node = found
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    return f"{path}:{node.start_mark.line + 1}" + (f": {field}" if field else "")
+
+
+def _child(node: Any, part: str | int) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(part):
+                return value  # type: ignore[no-any-return]  # yaml's stubs leave node values untyped
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part]  # type: ignore[no-any-return]  # as above
+    return None

@@ -1,0 +1,75 @@
+"""Writing results whole or not at all, and reading text with errors that name the file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flexshard.errors import FlexShardError, OutputError
+
+__all__ = ["read_text", "replacing", "write_text"]
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` which takes its place when the block ends without an error.
+
+    A reader never sees half a file, and whatever stood at ``path`` stays if writing fails.
+
+    Raises:
+        OutputError: the folder is missing or not writable, or the disk is full.
+    """
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
+        os.close(handle)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {_reason(error)}; choose another path with -o") from error
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(target)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {target}: {_reason(error)}; free some space or choose another path"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_text(path: str | os.PathLike[str], error_type: type[FlexShardError]) -> str:
+    """The text of a file, or ``error_type`` with one line that names it."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise error_type(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
+    except OSError as error:
+        raise error_type(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def _umask() -> int:
+    # The process's umask can only be read by setting it.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,28 @@
+"""What one placement costs: memory, bytes, seconds; for whole tables and for sets of rows."""
+
+from flexshard.costmodels._cost import QUANTILE, Collective, CollectiveKind, Cost, Overlap, overlap_of
+from flexshard.costmodels._lines import Breakpoints, RowLines, breakpoints, normalized_costs, row_lines
+from flexshard.costmodels._placement import column_wise_cost, placement_cost, strategy_name, table_wise_cost
+from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct
+
+__all__ = [
+    "DTYPE_BYTES",
+    "OPTIMIZERS",
+    "QUANTILE",
+    "Breakpoints",
+    "Collective",
+    "CollectiveKind",
+    "Cost",
+    "Overlap",
+    "RowLines",
+    "Table",
+    "breakpoints",
+    "column_wise_cost",
+    "expected_distinct",
+    "normalized_costs",
+    "overlap_of",
+    "placement_cost",
+    "row_lines",
+    "strategy_name",
+    "table_wise_cost",
+]

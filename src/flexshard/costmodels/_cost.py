@@ -1,0 +1,169 @@
+"""What a placement costs per rank and training iteration: six metrics that add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+from flexshard.errors import JobError
+from flexshard.topologies import Cluster
+
+__all__ = ["QUANTILE", "Collective", "CollectiveKind", "Cost", "Overlap", "overlap_of"]
+
+CollectiveKind = Literal["all_to_all", "all_reduce"]
+KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "all_reduce")
+
+QUANTILE = 0.999
+_Z = NormalDist().inv_cdf(QUANTILE)
+
+Overlap = Mapping[tuple[CollectiveKind, int], float]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of an iteration.
+
+    Attributes:
+        kind: "all_to_all" (inside groups of ``group_size``) or "all_reduce" (across them).
+        group_size: g of its level.
+        calls: per iteration; 2 for the all-to-all (forward and backward), 1 for the all-reduce.
+        nbytes: buffer of one rank and call.
+        alpha_seconds, bytes_per_s: of one call.
+        overlap: share of its time that other work hides.
+    """
+
+    kind: CollectiveKind
+    group_size: int
+    calls: int
+    nbytes: float
+    alpha_seconds: float
+    bytes_per_s: float
+    overlap: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """``all_to_all@32``."""
+        return f"{self.kind}@{self.group_size}"
+
+    @property
+    def seconds(self) -> float:
+        """Time of all calls: α is paid once per call, whatever the rows (design, section 3)."""
+        return self.calls * (self.alpha_seconds + self.nbytes / self.bytes_per_s)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The part of it that nothing hides."""
+        return (1.0 - self.overlap) * self.seconds
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The six metrics of FlexShard paper section 3.2, per rank and iteration, and what follows from them.
+
+    Costs add: bytes of the same collective are sent together, so its α is paid once.
+
+    Attributes:
+        static_memory_bytes: weights, and gradients, buckets and optimizer state where there are copies.
+        dynamic_memory_bytes: embeddings that the lookups of one batch materialise, expected.
+        input_ids: ids sent to other ranks.
+        rows_read: rows read from memory (of ``dim``/U elements for column-wise).
+        collectives: all-to-alls and all-reduces, in order of kind and level.
+        dynamic_memory_sigma_bytes: standard deviation of ``dynamic_memory_bytes`` from batch to batch; None where
+            lengths are not known. Adds as if all features grew together, which never understates the sum.
+    """
+
+    static_memory_bytes: float = 0.0
+    dynamic_memory_bytes: float = 0.0
+    input_ids: float = 0.0
+    rows_read: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    dynamic_memory_sigma_bytes: float | None = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        merged = {(c.kind, c.group_size): c for c in self.collectives}
+        for c in other.collectives:
+            mine = merged.get((c.kind, c.group_size))
+            merged[c.kind, c.group_size] = c if mine is None else _together(mine, c)
+        sigma, more = self.dynamic_memory_sigma_bytes, other.dynamic_memory_sigma_bytes
+        return Cost(
+            self.static_memory_bytes + other.static_memory_bytes,
+            self.dynamic_memory_bytes + other.dynamic_memory_bytes,
+            self.input_ids + other.input_ids,
+            self.rows_read + other.rows_read,
+            tuple(merged[key] for key in sorted(merged)),
+            None if sigma is None or more is None else sigma + more,
+        )
+
+    @property
+    def memory_bytes(self) -> float:
+        """Static and expected dynamic memory together: what a budget bounds."""
+        return self.static_memory_bytes + self.dynamic_memory_bytes
+
+    @property
+    def dynamic_memory_p999_bytes(self) -> float | None:
+        """Dynamic memory that 999 of 1,000 batches stay below (normal approximation); None if not known."""
+        if self.dynamic_memory_sigma_bytes is None:
+            return None
+        return self.dynamic_memory_bytes + _Z * self.dynamic_memory_sigma_bytes
+
+    @property
+    def dynamic_comm_seconds(self) -> float:
+        """Time of the all-to-alls, forward and backward."""
+        return sum(c.seconds for c in self.collectives if c.kind == "all_to_all")
+
+    @property
+    def static_comm_seconds(self) -> float:
+        """Time of the all-reduces, backward only."""
+        return sum(c.seconds for c in self.collectives if c.kind == "all_reduce")
+
+    @property
+    def comm_seconds(self) -> float:
+        """Time of all collectives, one after the other."""
+        return sum(c.seconds for c in self.collectives)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time of all collectives that other work does not hide."""
+        return sum(c.exposed_seconds for c in self.collectives)
+
+
+def _together(a: Collective, b: Collective) -> Collective:
+    assert (a.alpha_seconds, a.bytes_per_s, a.overlap, a.calls) == (b.alpha_seconds, b.bytes_per_s, b.overlap, b.calls)
+    return Collective(a.kind, a.group_size, a.calls, a.nbytes + b.nbytes, a.alpha_seconds, a.bytes_per_s, a.overlap)
+
+
+def overlap_of(overlap: str | Mapping[str, float] | None, cluster: Cluster) -> dict[tuple[CollectiveKind, int], float]:
+    """Overlap fractions by (kind, group size) from what people write.
+
+    Args:
+        overlap: None (nothing is hidden), "paper" (the intra-node all-to-all and the cross-node all-reduce are hidden
+            whole, FlexShard paper Table 6), or fractions by name such as ``{"all_to_all@8": 0.9}``.
+
+    Raises:
+        JobError: an unknown name, or a fraction outside [0, 1].
+    """
+    if overlap is None:
+        return {}
+    if overlap == "paper":
+        inner = cluster.ranks_per_node
+        if inner in (1, cluster.world_size):
+            return {}
+        return {("all_to_all", inner): 1.0, ("all_reduce", inner): 1.0}
+    if not isinstance(overlap, Mapping):
+        raise JobError(f"overlap must be 'paper' or fractions such as {{'all_to_all@8': 0.9}}, found {overlap!r}")
+    known = {
+        f"{kind}@{level.group_size}": (kind, level.group_size)
+        for level in cluster.levels
+        for kind in KINDS
+        if getattr(level, kind) is not None
+    }
+    result: dict[tuple[CollectiveKind, int], float] = {}
+    for name, share in overlap.items():
+        if name not in known:
+            raise JobError(f"overlap names {name!r}, which the cluster does not have; it has {', '.join(known)}")
+        if not (isinstance(share, (int, float)) and 0 <= share <= 1):
+            raise JobError(f"overlap of {name!r} is a share of its time between 0 and 1, found {share!r}")
+        result[known[name]] = float(share)
+    return result

@@ -1,0 +1,124 @@
+"""An embedding table as the cost model sees it: sizes, what a replica costs, and how often rows are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.errors import TableError
+from flexshard.profiling import AccessProfile
+
+__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Table", "expected_distinct"]
+
+FloatArray = npt.NDArray[np.float64]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+# Bytes of optimizer state of a row, as (per element, per row). FBGEMM keeps state in float32 whatever the weights.
+OPTIMIZERS = {
+    "sgd": (0, 0),
+    "rowwise_adagrad": (0, 4),
+    "adagrad": (4, 0),
+    "adam": (8, 0),
+    "partial_rowwise_adam": (4, 4),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One embedding table.
+
+    Attributes:
+        name: as in the model.
+        rows: E.
+        dim: D.
+        profile: how often its rows are read.
+        dtype: of weights, activations and gradients ("float64", "float32", "float16", "bfloat16"); s bytes each.
+        optimizer: "sgd", "rowwise_adagrad", "adagrad", "adam" or "partial_rowwise_adam".
+        replication_multiplier: κ, bytes that a rank spends per byte of replicated weight. By default weights, dense
+            gradient and communication bucket (1 each) and the optimizer's state.
+        features: names of the features that look rows up.
+
+    Raises:
+        TableError: a field is out of range, or the profile is of a larger table.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    profile: AccessProfile
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
+    replication_multiplier: float | None = None
+    features: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features))
+        where = f"table {self.name!r}"
+        for field, value in (("rows", self.rows), ("dim", self.dim)):
+            if value < 1:
+                raise TableError(f"{where}: {field} must be at least 1, found {value}")
+        if self.dtype not in DTYPE_BYTES:
+            raise TableError(f"{where}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {self.dtype!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise TableError(f"{where}: optimizer must be one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
+        if self.replication_multiplier is not None and not 1 <= self.replication_multiplier < float("inf"):
+            raise TableError(
+                f"{where}: replication_multiplier must be at least 1 (the weights), found {self.replication_multiplier}"
+            )
+        if self.profile.num_rows > self.rows:
+            raise TableError(
+                f"{where}: has {self.rows:,} rows, but its profile is of {self.profile.num_rows:,};"
+                " use the profile of this table, or build it with the table's number of rows"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """D·s: bytes of one row's weights."""
+        return self.dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_multiplier(self) -> float:
+        """Bytes of optimizer state per byte of weight."""
+        per_element, per_row = OPTIMIZERS[self.optimizer]
+        return (per_element * self.dim + per_row) / self.row_bytes
+
+    @property
+    def kappa_replicated(self) -> float:
+        """κ of a row that has copies (g < U): weights, dense gradient, communication bucket, optimizer state."""
+        if self.replication_multiplier is not None:
+            return self.replication_multiplier
+        return 3.0 + self.state_multiplier
+
+    @property
+    def kappa_sharded(self) -> float:
+        """κ_U of a row without copies (g = U): weights and fused optimizer state."""
+        return 1.0 + self.state_multiplier
+
+    def reads(self, batch_size: int, *, index_dedup: bool = False) -> FloatArray:
+        """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
+        p = self.profile.counts / self.profile.num_samples
+        return expected_distinct(p, batch_size) if index_dedup else batch_size * p
+
+    def length_variation(self, batch_size: int) -> float | None:
+        """Standard deviation over mean of the ids of a rank's batch; None where the profile knows no lengths.
+
+        Samples are taken as independent, so a batch varies less than a sample by sqrt(B).
+        """
+        lengths = self.profile.lengths
+        if lengths is None or lengths.total == 0:
+            return None
+        return float(np.sqrt(lengths.variance / batch_size) / lengths.mean)
+
+
+def expected_distinct(p: npt.ArrayLike, batch_size: int) -> FloatArray:
+    """Probability that a row is read at all in a batch: ``1 - (1-p)^B`` for p < 1, else 1.
+
+    Args:
+        p: expected appearances of a row in one sample.
+        batch_size: B.
+    """
+    values = np.asarray(p, dtype=np.float64)
+    return np.asarray(-np.expm1(batch_size * np.log1p(-np.minimum(values, 1.0 - 2**-53))))

@@ -1,0 +1,93 @@
+"""Every exception that FlexShard raises on purpose.
+
+::
+
+    FlexShardError
+    ├── UnitError              a size, bandwidth or time that cannot be read
+    ├── ClusterError           a cluster file, preset or level that does not fit together
+    ├── DataError              access data that cannot be counted (missing, broken, wrong type, bad ids)
+    ├── ProfileError           an access profile that contradicts itself, or a broken profile file
+    ├── TableError             a table whose fields contradict each other or its profile
+    ├── JobError               a job file or an argument of ``solve`` that cannot be used
+    ├── BudgetError            no placement fits the memory budget (``least_bytes`` would)
+    ├── PlanError              a plan file that is broken or of another version
+    ├── SolverError            an external solver that returned without an answer
+    ├── OutputError            a result that could not be written (nothing half-written is left)
+    └── MissingDependencyError an extra that is not installed
+
+All but the last three are ``ValueError`` too, so that code which knows nothing of FlexShard can catch them. A
+message says what was expected, what came, where, and what to do. The command line prints it and exits with code 2.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "ClusterError",
+    "DataError",
+    "FlexShardError",
+    "JobError",
+    "MissingDependencyError",
+    "OutputError",
+    "PlanError",
+    "ProfileError",
+    "SolverError",
+    "TableError",
+    "UnitError",
+]
+
+
+class FlexShardError(Exception):
+    """Base of every exception that FlexShard raises on purpose."""
+
+
+class UnitError(FlexShardError, ValueError):
+    """A size, bandwidth or time that cannot be read."""
+
+
+class ClusterError(FlexShardError, ValueError):
+    """A cluster file, preset or level that does not fit together."""
+
+
+class DataError(FlexShardError, ValueError):
+    """Access data that cannot be counted."""
+
+
+class ProfileError(FlexShardError, ValueError):
+    """An access profile that contradicts itself, or a broken profile file."""
+
+
+class TableError(FlexShardError, ValueError):
+    """A table whose fields contradict each other or its profile."""
+
+
+class JobError(FlexShardError, ValueError):
+    """A job file or an argument of ``solve`` that cannot be used."""
+
+
+class BudgetError(FlexShardError, ValueError):
+    """No placement fits the memory budget.
+
+    Attributes:
+        least_bytes: the least memory per rank, in bytes, that some placement needs.
+    """
+
+    def __init__(self, message: str, least_bytes: float) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+class PlanError(FlexShardError, ValueError):
+    """A plan file that is broken or of another version."""
+
+
+class SolverError(FlexShardError, RuntimeError):
+    """An external solver that returned without an answer."""
+
+
+class OutputError(FlexShardError, OSError):
+    """A result that could not be written; nothing half-written is left."""
+
+
+class MissingDependencyError(FlexShardError, ImportError):
+    """An extra that is not installed."""

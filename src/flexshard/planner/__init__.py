@@ -1,0 +1,39 @@
+"""Which placement to choose: solver, Pareto curve, baselines, the plan document."""
+
+from flexshard.planner._compare import compare
+from flexshard.planner._diff import Move, PlanDiff, diff
+from flexshard.planner._document import cost_document, plan_document
+from flexshard.planner._explain import TableExplanation, explain
+from flexshard.planner._job import Job, load_job, save_job
+from flexshard.planner._pareto import ParetoCurve, ParetoPoint, pareto
+from flexshard.planner._plan import Alternative, Plan, Settings, TablePlan, Tier
+from flexshard.planner._render import costs_grid, plan_renderable
+from flexshard.planner._solve import METHODS, solve
+from flexshard.planner._whole_table import whole_table_cost
+
+__all__ = [
+    "METHODS",
+    "Alternative",
+    "Job",
+    "Move",
+    "ParetoCurve",
+    "ParetoPoint",
+    "Plan",
+    "PlanDiff",
+    "Settings",
+    "TableExplanation",
+    "TablePlan",
+    "Tier",
+    "compare",
+    "cost_document",
+    "costs_grid",
+    "diff",
+    "explain",
+    "load_job",
+    "pareto",
+    "plan_document",
+    "plan_renderable",
+    "save_job",
+    "solve",
+    "whole_table_cost",
+]

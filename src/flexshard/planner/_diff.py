@@ -1,0 +1,84 @@
+"""What changes between two plans: rows and bytes that move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexshard.costmodels import DTYPE_BYTES
+from flexshard.planner._plan import Plan, TablePlan
+
+__all__ = ["Move", "PlanDiff", "diff"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Ranks of a table that go from one tier to another.
+
+    Attributes:
+        table: its name.
+        source, target: group sizes; None where only one plan has the rows.
+        first_rank, rows: which rows, by rank in their plan's profile.
+        nbytes: weights of these rows.
+    """
+
+    table: str
+    source: int | None
+    target: int | None
+    first_rank: int
+    rows: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """All moves between two plans.
+
+    Attributes:
+        moves: in order of tables and ranks.
+        reranked: tables whose profiles differ, so that equal ranks may be other rows.
+    """
+
+    moves: tuple[Move, ...]
+    reranked: tuple[str, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows that move."""
+        return sum(move.rows for move in self.moves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that move."""
+        return sum(move.nbytes for move in self.moves)
+
+
+def diff(before: Plan, after: Plan) -> PlanDiff:
+    """Rows that change their tier between two plans, by rank."""
+    moves: list[Move] = []
+    for name in dict.fromkeys([*before.tables, *after.tables]):
+        moves += _moves(name, before.tables.get(name), after.tables.get(name))
+    both = [name for name in before.tables if name in after.tables]
+    reranked = [n for n in both if before.tables[n].profile_digest != after.tables[n].profile_digest]
+    return PlanDiff(tuple(moves), tuple(reranked))
+
+
+def _moves(name: str, before: TablePlan | None, after: TablePlan | None) -> list[Move]:
+    known = after or before
+    assert known is not None
+    row_bytes = known.dim * DTYPE_BYTES[known.dtype]
+    edges = sorted(
+        {0}
+        | {tier.first_rank + tier.rows for table in (before, after) if table is not None for tier in table.tiers}
+    )
+    found = []
+    for first, last in zip(edges[:-1], edges[1:], strict=True):
+        source, target = _group_size(before, first), _group_size(after, first)
+        if source != target:
+            found.append(Move(name, source, target, first, last - first, (last - first) * row_bytes))
+    return found
+
+
+def _group_size(table: TablePlan | None, rank: int) -> int | None:
+    if table is None:
+        return None
+    return next((t.group_size for t in table.tiers if t.first_rank <= rank < t.first_rank + t.rows), None)

@@ -1,0 +1,128 @@
+"""Plan files: versioned JSON, byte for byte the same for the same plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, fields
+from typing import Any
+
+from flexshard._files import read_text, write_text
+from flexshard.costmodels import Collective, Cost
+from flexshard.errors import ClusterError, PlanError
+from flexshard.planner._plan import Alternative, Plan, Settings, TablePlan, Tier
+from flexshard.topologies import Cluster, CollectiveRate, Level
+
+__all__ = ["cost_document", "fingerprint", "load_plan", "plan_document", "save_plan"]
+
+FORMAT, VERSION = "flexshard.plan", 1
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan as the mapping that its file holds, fingerprint included."""
+    return {"format": FORMAT, "version": VERSION, "fingerprint": plan.fingerprint, **_body(plan)}
+
+
+def _body(plan: Plan) -> dict[str, Any]:
+    return {
+        "job_digest": plan.job_digest,
+        "settings": asdict(plan.settings),
+        "cluster": asdict(plan.cluster),
+        "predicted": cost_document(plan.predicted),
+        "lower_bound_seconds": plan.lower_bound_seconds,
+        "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,
+        "next_gib_seconds": plan.next_gib_seconds,
+        "baselines": {name: cost_document(cost) for name, cost in plan.baselines.items()},
+        "tables": [asdict(table) for table in plan.tables.values()],
+    }
+
+
+def cost_document(cost: Cost) -> dict[str, Any]:
+    """A cost's fields, and the seconds that follow from them for whoever reads the file without FlexShard."""
+    return asdict(cost) | {
+        "dynamic_memory_p999_bytes": cost.dynamic_memory_p999_bytes,
+        "dynamic_comm_seconds": cost.dynamic_comm_seconds,
+        "static_comm_seconds": cost.static_comm_seconds,
+        "exposed_seconds": cost.exposed_seconds,
+    }
+
+
+def fingerprint(plan: Plan) -> str:
+    """See :attr:`Plan.fingerprint`."""
+    return _digest(_body(plan))
+
+
+def _digest(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """See :meth:`Plan.save`."""
+    write_text(path, json.dumps(plan_document(plan), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """See :meth:`Plan.load`."""
+    text = read_text(path, PlanError)
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; make the plan again") from error
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise PlanError(f"{path}: not a plan; expected a JSON object with 'format': '{FORMAT}'")
+    version = document.pop("version", None)
+    if version != VERSION:
+        raise PlanError(f"{path}: version {version!r} of plans is unknown; this FlexShard reads {VERSION}: plan again")
+    expected = document.pop("fingerprint", None)
+    if _digest(document) != expected:
+        raise PlanError(f"{path}: its content does not match its fingerprint; it was edited or damaged: plan again")
+    try:
+        return _plan(document)
+    except (KeyError, TypeError, ValueError, ClusterError) as error:
+        raise PlanError(f"{path}: a field of the plan is missing or of another type ({error!r}); plan again") from error
+
+
+def _plan(body: dict[str, Any]) -> Plan:
+    settings = dict(body["settings"])
+    settings["overlap"] = tuple((name, share) for name, share in settings["overlap"])
+    tables = [_table(table) for table in body["tables"]]
+    return Plan(
+        cluster=_cluster(body["cluster"]),
+        settings=Settings(**settings),
+        tables={table.name: table for table in tables},
+        predicted=_cost(body["predicted"]),
+        baselines={name: _cost(cost) for name, cost in body["baselines"].items()},
+        lower_bound_seconds=body["lower_bound_seconds"],
+        memory_price_seconds_per_gib=body["memory_price_seconds_per_gib"],
+        next_gib_seconds=body["next_gib_seconds"],
+        job_digest=body["job_digest"],
+    )
+
+
+def _table(body: dict[str, Any]) -> TablePlan:
+    tiers = tuple(Tier(**tier) for tier in body["tiers"])
+    alternatives = tuple(
+        Alternative(**(entry | {"group_sizes": tuple(entry["group_sizes"])})) for entry in body["alternatives"]
+    )
+    return TablePlan(
+        **(body | {"features": tuple(body["features"]), "tiers": tiers, "alternatives": alternatives})
+    )
+
+
+def _cost(body: dict[str, Any]) -> Cost:
+    own = {field.name: body[field.name] for field in fields(Cost)}
+    return Cost(**(own | {"collectives": tuple(Collective(**entry) for entry in body["collectives"])}))
+
+
+def _cluster(body: dict[str, Any]) -> Cluster:
+    levels = tuple(
+        Level(
+            level["group_size"],
+            None if level["all_to_all"] is None else CollectiveRate(**level["all_to_all"]),
+            None if level["all_reduce"] is None else CollectiveRate(**level["all_reduce"]),
+        )
+        for level in body["levels"]
+    )
+    return Cluster(**(body | {"levels": levels}))

@@ -1,0 +1,73 @@
+"""From two neighbouring allocations, one within the budget and one beyond, to one that fills it to within a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexshard.planner._instance import Allocation, Instance
+
+__all__ = ["fill"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Rows of one count of a table whose tier differs, and what moving one of them takes."""
+
+    table: int
+    rows: int
+    source: int
+    target: int
+    row_memory_bytes: float
+
+
+def fill(instance: Instance, inside: Allocation, beyond: Allocation, limit_bytes: float) -> Allocation:
+    """Move rows from their tier in ``inside`` to that in ``beyond`` while the memory limit lasts.
+
+    Both allocations minimise the same priced cost, so every mixture does, and the fullest is the fastest.
+    """
+    result = inside.copy()
+    slack = limit_bytes - instance.memory_bytes(inside, instance.tier_reads(inside))
+    for step in _steps(instance, inside, beyond):
+        if step.row_memory_bytes <= 0:
+            continue
+        moved = min(step.rows, int(max(slack, 0.0) / step.row_memory_bytes))
+        result[step.table, step.source] -= moved
+        result[step.table, step.target] += moved
+        slack -= moved * step.row_memory_bytes
+    # The running slack is a sum of differences; where rounding overdrew it, give one row back.
+    return result if _fits(instance, result, limit_bytes) else inside
+
+
+def _fits(instance: Instance, allocation: Allocation, limit_bytes: float) -> bool:
+    # The tolerance covers the order of summation, which differs from that of the search.
+    return instance.memory_bytes(allocation, instance.tier_reads(allocation)) <= limit_bytes * (1 + 1e-13)
+
+
+def _steps(instance: Instance, inside: Allocation, beyond: Allocation) -> Iterator[_Step]:
+    for table in np.flatnonzero((inside != beyond).any(axis=1)).tolist():
+        ends_inside, ends_beyond = np.cumsum(inside[table]), np.cumsum(beyond[table])
+        points = np.unique(np.concatenate([[0], ends_inside, ends_beyond]))
+        for first, last in zip(points[:-1].tolist(), points[1:].tolist(), strict=True):
+            source = int(np.searchsorted(ends_inside, first, side="right"))
+            target = int(np.searchsorted(ends_beyond, first, side="right"))
+            if source != target:
+                yield from _by_count(instance, table, first, last, source, target)
+
+
+def _by_count(
+    instance: Instance, table: int, first: int, last: int, source: int, target: int
+) -> Iterator[_Step]:
+    start, end = int(instance.starts[table]), int(instance.starts[table + 1])
+    cum_rows = instance.cum_rows[start:end]
+    groups = np.arange(np.searchsorted(cum_rows, first, side="right"), np.searchsorted(cum_rows, last, side="left") + 1)
+    lower = np.maximum(np.where(groups > 0, cum_rows[groups - 1], 0), first)
+    upper = np.minimum(cum_rows[groups], last)
+    fixed = instance.table_memory_fixed[table]
+    extra_fixed = fixed[target] - fixed[source]
+    extra_read = instance.memory_per_read[target] - instance.memory_per_read[source]
+    per_row = instance.row_bytes[table] * (extra_fixed + extra_read * instance.reads[start + groups])
+    for rows, nbytes in zip((upper - lower).tolist(), per_row.tolist(), strict=True):
+        yield _Step(table, rows, source, target, nbytes)

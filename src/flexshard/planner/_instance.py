@@ -1,0 +1,241 @@
+"""The planning problem as arrays, and what an allocation of rows costs.
+
+Legend: T tables, G levels of the cluster, K distinct counts of all tables together. Levels are kept in order of their
+communication per read (data-parallel first), because in that order the tiers of a table are ranges of its rows in
+descending w: exchanging two rows of a table that are the wrong way round never costs anything.
+
+An *allocation* is how many rows each table has in each tier, shape (T, G); the hottest go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import Collective, Cost, Overlap, Table, row_lines
+from flexshard.errors import JobError
+from flexshard.topologies import Cluster
+
+__all__ = ["Allocation", "Instance", "build_instance"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Allocation = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """Tables on a cluster at a batch size, in frequency-of-frequency form.
+
+    Attributes:
+        tables, cluster, batch_size, overlap, index_dedup: the problem.
+        group_sizes: g per level, in tier order; shape (G,).
+        memory_fixed: κ_g/g per class of equal κ; shape (C, G).
+        memory_per_read, comm_fixed, comm_per_read, alpha_seconds: see :class:`RowLines`; shape (G,).
+        table_class: class of each table; shape (T,).
+        row_bytes: D·s; shape (T,).
+        num_rows: E; shape (T,).
+        starts: where each table's counts start in the arrays below, and the end; shape (T + 1,).
+        reads: w of the rows of each count, descending within a table, rows never read last; shape (K,).
+        cum_rows: rows of the table up to and including each count; shape (K,).
+        cum_reads: sum of w up to and including each count; shape (K,).
+    """
+
+    tables: tuple[Table, ...]
+    cluster: Cluster
+    batch_size: int
+    overlap: Overlap
+    index_dedup: bool
+    group_sizes: IntArray
+    memory_fixed: FloatArray
+    memory_per_read: FloatArray
+    comm_fixed: FloatArray
+    comm_per_read: FloatArray
+    alpha_seconds: FloatArray
+    table_class: IntArray
+    row_bytes: FloatArray
+    num_rows: IntArray
+    starts: IntArray
+    reads: FloatArray
+    cum_rows: IntArray
+    cum_reads: FloatArray
+
+    # -- looking rows up
+
+    def groups_at_least(self, thresholds: FloatArray) -> IntArray:
+        """How many counts of each table have w of at least a threshold; thresholds and result of shape (T, M)."""
+        return self._search(self.reads, thresholds, above=True)
+
+    def rows_of_groups(self, groups: IntArray) -> tuple[IntArray, FloatArray]:
+        """Rows and reads of each table's hottest counts; shape (T, M) each."""
+        last = self.starts[:-1, None] + groups - 1
+        inside = groups > 0
+        last = np.where(inside, last, 0)
+        return np.where(inside, self.cum_rows[last], 0), np.where(inside, self.cum_reads[last], 0.0)
+
+    def reads_of_first(self, rows: IntArray) -> FloatArray:
+        """Sum of w over each table's hottest rows; shape (T, M)."""
+        whole = self._search(self.cum_rows, rows, above=False)
+        before_rows, before_reads = self.rows_of_groups(whole)
+        # The next count's rows are taken in part; past the last count there is nothing left to take.
+        following = np.minimum(self.starts[:-1, None] + whole, self.starts[1:, None] - 1)
+        return before_reads + (rows - before_rows) * self.reads[following]
+
+    def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
+        """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
+        tables at once."""
+        low = np.broadcast_to(self.starts[:-1, None], wanted.shape).copy()
+        high = np.broadcast_to(self.starts[1:, None], wanted.shape).copy()
+        for _ in range(int(np.diff(self.starts).max()).bit_length()):
+            middle = (low + high) >> 1
+            at = values[np.minimum(middle, values.size - 1)]
+            right = (middle < high) & ((at >= wanted) if above else (at <= wanted))
+            low = np.where(right, middle + 1, low)
+            high = np.where(right, high, middle)
+        return low - self.starts[:-1, None]
+
+    # -- what an allocation costs
+
+    @cached_property
+    def table_memory_fixed(self) -> FloatArray:
+        """κ_g/g of each table; shape (T, G)."""
+        return self.memory_fixed[self.table_class]
+
+    def tier_reads(self, allocation: Allocation) -> FloatArray:
+        """Sum of w of each tier; shape (T, G)."""
+        return np.diff(self.reads_of_first(np.cumsum(allocation, axis=1)), axis=1, prepend=0.0)
+
+    def memory_bytes(self, allocation: Allocation, reads: FloatArray) -> float:
+        """Static and expected dynamic memory per rank."""
+        per_byte = allocation * self.table_memory_fixed + reads * self.memory_per_read
+        return float(self.row_bytes @ per_byte.sum(axis=1))
+
+    def variable_seconds(self, allocation: Allocation, reads: FloatArray) -> float:
+        """Exposed communication without latencies."""
+        per_byte = allocation @ self.comm_fixed + reads @ self.comm_per_read
+        return float(self.row_bytes @ per_byte)
+
+    def latency_seconds(self, allocation: Allocation) -> float:
+        """Exposed latency of the levels that hold any rows."""
+        return float(self.alpha_seconds[allocation.any(axis=0)].sum())
+
+    def exposed_seconds(self, allocation: Allocation) -> float:
+        """Exposed communication: what the solver minimises."""
+        reads = self.tier_reads(allocation)
+        return self.variable_seconds(allocation, reads) + self.latency_seconds(allocation)
+
+    def uniform(self, group_size: int) -> Allocation:
+        """Every row in one tier."""
+        return np.where(self.group_sizes == group_size, self.num_rows[:, None], 0)
+
+    def cost(self, allocation: Allocation) -> Cost:
+        """The six metrics of an allocation, all tables together: the sum of their tiers' ``placement_cost``."""
+        tier_reads = self.tier_reads(allocation)
+        variations = [table.length_variation(self.batch_size) for table in self.tables]
+        known = [variation for variation in variations if variation is not None]
+        sigma = None
+        if len(known) == len(variations):
+            per_table = self.row_bytes * (tier_reads @ self.memory_per_read)
+            sigma = float(per_table @ np.array(known))
+        static = float(self.row_bytes @ (allocation * self.table_memory_fixed).sum(axis=1))
+        dynamic = float(self.row_bytes @ (tier_reads @ self.memory_per_read))
+        return Cost(
+            static_memory_bytes=static,
+            dynamic_memory_bytes=dynamic,
+            input_ids=float(tier_reads[:, self.group_sizes > 1].sum()),
+            rows_read=float(tier_reads.sum()),
+            collectives=self._collectives(allocation, tier_reads),
+            dynamic_memory_sigma_bytes=sigma,
+        )
+
+    def _collectives(self, allocation: Allocation, tier_reads: FloatArray) -> tuple[Collective, ...]:
+        reduced = self.row_bytes @ allocation / self.group_sizes
+        sent = self.row_bytes @ tier_reads
+        found = []
+        for tier, size in enumerate(self.group_sizes.tolist()):
+            level = self.cluster.level(size)
+            if not allocation[:, tier].any():
+                continue
+            for kind, rate, nbytes, calls in (
+                ("all_reduce", level.all_reduce, reduced[tier], 1),
+                ("all_to_all", level.all_to_all, sent[tier], 2),
+            ):
+                if rate is not None:
+                    hidden = self.overlap.get((kind, size), 0.0)  # type: ignore[call-overload]  # a literal's str
+                    found.append(
+                        Collective(kind, size, calls, float(nbytes), rate.alpha_seconds, rate.bytes_per_s, hidden)  # type: ignore[arg-type]  # as above
+                    )
+        return tuple(sorted(found, key=lambda c: (c.kind, c.group_size)))
+
+
+def build_instance(
+    tables: Sequence[Table], cluster: Cluster, *, batch_size: int, overlap: Overlap, index_dedup: bool
+) -> Instance:
+    """Arrays of a planning problem.
+
+    Raises:
+        JobError: no tables, two of one name, or a batch size below 1.
+    """
+    tables = tuple(tables)
+    if not tables:
+        raise JobError("there are no tables to plan")
+    if batch_size < 1:
+        raise JobError(f"batch_size must be at least 1, found {batch_size}")
+    names = [table.name for table in tables]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise JobError(f"table {twice[0]!r} is given twice; tables need distinct names")
+    classes: dict[tuple[float, float], int] = {}
+    table_class = [classes.setdefault((t.kappa_replicated, t.kappa_sharded), len(classes)) for t in tables]
+    lines = [row_lines(cluster, *kappas, overlap) for kappas in classes]
+    first = lines[0]
+    # Data-parallel reads nothing from others, so it leads even where an overlap hides all of another's traffic.
+    order = np.lexsort((first.group_sizes, first.comm_per_read, np.array(first.group_sizes) > 1))
+    starts, reads, cum_rows, cum_reads = _concatenated(tables, batch_size, index_dedup)
+    return Instance(
+        tables,
+        cluster,
+        batch_size,
+        overlap,
+        index_dedup,
+        np.array(first.group_sizes, np.int64)[order],
+        np.stack([line.memory_fixed[order] for line in lines]),
+        first.memory_per_read[order],
+        first.comm_fixed[order],
+        first.comm_per_read[order],
+        first.alpha_seconds[order],
+        np.array(table_class, np.int64),
+        np.array([table.row_bytes for table in tables], np.float64),
+        np.array([table.rows for table in tables], np.int64),
+        starts,
+        reads,
+        cum_rows,
+        cum_reads,
+    )
+
+
+def _concatenated(
+    tables: Sequence[Table], batch_size: int, index_dedup: bool
+) -> tuple[IntArray, FloatArray, IntArray, FloatArray]:
+    sizes = [t.profile.counts.size + (t.rows > t.profile.rows_read) for t in tables]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    reads = np.zeros(starts[-1], np.float64)
+    cum_rows = np.zeros(starts[-1], np.int64)
+    cum_reads = np.zeros(starts[-1], np.float64)
+    for table, start, end in zip(tables, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        profile, count = table.profile, table.profile.counts.size
+        part = slice(start, start + count)
+        reads[part] = table.reads(batch_size, index_dedup=index_dedup)
+        np.cumsum(profile.rows, out=cum_rows[part])
+        if index_dedup:
+            np.cumsum(reads[part] * profile.rows, out=cum_reads[part])
+        else:  # whole numbers first, which add without rounding
+            accesses = np.cumsum(profile.counts * profile.rows)
+            np.multiply(accesses, batch_size / profile.num_samples, out=cum_reads[part])
+        cum_rows[start + count : end] = table.rows
+        cum_reads[start + count : end] = cum_reads[start + count - 1]
+    return starts, reads, cum_rows, cum_reads

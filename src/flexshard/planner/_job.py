@@ -1,0 +1,169 @@
+"""Job files: what to plan, as YAML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from flexshard._documents import load_yaml, located
+from flexshard._files import write_text
+from flexshard.costmodels import Table
+from flexshard.errors import ClusterError, FlexShardError, JobError
+from flexshard.planner._plan import Plan
+from flexshard.planner._solve import OverlapLike, solve
+from flexshard.profiling import AccessProfile
+from flexshard.topologies import Cluster
+
+__all__ = ["Job", "load_job", "save_job"]
+
+FORMAT, VERSION = "flexshard.job", 1
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TableSpec(_Spec):
+    """A table of a job file; rows default to the profile's."""
+
+    name: str
+    dim: int
+    profile: str
+    rows: int | None = None
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
+    replication_multiplier: float | None = None
+    features: list[str] = Field(default_factory=list)
+
+
+class JobSpec(_Spec):
+    """A job file."""
+
+    cluster: str
+    batch_size: int
+    tables: list[TableSpec]
+    budget: str = "neutral"
+    tiers: int = 3
+    method: Literal["optimal", "paper"] = "optimal"
+    overlap: str | dict[str, float] | None = None
+    index_dedup: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A planning problem and how to solve it; fields as the arguments of :func:`solve`."""
+
+    tables: tuple[Table, ...]
+    cluster: Cluster
+    batch_size: int
+    budget: str = "neutral"
+    tiers: int = 3
+    method: str = "optimal"
+    overlap: OverlapLike = None
+    index_dedup: bool = False
+
+    def solve(self) -> Plan:
+        """The plan; raises as :func:`solve`."""
+        return solve(
+            self.tables,
+            self.cluster,
+            batch_size=self.batch_size,
+            budget=self.budget,
+            tiers=self.tiers,
+            method=self.method,
+            overlap=self.overlap,
+            index_dedup=self.index_dedup,
+        )
+
+
+def load_job(path: str | os.PathLike[str]) -> Job:
+    """Read a job file; paths in it are relative to it.
+
+    Raises:
+        JobError: unreadable, of another version, or with a field that cannot be used; names file, line and field.
+    """
+    spec, tree = load_yaml(path, JobSpec, kind=FORMAT, version=VERSION, error_type=JobError)
+    folder = Path(path).parent
+    cluster = _at(path, tree, ["cluster"], lambda: _cluster(folder, spec.cluster))
+    if not spec.tables:
+        raise JobError(f"{located(path, tree, ['tables'])}: there are no tables to plan")
+    tables = tuple(
+        _at(path, tree, ["tables", index], lambda table=table: _table(folder, table))
+        for index, table in enumerate(spec.tables)
+    )
+    return Job(
+        tables, cluster, spec.batch_size, spec.budget, spec.tiers, spec.method, spec.overlap, spec.index_dedup
+    )
+
+
+def _at(path: str | os.PathLike[str], tree: yaml.Node, loc: Sequence[str | int], make: Any) -> Any:
+    try:
+        return make()
+    except FlexShardError as error:
+        raise JobError(f"{located(path, tree, loc)}: {error}") from error
+
+
+def _cluster(folder: Path, name: str) -> Cluster:
+    beside = folder / name
+    if beside.suffix in {".yaml", ".yml"}:
+        if not beside.exists():
+            raise ClusterError(f"{beside}: no such cluster file")
+        return Cluster.load(beside)
+    return Cluster.resolve(name)
+
+
+def _table(folder: Path, spec: TableSpec) -> Table:
+    profile = AccessProfile.load(folder / spec.profile)
+    return Table(
+        spec.name,
+        profile.num_rows if spec.rows is None else spec.rows,
+        spec.dim,
+        profile,
+        spec.dtype,
+        spec.optimizer,
+        spec.replication_multiplier,
+        tuple(spec.features),
+    )
+
+
+def save_job(
+    path: str | os.PathLike[str],
+    profiles: Sequence[str | os.PathLike[str]],
+    *,
+    cluster: str,
+    batch_size: int,
+    dim: int,
+    dtype: str = "float32",
+    optimizer: str = "rowwise_adagrad",
+    budget: str = "neutral",
+    tiers: int = 3,
+) -> None:
+    """Write a job file with one table per profile, all of one shape, to be edited where they differ.
+
+    Raises:
+        ProfileError: a profile that cannot be read.
+        OutputError: the job could not be written.
+    """
+    tables = []
+    folder = Path(path).parent
+    for file in profiles:
+        profile = AccessProfile.load(file)
+        entry = {"name": profile.table or Path(file).name.split(".")[0], "rows": profile.num_rows, "dim": dim}
+        tables.append(entry | {"dtype": dtype, "optimizer": optimizer, "profile": os.path.relpath(file, folder)})
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "cluster": cluster,
+        "batch_size": batch_size,
+        "budget": budget,
+        "tiers": tiers,
+        "method": "optimal",
+        "tables": tables,
+    }
+    write_text(path, yaml.safe_dump(document, sort_keys=False))

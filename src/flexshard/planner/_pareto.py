@@ -1,0 +1,157 @@
+"""The frontier of memory against communication (FlexShard paper, section 4.3 and Figure 5), for any number of tiers.
+
+At every price of memory the solver's allocation is a vertex of the frontier of one subset of levels; the frontier of
+all is their lower envelope. Between the prices at which a count changes its tier nothing changes, so visiting those
+prices visits every vertex; where there are very many, an even selection of counts is taken, and every point is still
+an optimal plan of its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import Table, overlap_of
+from flexshard.planner._instance import Allocation, Instance, build_instance
+from flexshard.planner._paper import solve_paper
+from flexshard.planner._solve import OverlapLike
+from flexshard.planner._solver import solve_instance
+from flexshard.planner._thresholds import allocate
+from flexshard.topologies import Cluster
+
+__all__ = ["ParetoCurve", "ParetoPoint", "pareto"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ParetoPoint:
+    """A plan on or beside the frontier.
+
+    Attributes:
+        name: "greatest_memory_saving", "memory_neutral", "communication_neutral", "full_replication" and "row_wise"
+            (FlexShard paper, Figure 5), "paper_2_tier", "paper_3_tier"; "" for the others.
+        memory_bytes: per rank.
+        exposed_seconds: per iteration.
+        rows: rows per group size, in the order of the curve's ``group_sizes``.
+    """
+
+    name: str
+    memory_bytes: float
+    exposed_seconds: float
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParetoCurve:
+    """The frontier, and points to compare with.
+
+    Attributes:
+        group_sizes: g per entry of the points' ``rows``.
+        points: the frontier in order of memory; each takes less time than the one before.
+        marked: named points. The first four lie on the frontier.
+        neutral_bytes: memory of row-wise.
+    """
+
+    group_sizes: tuple[int, ...]
+    points: tuple[ParetoPoint, ...]
+    marked: tuple[ParetoPoint, ...]
+    neutral_bytes: float
+
+    def mark(self, name: str) -> ParetoPoint:
+        """A marked point by name; KeyError if there is none."""
+        for point in self.marked:
+            if point.name == name:
+                return point
+        raise KeyError(name)
+
+
+def pareto(
+    tables: Sequence[Table],
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    tiers: int = 3,
+    overlap: OverlapLike = None,
+    index_dedup: bool = False,
+    prices: int = 500,
+) -> ParetoCurve:
+    """The frontier of memory per rank against exposed communication.
+
+    Args:
+        tables, cluster, batch_size, tiers, overlap, index_dedup: as for :func:`solve`.
+        prices: most prices of memory to visit per pair of levels.
+
+    Raises:
+        JobError: as :func:`solve`.
+    """
+    hidden = overlap_of(overlap, cluster)
+    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
+    count = instance.group_sizes.size
+    found: list[ParetoPoint] = []
+    for size in range(1, min(tiers, count) + 1):
+        for levels in combinations(range(count), size):
+            for price in _prices(instance, levels, prices):
+                found.append(_point(instance, allocate(instance, np.array(levels), price)[0]))
+    frontier = _frontier(found)
+    neutral = _point(instance, instance.uniform(cluster.world_size), "row_wise")
+    return ParetoCurve(
+        tuple(int(size) for size in instance.group_sizes),
+        tuple(frontier),
+        tuple(_marked(instance, frontier, neutral, tiers)),
+        neutral.memory_bytes,
+    )
+
+
+def _prices(instance: Instance, levels: tuple[int, ...], most: int) -> list[float]:
+    """Prices just beside which some count changes between two of the levels, free memory and memory alone."""
+    found: list[FloatArray] = [np.array([np.inf])]
+    step = max(1, instance.reads.size // most)
+    reads = np.unique(instance.reads[::step])
+    for i, k in combinations(levels, 2):
+        for fixed in instance.memory_fixed:
+            memory = fixed[k] - fixed[i] + (instance.memory_per_read[k] - instance.memory_per_read[i]) * reads
+            comm = instance.comm_fixed[k] - instance.comm_fixed[i]
+            comm = comm + (instance.comm_per_read[k] - instance.comm_per_read[i]) * reads
+            with np.errstate(divide="ignore", invalid="ignore"):
+                crossing = -comm / memory
+            found.append(crossing[np.isfinite(crossing) & (crossing > 0)])
+    crossings = np.unique(np.concatenate(found))
+    if crossings.size > most:
+        crossings = crossings[np.unique(np.linspace(0, crossings.size - 1, most).astype(np.int64))]
+    least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30
+    beside = np.concatenate([crossings * (1 - 1e-9), crossings * (1 + 1e-9)])
+    return [*beside[np.isfinite(beside)].tolist(), least, float("inf")]
+
+
+def _point(instance: Instance, allocation: Allocation, name: str = "") -> ParetoPoint:
+    reads = instance.tier_reads(allocation)
+    seconds = instance.variable_seconds(allocation, reads) + instance.latency_seconds(allocation)
+    rows = tuple(int(n) for n in allocation.sum(axis=0))
+    return ParetoPoint(name, instance.memory_bytes(allocation, reads), seconds, rows)
+
+
+def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
+    kept: list[ParetoPoint] = []
+    for point in sorted(points, key=lambda p: (p.memory_bytes, p.exposed_seconds, p.rows)):
+        if not kept or point.exposed_seconds < kept[-1].exposed_seconds:
+            kept.append(point)
+    return kept
+
+
+def _marked(instance: Instance, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, tiers: int) -> list[ParetoPoint]:
+    best = solve_instance(instance, neutral.memory_bytes, tiers).allocation
+    marked = [
+        replace(frontier[0], name="greatest_memory_saving"),
+        _point(instance, best, "memory_neutral"),
+        replace(frontier[-1], name="communication_neutral"),
+    ]
+    marked.append(_point(instance, instance.uniform(1), "full_replication"))
+    marked.append(neutral)
+    for n in (2, 3):
+        marked.append(_point(instance, solve_paper(instance, neutral.memory_bytes, n), f"paper_{n}_tier"))
+    return marked

@@ -1,0 +1,140 @@
+"""A plan as tables that a person reads."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from flexshard import units
+from flexshard.costmodels import Cost
+from flexshard.planner._plan import Plan, TablePlan
+
+__all__ = ["as_text", "costs_grid", "plan_renderable", "plan_text", "table_heading"]
+
+_MOST_TABLES = 40
+
+
+def as_text(renderable: RenderableType, width: int = 118) -> str:
+    """What rich would print, without colour."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan as text."""
+    return as_text(plan_renderable(plan))
+
+
+def plan_renderable(plan: Plan) -> RenderableType:
+    """Tiers of the tables, costs beside the baselines, and the proof."""
+    return Group(_heading(plan), _tiers_grid(plan), costs_grid(plan), *_proof(plan))
+
+
+def _heading(plan: Plan) -> Text:
+    s, c = plan.settings, plan.cluster
+    return Text(
+        f"{len(plan.tables)} table(s) on {c.name} ({c.nodes} nodes x {c.ranks_per_node} ranks),"
+        f" batch {s.batch_size:,} per rank, budget {s.budget} = {units.format_bytes(s.budget_bytes)} per rank,"
+        f" method {s.method}, at most {s.tiers} tiers"
+        + (", distinct rows per batch" if s.index_dedup else "")
+        + (f", overlap {', '.join(f'{n} {v:.0%}' for n, v in s.overlap)}" if s.overlap else "")
+    )
+
+
+def _tiers_grid(plan: Plan) -> Grid:
+    grid = Grid(title="Where the rows live", title_justify="left", pad_edge=False)
+    held_out = any(tier.covered_held_out is not None for table in plan.tables.values() for tier in table.tiers)
+    grid.add_column("table", overflow="fold")
+    grid.add_column("strategy")
+    for name in ("group", "rows", "of table", "accesses", *(["held out"] if held_out else []), "p of last row"):
+        grid.add_column(name, justify="right")
+    for table in list(plan.tables.values())[:_MOST_TABLES]:
+        for index, tier in enumerate(table.tiers):
+            cells = [
+                table.name if index == 0 else "",
+                tier.strategy,
+                str(tier.group_size),
+                f"{tier.rows:,}",
+                f"{tier.rows / table.rows:.2%}",
+                f"{tier.covered:.1%}",
+            ]
+            if held_out:
+                cells.append("" if tier.covered_held_out is None else f"{tier.covered_held_out:.1%}")
+            grid.add_row(*cells, f"{tier.coldest_p:.3g}")
+    if len(plan.tables) > _MOST_TABLES:
+        grid.caption = f"... and {len(plan.tables) - _MOST_TABLES} more tables; see 'flexshard explain'"
+    return grid
+
+
+def costs_grid(plan: Plan) -> Grid:
+    """Predicted costs of the plan and of the baselines, per rank and iteration."""
+    grid = Grid(title="Predicted per rank and iteration", title_justify="left", pad_edge=False)
+    grid.add_column("")
+    columns = ("memory", "static", "dynamic", "p99.9", "ids sent", "all-to-all", "all-reduce", "exposed", "vs row-wise")
+    for name in columns:
+        grid.add_column(name, justify="right")
+    for name, cost in _rows(plan).items():
+        grid.add_row(name, *_cells(cost, plan.baselines["row_wise"]))
+    return grid
+
+
+def _rows(plan: Plan) -> Mapping[str, Cost]:
+    return {"this plan": plan.predicted, **plan.baselines}
+
+
+def _cells(cost: Cost, row_wise: Cost) -> list[str]:
+    p999 = cost.dynamic_memory_p999_bytes
+    faster = row_wise.exposed_seconds / cost.exposed_seconds if cost.exposed_seconds else float("inf")
+    return [
+        units.format_bytes(cost.memory_bytes),
+        units.format_bytes(cost.static_memory_bytes),
+        units.format_bytes(cost.dynamic_memory_bytes),
+        "n/a" if p999 is None else units.format_bytes(p999),
+        units.format_count(round(cost.input_ids)),
+        units.format_seconds(cost.dynamic_comm_seconds),
+        units.format_seconds(cost.static_comm_seconds),
+        units.format_seconds(cost.exposed_seconds),
+        f"{faster:.2f}x",
+    ]
+
+
+def _proof(plan: Plan) -> list[Text]:
+    cost = plan.predicted.exposed_seconds
+    gap = (cost - plan.lower_bound_seconds) / cost if cost else 0.0
+    lines = [
+        f"Proof: no plan within the budget has less than {_exact(plan.lower_bound_seconds)} of exposed communication;"
+        f" this one has {_exact(cost)} (gap {gap:.2g})."
+    ]
+    if plan.settings.method == "optimal":
+        saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
+        lines.append(
+            f"Memory: one more GiB per rank would save {units.format_seconds(saved)} per iteration"
+            f" (at the margin {units.format_seconds(plan.memory_price_seconds_per_gib)} per GiB)."
+        )
+    usable = plan.cluster.hbm_bytes - plan.cluster.reserve_bytes
+    p999 = plan.predicted.dynamic_memory_p999_bytes
+    peak = plan.predicted.static_memory_bytes + (plan.predicted.dynamic_memory_bytes if p999 is None else p999)
+    if peak > usable:
+        lines.append(
+            f"Warning: {units.format_bytes(peak)} per rank {'expected' if p999 is None else 'at p99.9'} is more than the"
+            f" {units.format_bytes(usable)} that {plan.cluster.name} leaves to embeddings; it may run out of memory."
+        )
+    return [Text(line) for line in lines]
+
+
+def _exact(seconds: float) -> str:
+    return f"{seconds * 1e3:.4f} ms"
+
+
+def table_heading(table: TablePlan) -> str:
+    """One line that says what a table is."""
+    return (
+        f"{table.name}: {table.rows:,} rows x {table.dim} {table.dtype}, {table.optimizer}, L = {table.avg_length:.4g}"
+        f" reads per sample, a replica costs {table.kappa_replicated:.4g} bytes per byte of weight"
+    )

@@ -1,0 +1,257 @@
+"""``solve``: from tables, a cluster and a budget to a plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard import units
+from flexshard.costmodels import Cost, Table, overlap_of, strategy_name
+from flexshard.errors import BudgetError, JobError, UnitError
+from flexshard.planner._instance import Allocation, Instance, build_instance
+from flexshard.planner._paper import solve_paper
+from flexshard.planner._plan import Alternative, Plan, Settings, TablePlan, Tier
+from flexshard.planner._solver import solve_instance
+from flexshard.planner._thresholds import allocate
+from flexshard.topologies import Cluster
+
+__all__ = ["METHODS", "budget_bytes", "solve"]
+
+METHODS = ("optimal", "paper")
+
+OverlapLike = str | Mapping[str, float] | None
+
+
+def solve(
+    tables: Sequence[Table],
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    budget: str | float = "neutral",
+    tiers: int = 3,
+    method: str = "optimal",
+    overlap: OverlapLike = None,
+    index_dedup: bool = False,
+) -> Plan:
+    """Decide where every row of every table lives, so that training communicates least within a memory budget.
+
+    Args:
+        tables: with their access profiles.
+        cluster: to train on.
+        batch_size: B, samples per rank.
+        budget: "neutral" (no more memory per rank than row-wise), a difference to that ("+2GiB", "-500 MB", or a
+            number of bytes), or an absolute limit ("40GiB"), of which the cluster's reserve is taken off.
+        tiers: most group sizes that the plan may use.
+        method: "optimal", or "paper" for the published algorithm with 2 or 3 tiers.
+        overlap: what other work hides; see :func:`flexshard.costmodels.overlap_of`.
+        index_dedup: count distinct rows per batch instead of all reads.
+
+    Raises:
+        JobError: an argument that cannot be used.
+        BudgetError: no placement fits; its ``least_bytes`` would.
+    """
+    if method not in METHODS:
+        raise JobError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
+    if tiers < 1 or (method == "paper" and tiers not in (2, 3)):
+        allowed = "2 or 3 for method 'paper'" if method == "paper" else "at least 1"
+        raise JobError(f"tiers must be {allowed}, found {tiers}")
+    hidden = overlap_of(overlap, cluster)
+    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
+    limit = budget_bytes(budget, instance)
+    settings = Settings(
+        batch_size=batch_size,
+        budget=budget if isinstance(budget, str) else f"{budget:+.0f} B",
+        budget_bytes=limit,
+        tiers=tiers,
+        method=method,
+        index_dedup=index_dedup,
+        overlap=tuple((f"{kind}@{size}", share) for (kind, size), share in sorted(hidden.items())),
+    )
+    best = solve_instance(instance, limit, tiers)
+    allocation, price, next_gib = best.allocation, best.price, None
+    alternatives: list[tuple[Alternative, ...]] = [()] * len(instance.tables)
+    if method == "paper":
+        allocation = solve_paper(instance, limit, tiers)
+    else:
+        more = limit + units.GIB
+        next_gib = solve_instance(instance, more, tiers, start_price=price).seconds if price > 0 else best.seconds
+        alternatives = _alternatives(instance, allocation, price, tiers)
+    predicted = instance.cost(allocation)
+    return Plan(
+        cluster=cluster,
+        settings=settings,
+        tables=_tables(instance, allocation, alternatives),
+        predicted=predicted,
+        baselines=_baselines(instance, limit),
+        # Two orders of one sum may differ in the last bit; a bound above the cost would read as a contradiction.
+        lower_bound_seconds=min(best.lower_bound_seconds, predicted.exposed_seconds),
+        memory_price_seconds_per_gib=price * units.GIB,
+        next_gib_seconds=next_gib,
+        job_digest=_job_digest(instance, settings),
+    )
+
+
+def budget_bytes(budget: str | float, instance: Instance) -> float:
+    """Bytes per rank that a budget comes to.
+
+    Raises:
+        JobError: not one of the forms that :func:`solve` takes.
+    """
+    neutral = instance.cost(instance.uniform(instance.cluster.world_size)).memory_bytes
+    if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
+        raise JobError(f"budget must be 'neutral', a difference or a limit, found {budget!r}")
+    if not isinstance(budget, str):
+        if not np.isfinite(budget):
+            raise JobError(f"budget must be a finite number of bytes, found {budget}")
+        return neutral + budget
+    if budget.strip() == "neutral":
+        return neutral
+    try:
+        size = units.parse_bytes(budget)
+    except UnitError as error:
+        raise JobError(f"budget must be 'neutral', a difference ('+2GiB') or a limit ('40GiB'): {error}") from error
+    if budget.strip()[0] in "+-":
+        return neutral + size
+    if size <= instance.cluster.reserve_bytes:
+        raise JobError(
+            f"budget {budget!r} is not above the cluster's reserve of"
+            f" {units.format_bytes(instance.cluster.reserve_bytes)}; raise it or lower the reserve"
+        )
+    return size - instance.cluster.reserve_bytes
+
+
+def _baselines(instance: Instance, limit: float) -> dict[str, Cost]:
+    """The four closed-form baselines; the paper's at the same budget, or at the least that they can have."""
+    found = {
+        "row_wise": instance.cost(instance.uniform(instance.cluster.world_size)),
+        "data_parallel": instance.cost(instance.uniform(1)),
+    }
+    for tiers in (2, 3):
+        try:
+            allocation = solve_paper(instance, limit, tiers)
+        except BudgetError as error:
+            allocation = solve_paper(instance, error.least_bytes, tiers)
+        found[f"paper_{tiers}_tier"] = instance.cost(allocation)
+    return found
+
+
+def _tables(
+    instance: Instance, allocation: Allocation, alternatives: Sequence[tuple[Alternative, ...]]
+) -> dict[str, TablePlan]:
+    reads = instance.tier_reads(allocation)
+    return {
+        table.name: TablePlan(
+            name=table.name,
+            rows=table.rows,
+            dim=table.dim,
+            dtype=table.dtype,
+            optimizer=table.optimizer,
+            features=table.features,
+            kappa_replicated=table.kappa_replicated,
+            kappa_sharded=table.kappa_sharded,
+            profile_digest=table.profile.digest,
+            profile_path=table.profile.path,
+            num_samples=table.profile.num_samples,
+            avg_length=table.profile.avg_length,
+            tiers=_tiers(instance, index, allocation[index], reads[index]),
+            alternatives=alternatives[index],
+        )
+        for index, table in enumerate(instance.tables)
+    }
+
+
+def _tiers(
+    instance: Instance, index: int, rows: npt.NDArray[np.int64], reads: npt.NDArray[np.float64]
+) -> tuple[Tier, ...]:
+    table, world = instance.tables[index], instance.cluster.world_size
+    profile = table.profile
+    cum_rows = instance.cum_rows[instance.starts[index] : instance.starts[index + 1]]
+    total = float(reads.sum())
+    ends = np.cumsum(rows)
+    tiers = []
+    for size, end, number, read in zip(
+        instance.group_sizes.tolist(), ends.tolist(), rows.tolist(), reads.tolist(), strict=True
+    ):
+        if number == 0:
+            continue
+        first, last = np.searchsorted(cum_rows, [end - number, end - 1], side="right").tolist()
+        hottest, coldest = (
+            float(profile.counts[group]) / profile.num_samples if group < profile.counts.size else 0.0
+            for group in (first, last)
+        )
+        covered = profile.covered(end) - profile.covered(end - number) if instance.index_dedup else read / total
+        tiers.append(
+            Tier(
+                strategy_name(size, world),
+                size,
+                number,
+                end - number,
+                covered,
+                _held_out(table, end - number, end),
+                read,
+                hottest,
+                coldest,
+            )
+        )
+    return tuple(tiers)
+
+
+def _held_out(table: Table, first: int, end: int) -> float | None:
+    before, after = table.profile.covered_held_out(first), table.profile.covered_held_out(end)
+    return None if before is None or after is None else after - before
+
+
+def _alternatives(
+    instance: Instance, allocation: Allocation, price: float, tiers: int, keep: int = 3
+) -> list[tuple[Alternative, ...]]:
+    """For each table, the next best sets of group sizes at the plan's price of memory."""
+    count = instance.group_sizes.size
+    chosen_seconds, chosen_memory = _per_table(instance, allocation)
+    used = allocation.any(axis=0)
+    found: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
+    for size in range(1, min(tiers, count) + 1):
+        for levels in combinations(range(count), size):
+            other, _ = allocate(instance, np.array(levels), price if price > 0 else 1e-30)
+            seconds, memory = _per_table(instance, other)
+            # A collective that no other table uses brings its latency along.
+            extra = ((other > 0) & ~used) @ instance.alpha_seconds
+            added_seconds = seconds - chosen_seconds + extra
+            added_memory = memory - chosen_memory
+            differs = ((other > 0) != (allocation > 0)).any(axis=1)
+            for index in np.flatnonzero(differs).tolist():
+                sizes = tuple(int(g) for g in instance.group_sizes[other[index] > 0])
+                priced = float(added_seconds[index] + price * added_memory[index])
+                best = found[index].get(sizes)
+                if best is None or priced < best.priced_seconds:
+                    found[index][sizes] = Alternative(
+                        sizes, float(added_seconds[index]), float(added_memory[index]), priced
+                    )
+    return [
+        tuple(sorted(entries.values(), key=lambda entry: (entry.priced_seconds, entry.group_sizes))[:keep])
+        for entries in found
+    ]
+
+
+def _per_table(
+    instance: Instance, allocation: Allocation
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Exposed seconds without latencies and memory of each table; shape (T,) each."""
+    reads = instance.tier_reads(allocation)
+    seconds = allocation @ instance.comm_fixed + reads @ instance.comm_per_read
+    memory = (allocation * instance.table_memory_fixed).sum(axis=1) + reads @ instance.memory_per_read
+    return instance.row_bytes * seconds, instance.row_bytes * memory
+
+
+def _job_digest(instance: Instance, settings: Settings) -> str:
+    tables = [
+        (t.name, t.rows, t.dim, t.dtype, t.optimizer, t.replication_multiplier, t.features, t.profile.digest)
+        for t in instance.tables
+    ]
+    text = json.dumps([tables, asdict(instance.cluster), asdict(settings)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

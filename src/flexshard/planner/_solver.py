@@ -1,0 +1,160 @@
+"""The optimal placement within a memory budget (design, section 4).
+
+For a price λ of a byte every row takes its cheapest tier; one search over λ meets the budget. That solves the linear
+relaxation, whose dual value bounds every plan from below. Rows that cost the same at λ then fill the budget to within
+one row, and on small instances the last row is settled exactly (``_polish``). Latencies are paid once per collective
+that is used at all, so each subset of the levels is solved, unless its bound shows that it cannot win.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard import units
+from flexshard.errors import BudgetError
+from flexshard.planner._fill import fill
+from flexshard.planner._instance import Allocation, Instance
+from flexshard.planner._polish import polish
+from flexshard.planner._thresholds import allocate
+
+__all__ = ["BUDGET_TOLERANCE", "Solution", "least_memory", "solve_instance"]
+
+IntArray = npt.NDArray[np.int64]
+
+# Sums of float64 bytes agree to about this share whatever their order.
+BUDGET_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """An optimal allocation and its certificate.
+
+    Attributes:
+        allocation: rows per table and tier.
+        seconds: exposed communication.
+        lower_bound_seconds: no plan within the budget is faster.
+        price: λ, seconds that one more byte of budget saves; 0 where the budget does not bind.
+        levels: indices of the levels that were allowed.
+    """
+
+    allocation: Allocation
+    seconds: float
+    lower_bound_seconds: float
+    price: float
+    levels: IntArray
+
+
+def least_memory(instance: Instance) -> float:
+    """Least memory per rank of any allocation, in bytes."""
+    levels = np.arange(instance.group_sizes.size)
+    allocation, reads = allocate(instance, levels, np.inf)
+    return instance.memory_bytes(allocation, reads)
+
+
+def solve_instance(
+    instance: Instance, budget_bytes: float, max_tiers: int, *, start_price: float | None = None
+) -> Solution:
+    """The best allocation within a budget that uses at most ``max_tiers`` group sizes.
+
+    Args:
+        start_price: the price at a smaller budget, if known; the search starts from it.
+
+    Raises:
+        BudgetError: none fits; says the least budget that would.
+    """
+    count = instance.group_sizes.size
+    subsets = [
+        np.array(levels) for size in range(min(max_tiers, count), 0, -1) for levels in combinations(range(count), size)
+    ]
+    best: Solution | None = None
+    bounds: list[float] = []
+    for levels in subsets:
+        latency = float(instance.alpha_seconds[levels].sum())
+        if best is not None and latency + _dual(instance, levels, best.price, budget_bytes) >= best.seconds:
+            continue
+        found = _solve_levels(instance, levels, budget_bytes, start_price)
+        if found is None:
+            continue
+        bounds.append(found.lower_bound_seconds)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    if best is None:
+        raise _infeasible(instance, budget_bytes, max_tiers, subsets)
+    bound = min(best.seconds, *bounds)
+    return Solution(best.allocation, best.seconds, bound, best.price, best.levels)
+
+
+def _infeasible(instance: Instance, budget_bytes: float, max_tiers: int, subsets: list[IntArray]) -> BudgetError:
+    least = min(instance.memory_bytes(*allocate(instance, levels, np.inf)) for levels in subsets)
+    return BudgetError(
+        f"no placement in at most {max_tiers} tiers fits a budget of {units.format_bytes(budget_bytes)}"
+        f" ({budget_bytes:,.0f} bytes) per rank; the least that is feasible is {units.format_bytes(least)}"
+        f" ({np.ceil(least):,.0f} bytes): raise the budget, use more ranks, or a smaller batch",
+        float(least),
+    )
+
+
+def _dual(instance: Instance, levels: IntArray, price: float, budget_bytes: float) -> float:
+    """Lagrangian bound at a price, without latencies."""
+    allocation, reads = allocate(instance, levels, price)
+    memory = instance.memory_bytes(allocation, reads)
+    return instance.variable_seconds(allocation, reads) + price * (memory - budget_bytes)
+
+
+def _solve_levels(
+    instance: Instance, levels: IntArray, budget_bytes: float, start_price: float | None
+) -> Solution | None:
+    limit = budget_bytes + BUDGET_TOLERANCE * abs(budget_bytes)
+    latency = float(instance.alpha_seconds[levels].sum())
+    floor, ceiling = _price_range(instance)
+    free = allocate(instance, levels, floor)
+    if instance.memory_bytes(*free) <= limit:
+        fastest = instance.variable_seconds(*allocate(instance, levels, 0.0))
+        return _solution(instance, free[0], fastest + latency, 0.0, levels)
+    tight = allocate(instance, levels, start_price or ceiling)
+    if start_price and instance.memory_bytes(*tight) <= limit:
+        ceiling = start_price  # a larger budget never raises the price
+    elif start_price:
+        tight = allocate(instance, levels, ceiling)
+    if instance.memory_bytes(*tight) > limit:
+        return None
+    low, high = floor, ceiling
+    # Bisection of the floats' bit patterns: neighbouring floats after at most 64 halvings, whatever the scale.
+    while (gap := _bits(high) - _bits(low)) > 1:
+        middle = float(np.int64(_bits(low) + gap // 2).view(np.float64))
+        tried = allocate(instance, levels, middle)
+        if instance.memory_bytes(*tried) <= limit:
+            high, tight = middle, tried
+        else:
+            low, free = middle, tried
+    dual = max(
+        instance.variable_seconds(*tight) + high * (instance.memory_bytes(*tight) - limit),
+        instance.variable_seconds(*free) + low * (instance.memory_bytes(*free) - limit),
+    )
+    filled = fill(instance, tight[0], free[0], limit)
+    exact = polish(instance, levels, filled, high, dual, limit)
+    return _solution(instance, exact, dual + latency, high, levels)
+
+
+def _solution(
+    instance: Instance, allocation: Allocation, bound: float, price: float, levels: IntArray
+) -> Solution:
+    seconds = instance.exposed_seconds(allocation)
+    return Solution(allocation, seconds, min(bound, seconds), price, levels)
+
+
+def _price_range(instance: Instance) -> tuple[float, float]:
+    """Prices so low that memory only breaks ties, and so high that time only does."""
+    comm = np.concatenate([instance.comm_fixed, instance.comm_per_read])
+    memory = np.concatenate([instance.memory_fixed.ravel(), instance.memory_per_read])
+    if not comm.any():
+        return 1.0, 2.0  # nothing to communicate: any price above 0 will do
+    return 1e-18 * comm.max() / memory.max(), 1e18 * comm.max() / memory[memory > 0].min()
+
+
+def _bits(value: float) -> int:
+    return int(np.float64(value).view(np.int64))

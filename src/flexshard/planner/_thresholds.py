@@ -1,0 +1,72 @@
+"""From a price of memory to tiers: thresholds on w from the lower envelope of the group sizes' lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.planner._instance import Allocation, Instance
+
+__all__ = ["allocate", "allocation_of_cuts", "thresholds"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def thresholds(instance: Instance, levels: IntArray, price: float) -> FloatArray:
+    """w down to which rows belong to the first 1, 2, ... of some levels, when memory has a price.
+
+    Line i of the levels is ``a_i + b_i·w``, with b ascending. The first j levels beat the others at w if one of them
+    is at most every other: ``w >= min_{i<j} max_{k>=j} (a_i - a_k) / (b_k - b_i)``.
+
+    Args:
+        levels: indices into the instance's levels, ascending; shape (L,).
+        price: λ, seconds per byte; infinite to count memory alone.
+
+    Returns:
+        shape (C, L - 1), one row per class of equal κ.
+    """
+    memory_fixed, memory_per_read = instance.memory_fixed[:, levels], instance.memory_per_read[levels]
+    if np.isinf(price):
+        a, b = memory_fixed, memory_per_read
+    else:
+        a = instance.comm_fixed[levels] + price * memory_fixed
+        b = instance.comm_per_read[levels] + price * memory_per_read
+    above = a[:, :, None] - a[:, None, :]
+    gained = (b[None, :] - b[:, None])[None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossing = np.where(gained > 0, above / gained, np.where(above <= 0, -np.inf, np.inf))
+    return np.stack(
+        [crossing[:, :j, j:].max(axis=2).min(axis=1) for j in range(1, levels.size)] or [np.zeros((len(a), 0))], axis=-1
+    ).reshape(len(a), levels.size - 1)
+
+
+def allocate(instance: Instance, levels: IntArray, price: float) -> tuple[Allocation, FloatArray]:
+    """The allocation that minimises communication plus ``price`` times memory, and its tiers' reads.
+
+    Returns:
+        rows and reads per table and tier, shape (T, G) each; tiers that are not among ``levels`` are empty.
+    """
+    marks = thresholds(instance, levels, price)[instance.table_class]
+    rows, reads = instance.rows_of_groups(instance.groups_at_least(marks))
+    return allocation_of_cuts(instance, levels, rows), _spread(instance, levels, reads, instance_reads(instance))
+
+
+def allocation_of_cuts(instance: Instance, levels: IntArray, cuts: IntArray) -> Allocation:
+    """Rows per tier from the ranks at which tiers end; cuts of shape (T, L - 1)."""
+    return _spread(instance, levels, cuts, instance.num_rows).astype(np.int64)
+
+
+def instance_reads(instance: Instance) -> FloatArray:
+    """Sum of w of each table; shape (T,)."""
+    return instance.cum_reads[instance.starts[1:] - 1]
+
+
+def _spread(
+    instance: Instance, levels: IntArray, cumulative: npt.NDArray[np.generic], total: npt.NDArray[np.generic]
+) -> FloatArray:
+    edges = np.concatenate([np.zeros((total.size, 1)), cumulative, total[:, None]], axis=1)
+    # Cumulative sums of integers stay below 2^53, so float64 is exact for rows.
+    result = np.zeros((total.size, instance.group_sizes.size))
+    result[:, levels] = np.diff(edges, axis=1)
+    return result

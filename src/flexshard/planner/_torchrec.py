@@ -1,0 +1,146 @@
+"""TorchRec's own planner, asked for a plan of the same tables, priced by our cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flexshard.costmodels import Cost, Table, overlap_of, placement_cost, table_wise_cost
+from flexshard.errors import MissingDependencyError, SolverError
+from flexshard.planner._solve import OverlapLike
+from flexshard.topologies import Cluster
+
+__all__ = ["TorchRecChoice", "price_choices", "torchrec_choices", "torchrec_cost"]
+
+
+@dataclass(frozen=True)
+class TorchRecChoice:
+    """What TorchRec's planner chose for a table.
+
+    Attributes:
+        sharding_type: "data_parallel", "row_wise", "table_wise" or "column_wise".
+        shards: (rank, share of the table's columns) of each shard of the last two.
+    """
+
+    sharding_type: str
+    shards: tuple[tuple[int, float], ...] = ()
+
+
+def torchrec_cost(
+    tables: Sequence[Table],
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    overlap: OverlapLike = None,
+    index_dedup: bool = False,
+) -> Cost:
+    """Cost, by our model, of the plan that TorchRec's default planner makes; of its busiest rank.
+
+    Raises:
+        MissingDependencyError: TorchRec is not installed.
+        SolverError: its planner finds no plan.
+    """
+    choices = torchrec_choices(tables, cluster, batch_size=batch_size)
+    return price_choices(tables, cluster, choices, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup)
+
+
+def torchrec_choices(tables: Sequence[Table], cluster: Cluster, *, batch_size: int) -> list[TorchRecChoice]:
+    """Ask TorchRec's ``EmbeddingShardingPlanner``, with its defaults, on a topology of the cluster's figures.
+
+    The tables are those of one ``EmbeddingCollection`` on the meta device, a feature each, whose pooling factor is L.
+    """
+    try:
+        import torch
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+        from torchrec.distributed.embedding import EmbeddingCollectionSharder
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+        from torchrec.distributed.planner.types import PlannerError
+        from torchrec.modules.embedding_configs import DataType
+    except ImportError as error:
+        raise MissingDependencyError(f"TorchRec's planner needs TorchRec; run 'make setup-torchrec' ({error})") from error
+    kinds = {"float64": "FP32", "float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+    groups: dict[int, list[Any]] = {}
+    for index, table in enumerate(tables):
+        config = EmbeddingConfig(
+            name=f"table_{index}",
+            embedding_dim=table.dim,
+            num_embeddings=table.rows,
+            feature_names=[f"feature_{index}"],
+            data_type=DataType[kinds[table.dtype]],
+        )
+        groups.setdefault(table.dim, []).append(config)  # a collection's tables share one dimension
+    model = torch.nn.ModuleDict(
+        {
+            f"dim_{dim}": EmbeddingCollection(tables=configs, device=torch.device("meta"))
+            for dim, configs in groups.items()
+        }
+    )
+    outer = cluster.level(cluster.world_size).all_to_all
+    inner = cluster.level(cluster.ranks_per_node).all_to_all if cluster.ranks_per_node > 1 else outer
+    topology = Topology(
+        world_size=cluster.world_size,
+        local_world_size=cluster.ranks_per_node,
+        compute_device="cuda",
+        hbm_cap=int(cluster.hbm_bytes - cluster.reserve_bytes),
+        intra_host_bw=(inner.bytes_per_s if inner else 1e9) / 1e3,  # bytes per millisecond, as its constants are
+        inter_host_bw=(outer.bytes_per_s if outer else 1e9) / 1e3,
+    )
+    constraints = {
+        f"table_{index}": ParameterConstraints(pooling_factors=[table.profile.avg_length])
+        for index, table in enumerate(tables)
+    }
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, constraints=constraints)
+    try:
+        plan = planner.plan(model, [EmbeddingCollectionSharder()])
+    except PlannerError as error:
+        raise SolverError(f"TorchRec's planner found no plan: {str(error).strip().splitlines()[0]}") from error
+    found = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
+    return [_choice(found[f"table_{index}"], table) for index, table in enumerate(tables)]
+
+
+def _choice(sharding: Any, table: Table) -> TorchRecChoice:
+    if sharding.sharding_type in ("data_parallel", "row_wise"):
+        return TorchRecChoice(sharding.sharding_type)
+    shards = sharding.sharding_spec.shards
+    return TorchRecChoice(
+        sharding.sharding_type,
+        tuple((int(shard.placement.rank()), shard.shard_sizes[1] / table.dim) for shard in shards),
+    )
+
+
+def price_choices(
+    tables: Sequence[Table],
+    cluster: Cluster,
+    choices: Sequence[TorchRecChoice],
+    *,
+    batch_size: int,
+    overlap: OverlapLike = None,
+    index_dedup: bool = False,
+) -> Cost:
+    """Cost of whole-table choices: what all ranks share, and the busiest rank's part of each metric besides."""
+    hidden = overlap_of(overlap, cluster)
+    shared = Cost()
+    per_rank = [Cost() for _ in range(cluster.world_size)]
+    for table, choice in zip(tables, choices, strict=True):
+        reads = float(table.reads(batch_size, index_dedup=index_dedup) @ table.profile.rows)
+        if choice.sharding_type in ("data_parallel", "row_wise"):
+            size = 1 if choice.sharding_type == "data_parallel" else cluster.world_size
+            variation = table.length_variation(batch_size)
+            shared += placement_cost(
+                table, cluster, size, rows=table.rows, reads=reads, variation=variation, overlap=hidden
+            )
+        for rank, share in choice.shards:
+            per_rank[rank] += table_wise_cost(table, cluster, reads=reads, share=share, overlap=hidden)
+    busiest = max(per_rank, key=lambda cost: cost.exposed_seconds)
+    most = Cost(
+        static_memory_bytes=float(np.max([cost.static_memory_bytes for cost in per_rank])),
+        dynamic_memory_bytes=float(np.max([cost.dynamic_memory_bytes for cost in per_rank])),
+        input_ids=float(np.max([cost.input_ids for cost in per_rank])),
+        rows_read=float(np.max([cost.rows_read for cost in per_rank])),
+        collectives=busiest.collectives,
+        dynamic_memory_sigma_bytes=0.0 if not any(choice.shards for choice in choices) else None,
+    )
+    return shared + most

@@ -1,0 +1,81 @@
+"""The best choice of one strategy per whole table, by a mixed-integer program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pulp
+
+from flexshard import units
+from flexshard.costmodels import Cost, Table, overlap_of
+from flexshard.errors import BudgetError, SolverError
+from flexshard.planner._instance import Allocation, Instance, build_instance
+from flexshard.planner._solve import OverlapLike, budget_bytes
+from flexshard.topologies import Cluster
+
+__all__ = ["solve_whole_tables", "whole_table_cost"]
+
+
+def whole_table_cost(
+    tables: Sequence[Table],
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    budget: str | float = "neutral",
+    overlap: OverlapLike = None,
+    index_dedup: bool = False,
+    time_limit_seconds: float = 60.0,
+) -> Cost:
+    """Cost of the best plan that gives every table one group size; arguments as for :func:`solve`.
+
+    Raises:
+        BudgetError: no such plan fits.
+        SolverError: the solver found none in the time limit.
+    """
+    hidden = overlap_of(overlap, cluster)
+    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
+    return instance.cost(solve_whole_tables(instance, budget_bytes(budget, instance), time_limit_seconds))
+
+
+def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_seconds: float = 60.0) -> Allocation:
+    """Whole tables to group sizes by a mixed-integer program (PuLP, HiGHS).
+
+    Column-wise is not among the choices: it costs what row-wise does, and sends more ids.
+    """
+    tables, tiers = range(len(instance.tables)), range(instance.group_sizes.size)
+    total_reads = np.array([instance.cum_reads[end - 1] for end in instance.starts[1:]])
+    whole = instance.num_rows[:, None] * np.ones(len(tiers))
+    seconds = instance.row_bytes[:, None] * (whole * instance.comm_fixed + np.outer(total_reads, instance.comm_per_read))
+    memory = instance.row_bytes[:, None] * (
+        whole * instance.table_memory_fixed + np.outer(total_reads, instance.memory_per_read)
+    )
+    if memory.min(axis=1).sum() > limit_bytes * (1 + 1e-12):
+        least = float(memory.min(axis=1).sum())
+        raise BudgetError(
+            f"no choice of whole tables fits {units.format_bytes(limit_bytes)} per rank; the least is"
+            f" {units.format_bytes(least)} ({np.ceil(least):,.0f} bytes)",
+            least,
+        )
+    # The solver's tolerances are absolute: work in shares of the largest time and of the limit.
+    time_scale, memory_scale = max(float(seconds.max()), 1e-30), max(abs(limit_bytes), 1.0)
+    problem = pulp.LpProblem("whole_tables", pulp.LpMinimize)
+    chosen = {(t, g): problem.add_variable(f"x_{t}_{g}", cat="Binary") for t in tables for g in tiers}
+    used = {g: problem.add_variable(f"y_{g}", cat="Binary") for g in tiers}
+    problem += pulp.lpSum(chosen[t, g] * (seconds[t, g] / time_scale) for t in tables for g in tiers) + pulp.lpSum(
+        used[g] * (instance.alpha_seconds[g] / time_scale) for g in tiers
+    )
+    problem += pulp.lpSum(chosen[t, g] * (memory[t, g] / memory_scale) for t in tables for g in tiers) <= 1.0 + 1e-9
+    for t in tables:
+        problem += pulp.lpSum(chosen[t, g] for g in tiers) == 1
+        for g in tiers:
+            problem += chosen[t, g] <= used[g]
+    problem.solve(pulp.HiGHS(msg=False, gapRel=1e-6, timeLimit=time_limit_seconds, threads=1))
+    values = np.array([[chosen[t, g].value() or 0.0 for g in tiers] for t in tables])
+    if pulp.LpStatus[problem.status] not in ("Optimal", "Not Solved") or not np.allclose(values.sum(axis=1), 1.0):
+        raise SolverError(
+            f"HiGHS found no choice of whole tables in {time_limit_seconds:g} s"
+            f" (status {pulp.LpStatus[problem.status]}); raise the time limit"
+        )
+    picked = values.argmax(axis=1)
+    return np.where(np.arange(len(tiers)) == picked[:, None], instance.num_rows[:, None], 0)

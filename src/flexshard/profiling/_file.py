@@ -1,0 +1,171 @@
+"""Profile files: Parquet that any tool reads, with what the counts mean in its key-value metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flexshard._files import replacing
+from flexshard.errors import ProfileError
+from flexshard.profiling._moments import LengthMoments
+from flexshard.profiling._profile import AccessProfile
+from flexshard.profiling._ranking import RowCounts
+
+__all__ = ["load_profile", "save_profile"]
+
+FORMAT, VERSION = "flexshard.profile", 1
+_BATCH = 1 << 20
+
+
+def save_profile(profile: AccessProfile, path: str | os.PathLike[str]) -> None:
+    """See :meth:`AccessProfile.save`.
+
+    Profiles that know their rows have the columns ``row`` and ``count`` (and ``held_out``), hottest first; rows that
+    were never read are left out. Histograms have ``count`` and ``rows`` instead.
+    """
+    if profile.row_counts is None:
+        columns = {"count": profile.counts, "rows": profile.rows}
+    else:
+        rows, counts = profile.row_counts.ranked()
+        columns = {"row": rows, "count": counts}
+        if profile.row_counts.held is not None:
+            held = profile.row_counts.held.to_dense(profile.num_rows)
+            unseen = np.setdiff1d(np.flatnonzero(held), rows)
+            rows = np.concatenate([rows, unseen])
+            counts = np.concatenate([counts, np.zeros(unseen.size, np.int64)])
+            columns = {"row": rows, "count": counts, "held_out": held[rows]}
+    metadata = {"flexshard": json.dumps(_metadata(profile))}
+    schema = pa.schema([(name, pa.int64()) for name in columns], metadata=metadata)
+    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        writer.write_table(pa.table(columns, schema=schema), row_group_size=_BATCH)
+
+
+def _metadata(profile: AccessProfile) -> dict[str, Any]:
+    lengths = profile.lengths
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "table": profile.table,
+        "num_rows": profile.num_rows,
+        "num_samples": profile.num_samples,
+        "num_accesses": profile.num_accesses,
+        "length_total": None if lengths is None else lengths.total,
+        "length_total_squares": None if lengths is None else lengths.total_squares,
+        "length_maximum": None if lengths is None else lengths.maximum,
+        "held_out_samples": None if profile.holdout is None else profile.holdout.num_samples,
+    }
+
+
+def load_profile(path: str | os.PathLike[str]) -> AccessProfile:
+    """See :meth:`AccessProfile.load`."""
+    name = os.fspath(path)
+    table, meta = _read(name)
+    columns = {field: _column(name, table, field) for field in table.column_names}
+    if set(columns) not in ({"row", "count"}, {"row", "count", "held_out"}, {"count", "rows"}):
+        raise ProfileError(f"{name}: expected the columns row and count, or count and rows; found {', '.join(columns)}")
+    counts = columns["count"]
+    _ordered(name, counts)
+    lengths = None
+    if meta["length_total"] is not None:
+        lengths = LengthMoments(
+            meta["num_samples"], meta["length_total"], meta["length_total_squares"], meta["length_maximum"]
+        )
+    try:
+        if "rows" in columns:
+            profile = AccessProfile(
+                counts, columns["rows"], meta["num_rows"], meta["num_samples"], lengths, table=meta["table"], path=name
+            )
+        else:
+            profile = _with_rows(name, columns, meta, lengths)
+    except ProfileError as error:
+        raise error if str(error).startswith(name) else ProfileError(f"{name}: {error}") from None
+    if profile.num_accesses != meta["num_accesses"]:
+        raise ProfileError(
+            f"{name}: counts add up to {profile.num_accesses:,}, but its metadata says {meta['num_accesses']:,};"
+            " build the profile again"
+        )
+    return profile
+
+
+def _with_rows(
+    name: str, columns: dict[str, Any], meta: dict[str, Any], lengths: LengthMoments | None
+) -> AccessProfile:
+    rows, counts = columns["row"], columns["count"]
+    outside = np.flatnonzero((rows < 0) | (rows >= meta["num_rows"]))
+    if outside.size:
+        raise ProfileError(
+            f"{name}: row id {rows[outside[0]]} at position {outside[0]} is outside [0, {meta['num_rows']:,})"
+        )
+    ranks = np.bincount(rows, minlength=1)
+    if ranks.max(initial=0) > 1:
+        raise ProfileError(f"{name}: row id {int(ranks.argmax())} appears {ranks.max()} times")
+    ties = np.flatnonzero((counts[:-1] == counts[1:]) & (rows[:-1] > rows[1:]))
+    if ties.size:
+        raise ProfileError(f"{name}: rows of equal count must ascend, but do not at position {ties[0] + 1}")
+    return AccessProfile.from_row_counts(
+        RowCounts(counts, rows),
+        meta["num_samples"],
+        meta["num_rows"],
+        lengths,
+        held=RowCounts(columns["held_out"], rows) if "held_out" in columns else None,
+        held_samples=meta["held_out_samples"] or 0,
+        table=meta["table"],
+        path=name,
+    )
+
+
+def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
+    try:
+        table = pq.read_table(name, partitioning=None)
+    except FileNotFoundError as error:
+        raise ProfileError(f"{name}: no such file; build it with 'flexshard profile'") from error
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ProfileError(f"{name}: not a readable Parquet file: {reason}") from error
+    raw = (table.schema.metadata or {}).get(b"flexshard")
+    try:
+        meta = json.loads(raw) if raw is not None else None
+    except ValueError as error:
+        raise ProfileError(f"{name}: its metadata 'flexshard' is not JSON: {error}") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ProfileError(f"{name}: not a profile but other Parquet data; build one with 'flexshard profile'")
+    if meta.get("version") != VERSION:
+        raise ProfileError(f"{name}: version {meta.get('version')!r} of profiles is unknown; this FlexShard reads {VERSION}")
+    numbers = ("num_rows", "num_samples", "num_accesses")
+    optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples")
+    for field in (*numbers, *optional):
+        value = meta.get(field)
+        if not (isinstance(value, int) or (field in optional and value is None)):
+            raise ProfileError(f"{name}: metadata field {field!r} must be a whole number, found {value!r}")
+    if not isinstance(meta.get("table"), str):
+        raise ProfileError(f"{name}: metadata field 'table' must be a text, found {meta.get('table')!r}")
+    return table, meta
+
+
+def _column(name: str, table: pa.Table, field: str) -> Any:
+    column = table.column(field)
+    if not pa.types.is_integer(column.type):
+        raise ProfileError(f"{name}: column {field!r} holds {column.type}; expected int64")
+    if column.null_count:
+        raise ProfileError(f"{name}: column {field!r} has {column.null_count} nulls")
+    # A private copy: Arrow's memory is read-only and would pin the whole file.
+    values = np.array(column.to_numpy(), dtype=np.int64)
+    least = 0
+    below = np.flatnonzero(values < least)
+    if below.size:
+        raise ProfileError(f"{name}: column {field!r} has {values[below[0]]} at position {below[0]}; expected at least 0")
+    return values
+
+
+def _ordered(name: str, counts: Any) -> None:
+    unsorted = np.flatnonzero(counts[:-1] < counts[1:])
+    if unsorted.size:
+        k = int(unsorted[0])
+        raise ProfileError(
+            f"{name}: counts must not ascend, but position {k + 1} has {counts[k + 1]} after {counts[k]}; sort the file"
+        )

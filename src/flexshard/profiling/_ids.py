@@ -1,0 +1,124 @@
+"""From an Arrow column to ids and lengths, with errors that name file and row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from flexshard.errors import DataError
+from flexshard.profiling._moments import LengthMoments
+from flexshard.profiling._sources import Chunk, ParquetSource
+
+__all__ = ["IdBatch", "check_column", "key_array", "read_ids"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class IdBatch:
+    """Ids of consecutive samples of one file.
+
+    Attributes:
+        ids: row ids or raw ids, shape (accesses,).
+        lengths: ids of each sample, shape (samples,); None where every sample has one.
+        name: the file, for messages.
+        first_row: row of the file at which the batch starts.
+        rows: which of the rows from there on the ids are of, where not all; shape (accesses,).
+    """
+
+    ids: npt.NDArray[Any]
+    lengths: IntArray | None
+    name: str
+    first_row: int
+    rows: IntArray | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the batch."""
+        return int(self.ids.size if self.lengths is None else self.lengths.size)
+
+    def moments(self, where: npt.NDArray[np.bool_] | None = None) -> LengthMoments:
+        """Moments of the samples' lengths (of those ``where`` it is true)."""
+        if self.lengths is None:
+            ones = self.num_samples if where is None else int(np.count_nonzero(where))
+            return LengthMoments(ones, ones, ones, min(ones, 1))
+        return LengthMoments.of(self.lengths if where is None else self.lengths[where])
+
+    def row_of(self, position: int) -> int:
+        """Row of the file that holds the id at this position."""
+        if self.rows is not None:
+            return self.first_row + int(self.rows[position])
+        if self.lengths is None:
+            return self.first_row + position
+        return self.first_row + int(np.searchsorted(np.cumsum(self.lengths), position, side="right"))
+
+
+def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> None:
+    """Check that a file has a column of integers or lists of integers (of anything but nothing, for keys).
+
+    Raises:
+        DataError: the column is missing (lists those that are there) or of another type.
+    """
+    if column not in source.schema.names:
+        raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
+    if role != "ids":
+        return
+    found = source.schema.field(column).type
+    inner = found.value_type if _is_list(found) or pt.is_dictionary(found) else found
+    if not pt.is_integer(inner):
+        raise DataError(
+            f"{source.name}: column {column!r} holds {found}, not ids; expected integers or lists of integers"
+            " (encode texts and round floats before)"
+        )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
+
+
+def read_ids(chunk: Chunk, column: str) -> IdBatch:
+    """Ids and lengths of a chunk.
+
+    Raises:
+        DataError: a null where an id belongs; names file and row.
+    """
+    return arrow_ids(chunk.table.column(column), chunk.source.name, column, chunk.first_row)
+
+
+def arrow_ids(data: pa.ChunkedArray, name: str, column: str, first_row: int) -> IdBatch:
+    """As :func:`read_ids`, of a column of any table."""
+    lengths: IntArray | None = None
+    values = data
+    if _is_list(data.type):
+        lengths = np.asarray(pc.fill_null(pc.list_value_length(data), 0).to_numpy()).astype(np.int64)
+        values = pa.chunked_array([part.flatten() for part in data.chunks], type=data.type.value_type)
+    elif pt.is_dictionary(data.type):
+        values = data.cast(data.type.value_type)
+    if values.null_count:
+        nulls = np.flatnonzero(pc.is_null(values).to_numpy())
+        row = IdBatch(nulls, lengths, name, first_row).row_of(int(nulls[0]))
+        raise DataError(
+            f"{name}: column {column!r} has {nulls.size:,} null ids in the rows from {first_row:,} on,"
+            f" the first in row {row:,}; drop or fill them"
+        )
+    ids = values.chunk(0).to_numpy() if values.num_chunks == 1 else values.to_numpy()
+    return IdBatch(ids, lengths, name, first_row)
+
+
+def key_array(chunk: Chunk, column: str) -> pa.ChunkedArray:
+    """The sample keys of a chunk.
+
+    Raises:
+        DataError: a null key; names file and row.
+    """
+    keys = chunk.table.column(column)
+    if keys.null_count:
+        row = chunk.first_row + int(np.flatnonzero(pc.is_null(keys).to_numpy())[0])
+        raise DataError(f"{chunk.source.name}: sample key {column!r} is null in row {row:,}; drop or fill such rows")
+    return keys

@@ -1,0 +1,62 @@
+"""Adding profiles that were built apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexshard.errors import ProfileError
+from flexshard.profiling._moments import LengthMoments
+from flexshard.profiling._ranking import RowCounts
+
+if TYPE_CHECKING:
+    from flexshard.profiling._counting import KeyedLengths
+    from flexshard.profiling._profile import AccessProfile
+
+__all__ = ["merge"]
+
+
+def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
+    """See :meth:`AccessProfile.__add__`."""
+    if a.row_counts is None or b.row_counts is None:
+        raise ProfileError(f"table {a.table!r}: only profiles that know their rows add up, and one is a histogram")
+    if (a.holdout is None) != (b.holdout is None):
+        raise ProfileError(f"table {a.table!r}: one profile holds samples out and the other does not; build both alike")
+    if (a.lengths is None) != (b.lengths is None):
+        raise ProfileError(f"table {a.table!r}: one profile knows lengths of samples and the other does not")
+    # Where the number of rows was found from the data, the larger of the two is what both together would have found.
+    num_rows = max(a.num_rows, b.num_rows)
+    counts = a.row_counts.to_dense(num_rows)
+    counts += b.row_counts.to_dense(num_rows)
+    held = None
+    held_samples = 0
+    if a.holdout is not None and b.holdout is not None:
+        assert a.row_counts.held is not None
+        assert b.row_counts.held is not None
+        held_counts = a.row_counts.held.to_dense(num_rows)
+        held_counts += b.row_counts.held.to_dense(num_rows)
+        held, held_samples = RowCounts.dense(held_counts), a.holdout.num_samples + b.holdout.num_samples
+    lengths, keys = _lengths(a, b)
+    if keys is not None:
+        held_samples = keys.moments()[1].num_samples
+    return type(a).from_row_counts(
+        RowCounts.dense(counts),
+        a.num_samples + b.num_samples if lengths is None else lengths.num_samples,
+        num_rows,
+        lengths,
+        held=held,
+        held_samples=held_samples,
+        table=a.table,
+        sample_keys=keys,
+    )
+
+
+def _lengths(a: AccessProfile, b: AccessProfile) -> tuple[LengthMoments | None, KeyedLengths | None]:
+    if a.sample_keys is None and b.sample_keys is None:
+        return (None if a.lengths is None or b.lengths is None else a.lengths + b.lengths), None
+    if a.sample_keys is None or b.sample_keys is None:
+        raise ProfileError(
+            f"table {a.table!r}: profiles whose samples are keys can share samples, and a saved one no longer knows"
+            " its keys; build the profile from all files at once, or add the profiles before saving"
+        )
+    keys: KeyedLengths = a.sample_keys.merged(b.sample_keys)
+    return keys.moments()[0], keys

@@ -1,0 +1,168 @@
+"""Profiles of Parquet files and of arrays: batches in, one :class:`AccessProfile` out."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from flexshard.errors import DataError
+from flexshard.profiling._counting import IdCounter, KeyedLengths, held_out
+from flexshard.profiling._ids import IdBatch, check_column, key_array, read_ids
+from flexshard.profiling._moments import LengthMoments
+from flexshard.profiling._profile import AccessProfile
+from flexshard.profiling._ranking import checked_whole
+from flexshard.profiling._sources import Chunk, ParquetSource, expand, read_chunks
+
+__all__ = ["ProgressCallback", "profile_arrays", "profile_parquet", "profile_parquet_by"]
+
+ProgressCallback = Callable[[int, int], None]
+PathLike = str | os.PathLike[str]
+
+
+def profile_arrays(
+    ids: npt.ArrayLike, lengths: npt.ArrayLike | None, *, num_rows: int | None, hash: str | None, table: str
+) -> AccessProfile:
+    """See :meth:`AccessProfile.from_ids`."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise DataError(f"ids must be a one-dimensional array of integers, found {array.dtype} of shape {array.shape}")
+    each = None if lengths is None else checked_whole(lengths, "lengths", least=0)
+    if each is not None and int(each.sum()) != array.size:
+        raise DataError(f"lengths add up to {int(each.sum()):,}, but there are {array.size:,} ids")
+    counter = IdCounter(table, num_rows, hash)
+    batch = IdBatch(array, each, "the array", 0)
+    counter.add(batch)
+    return counter.profile(batch.moments())
+
+
+def profile_parquet(
+    paths: PathLike | Sequence[PathLike],
+    *,
+    column: str,
+    num_rows: int | None,
+    hash: str | None,
+    sample_key: str | None,
+    holdout: float,
+    seed: int,
+    workers: int | None,
+    table: str,
+    progress: ProgressCallback | None,
+) -> AccessProfile:
+    """See :meth:`AccessProfile.from_parquet`."""
+    if not 0 <= holdout < 1:
+        raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
+    sources = _checked(paths, column)
+    columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
+    if sample_key is not None:
+        for source in sources:
+            check_column(source, sample_key, role="key")
+    counter = IdCounter(table, num_rows, hash)
+    held = np.zeros(counter.counts.size, np.int64) if holdout else None
+    seen, unseen = LengthMoments(), LengthMoments()
+    keyed = KeyedLengths(holdout, seed) if sample_key is not None else None
+    for chunk in _with_progress(sources, columns, workers, progress):
+        batch = read_ids(chunk, column)
+        kept: npt.NDArray[np.bool_] | None = None
+        if holdout:
+            kept = held_out(_sample_ids(chunk, sample_key), holdout, seed)
+        if keyed is not None and sample_key is not None:
+            keyed.add(key_array(chunk, sample_key), batch.lengths)
+        elif kept is None:
+            seen += batch.moments()
+        else:
+            seen += batch.moments(~kept)
+            unseen += batch.moments(kept)
+        if kept is None or held is None:
+            counter.add(batch)
+            continue
+        by_id = kept if batch.lengths is None else np.repeat(kept, batch.lengths)
+        counter.add(batch, ~by_id)
+        if held.size < counter.counts.size:
+            held = np.concatenate([held, np.zeros(counter.counts.size - held.size, np.int64)])
+        counter.add(batch, by_id, into=held)
+    if keyed is not None:
+        seen, unseen = keyed.moments()
+    return counter.profile(seen, held=held, held_samples=unseen.num_samples, sample_keys=keyed)
+
+
+def profile_parquet_by(
+    paths: PathLike | Sequence[PathLike],
+    *,
+    column: str,
+    by: str,
+    num_rows: Mapping[str, int] | int | None,
+    workers: int | None,
+    progress: ProgressCallback | None,
+) -> dict[str, AccessProfile]:
+    """See :meth:`AccessProfile.from_parquet_by`."""
+    sources = _checked(paths, column)
+    for source in sources:
+        check_column(source, by, role="key")
+    counters: dict[str, IdCounter] = {}
+    lengths: dict[str, LengthMoments] = {}
+    samples = 0
+    for chunk in _with_progress(sources, [column, by], workers, progress):
+        batch = read_ids(chunk, column)
+        names = pc.dictionary_encode(key_array(chunk, by)).combine_chunks()
+        codes = names.indices.to_numpy()
+        each = np.ones(codes.size, np.int64) if batch.lengths is None else batch.lengths
+        samples += codes.size
+        order = np.argsort(codes, kind="stable")
+        if batch.lengths is not None:
+            raise DataError(f"{batch.name}: column {column!r} holds lists; told apart by {by!r}, ids must be one per row")
+        ends = np.searchsorted(codes[order], np.arange(len(names.dictionary)), side="right")
+        start = 0
+        for code, end in enumerate(ends):
+            name, rows = str(names.dictionary[code].as_py()), order[start:end]
+            start = int(end)
+            if name not in counters:
+                limit = num_rows.get(name) if isinstance(num_rows, Mapping) else num_rows
+                counters[name] = IdCounter(name, limit)
+                lengths[name] = LengthMoments()
+            counters[name].add(IdBatch(batch.ids[rows], None, batch.name, batch.first_row, rows))
+            lengths[name] += LengthMoments.of(each[rows])
+    # A sample is a row of the file, for each table: it has one id of its own table and none of the others.
+    return {
+        name: counters[name].profile(lengths[name] + LengthMoments(samples - lengths[name].num_samples))
+        for name in sorted(counters, key=_natural)
+    }
+
+
+def _natural(name: str) -> tuple[int, int | str]:
+    return (0, int(name)) if name.isdecimal() else (1, name)
+
+
+def _checked(paths: PathLike | Sequence[PathLike], column: str) -> list[ParquetSource]:
+    sources = expand(paths)
+    for source in sources:
+        check_column(source, column)
+    if not sum(source.num_rows for source in sources):
+        raise DataError(f"{sources[0].name}: no rows in {len(sources)} file(s); there is nothing to count")
+    return sources
+
+
+def _with_progress(
+    sources: Sequence[ParquetSource], columns: Sequence[str], workers: int | None, progress: ProgressCallback | None
+) -> Iterator[Chunk]:
+    """Chunks of all files, with a call of ``progress`` after each has been used."""
+    total, done = sum(source.num_rows for source in sources), 0
+    for chunk in read_chunks(sources, columns, workers or min(8, os.cpu_count() or 1)):
+        yield chunk
+        done += chunk.table.num_rows
+        if progress is not None:
+            progress(done, total)
+
+
+def _sample_ids(chunk: Chunk, sample_key: str | None) -> pa.ChunkedArray | npt.NDArray[np.uint64]:
+    """What tells a chunk's samples apart: their keys, or the file's name and their row in it."""
+    if sample_key is not None:
+        return key_array(chunk, sample_key)
+    rows = np.arange(chunk.first_row, chunk.first_row + chunk.table.num_rows, dtype=np.uint64)
+    return rows + (np.uint64(zlib.crc32(PurePath(chunk.source.name).name.encode())) << np.uint64(32))

@@ -1,0 +1,204 @@
+"""From paths to Arrow columns: files, globs, folders and URLs, opened with errors that name them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from flexshard.errors import DataError, MissingDependencyError
+
+__all__ = ["Chunk", "ParquetSource", "expand", "read_chunks"]
+
+# A row group whose columns unpack to more than this is streamed in batches instead of read at once.
+_WHOLE_GROUP_BYTES = 64 << 20
+_BATCH_ROWS = 1 << 20
+_NATIVE_SCHEMES = ("s3", "gs", "gcs", "hdfs", "file")
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """One Parquet file: where it is, and what its footer says."""
+
+    name: str
+    path: str
+    filesystem: pafs.FileSystem | None
+    schema: pa.Schema
+    num_rows: int
+    group_rows: tuple[int, ...]
+    group_bytes: tuple[int, ...]
+
+    def open(self) -> pq.ParquetFile:
+        """A handle of its own for each reader, because handles are not shared between threads."""
+        return pq.ParquetFile(self.path, filesystem=self.filesystem, memory_map=False)
+
+    @classmethod
+    def probe(cls, name: str, path: str, filesystem: pafs.FileSystem | None) -> ParquetSource:
+        """Read a file's footer.
+
+        Raises:
+            DataError: missing, unreadable, not Parquet, or cut off.
+        """
+        try:
+            with pq.ParquetFile(path, filesystem=filesystem) as file:
+                metadata = file.metadata
+                groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+                return cls(
+                    name,
+                    path,
+                    filesystem,
+                    file.schema_arrow,
+                    metadata.num_rows,
+                    tuple(group.num_rows for group in groups),
+                    tuple(group.total_byte_size for group in groups),
+                )
+        except FileNotFoundError as error:
+            raise DataError(f"{name}: no such file") from error
+        except pa.ArrowInvalid as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise DataError(f"{name}: not a Parquet file, or cut off: {reason}") from error
+        except OSError as error:
+            raise DataError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some columns of consecutive rows of a file."""
+
+    source: ParquetSource
+    first_row: int
+    table: pa.Table
+
+
+def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
+    """Every Parquet file that files, globs, folders and URLs name, in order of their names.
+
+    Raises:
+        DataError: nothing matches, or a file is not readable as Parquet.
+    """
+    listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not listed:
+        raise DataError("no data files were given")
+    found: list[ParquetSource] = []
+    for entry in listed:
+        text = os.fspath(entry)
+        filesystem, matches = _match_url(text) if "://" in text else (None, _match_local(text))
+        if not matches:
+            raise DataError(f"{text}: no such file" if not _is_glob(text) else f"{text}: no file matches")
+        found += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
+    return found
+
+
+def _display(entry: str, match: str) -> str:
+    return match if "://" not in entry else f"{entry.split('://')[0]}://{match}"
+
+
+def _is_glob(text: str) -> bool:
+    return any(mark in text for mark in "*?[")
+
+
+def _match_local(text: str) -> list[str]:
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return [str(file) for file in path.rglob("*.parquet")]
+    if path.exists() or not _is_glob(text):
+        return [str(path)]
+    return [file for file in glob.glob(str(path), recursive=True) if not Path(file).is_dir()]
+
+
+def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
+    scheme = url.split("://")[0]
+    try:
+        if scheme in _NATIVE_SCHEMES:
+            base = url if not _is_glob(url) else url[: url.rindex("/", 0, _first_mark(url))]
+            filesystem, path = pafs.FileSystem.from_uri(base)
+            pattern = path if base == url else path + url[len(base) :]
+        else:
+            filesystem, pattern = _fsspec(url)
+            path = pattern if not _is_glob(pattern) else pattern[: pattern.rindex("/", 0, _first_mark(pattern))]
+        if pattern != path:
+            selector = pafs.FileSelector(path, recursive=True)
+            files = [info.path for info in filesystem.get_file_info(selector) if info.is_file]
+            return filesystem, [file for file in files if fnmatch(file, pattern)]
+        info = filesystem.get_file_info(path)
+        if info.type == pafs.FileType.Directory:
+            entries = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
+            return filesystem, [entry.path for entry in entries if entry.path.endswith(".parquet")]
+        return filesystem, [path] if info.type == pafs.FileType.File else []
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise DataError(f"{url}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _first_mark(text: str) -> int:
+    return min(text.index(mark) for mark in "*?[" if mark in text)
+
+
+def _fsspec(url: str) -> tuple[pafs.FileSystem, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise MissingDependencyError(f"{url}: this kind of URL needs fsspec; pip install 'flexshard[cloud]'") from error
+    filesystem, path = url_to_fs(url)
+    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
+
+
+def read_chunks(sources: Sequence[ParquetSource], columns: Sequence[str], workers: int) -> Iterator[Chunk]:
+    """Columns of all files, in order, with up to ``workers`` row groups being decoded ahead.
+
+    Raises:
+        DataError: a page that cannot be decoded; names file and row.
+    """
+    pending: deque[Future[Chunk]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for source in sources:
+            first_row = 0
+            for group, (rows, size) in enumerate(zip(source.group_rows, source.group_bytes, strict=True)):
+                if size <= _WHOLE_GROUP_BYTES:
+                    pending.append(pool.submit(_read_group, source, group, first_row, columns))
+                else:
+                    while pending:
+                        yield pending.popleft().result()
+                    yield from _stream_group(source, group, first_row, columns)
+                first_row += rows
+                while len(pending) > workers:
+                    yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _read_group(source: ParquetSource, group: int, first_row: int, columns: Sequence[str]) -> Chunk:
+    try:
+        with source.open() as file:
+            return Chunk(source, first_row, file.read_row_group(group, columns=list(columns), use_threads=False))
+    except (OSError, pa.ArrowException) as error:
+        raise _broken(source, first_row, error) from error
+
+
+def _stream_group(source: ParquetSource, group: int, first_row: int, columns: Sequence[str]) -> Iterator[Chunk]:
+    """Batches of a large row group, the next being decoded while one is counted."""
+    try:
+        with source.open() as file, ThreadPoolExecutor(1) as pool:
+            batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(columns), use_threads=False)
+            ahead = pool.submit(next, batches, None)
+            while (batch := ahead.result()) is not None:
+                ahead = pool.submit(next, batches, None)
+                yield Chunk(source, first_row, pa.Table.from_batches([batch]))
+                first_row += batch.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise _broken(source, first_row, error) from error
+
+
+def _broken(source: ParquetSource, row: int, error: Exception) -> DataError:
+    reason = str(error).splitlines()[0].rstrip(".")
+    return DataError(f"{source.name}: broken at or after row {row}: {reason}; write the file again")

@@ -1,0 +1,21 @@
+"""Clusters: nodes, ranks, memory, bandwidths; presets, YAML, link graph."""
+
+from flexshard.topologies._cluster import Cluster, CollectiveRate, Level
+from flexshard.topologies._links import Hardware, bandwidth_bytes_per_s, link_graph, link_loads
+from flexshard.topologies._presets import Preset, load_preset, preset_names, resolve_cluster
+from flexshard.topologies._spec import cluster_document
+
+__all__ = [
+    "Cluster",
+    "CollectiveRate",
+    "Hardware",
+    "Level",
+    "Preset",
+    "bandwidth_bytes_per_s",
+    "cluster_document",
+    "link_graph",
+    "link_loads",
+    "load_preset",
+    "preset_names",
+    "resolve_cluster",
+]

@@ -1,0 +1,30 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from flexshard import Cluster
+
+# A run on two slow cores must not fail on time, and must try the same examples as any other.
+settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=False)
+settings.load_profile("repeatable")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture
+def paper_cluster() -> Cluster:
+    return Cluster.preset("a100-4x8-roce")
+
+
+@pytest.fixture
+def real_data() -> Path:
+    """Folder of the real data sets; skips where it is absent."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip("real data is not here (../shared/data)")
+    return folder
