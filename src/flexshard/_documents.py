@@ -44,13 +44,16 @@ def load_yaml(
     found = data.pop("version", None)
     if found != version:
         raise error_type(
-            f"{located(path, tree, ['version'])}: version {found!r} of {kind} is unknown; this FlexShard reads {version}"
+            f"{located(path, tree, ['version'])}: version {found!r} of {kind} is unknown;"
+            f" this FlexShard reads {version}"
         )
     try:
         return model.model_validate(data), tree
     except ValidationError as error:
         first = error.errors()[0]
-        loc = [part for part in first["loc"] if isinstance(part, int) or not part.startswith(("function-", "constrained"))]
+        loc = [
+            part for part in first["loc"] if isinstance(part, int) or not part.startswith(("function-", "constrained"))
+        ]
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
             message = "this field is required"

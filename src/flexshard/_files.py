@@ -36,9 +36,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
     except OSError as error:
-        raise OutputError(
-            f"cannot write {target}: {_reason(error)}; free some space or choose another path"
-        ) from error
+        raise OutputError(f"cannot write {target}: {_reason(error)}; free some space or choose another path") from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

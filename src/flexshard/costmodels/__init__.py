@@ -2,7 +2,7 @@
 
 from flexshard.costmodels._cost import QUANTILE, Collective, CollectiveKind, Cost, Overlap, overlap_of
 from flexshard.costmodels._lines import Breakpoints, RowLines, breakpoints, normalized_costs, row_lines
-from flexshard.costmodels._placement import column_wise_cost, placement_cost, strategy_name, table_wise_cost
+from flexshard.costmodels._placement import collective, column_wise_cost, placement_cost, strategy_name, table_wise_cost
 from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "RowLines",
     "Table",
     "breakpoints",
+    "collective",
     "column_wise_cost",
     "expected_distinct",
     "normalized_costs",

@@ -9,7 +9,7 @@ from flexshard.costmodels._cost import Collective, CollectiveKind, Cost, Overlap
 from flexshard.costmodels._table import Table
 from flexshard.topologies import Cluster, CollectiveRate
 
-__all__ = ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"]
+__all__ = ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"]
 
 _CALLS = {"all_to_all": 2, "all_reduce": 1}
 
@@ -49,9 +49,9 @@ def placement_cost(
     collectives = []
     if rows > 0 and level.all_reduce is not None:
         nbytes = rows * table.row_bytes / group_size
-        collectives.append(_collective("all_reduce", group_size, level.all_reduce, nbytes, overlap))
+        collectives.append(collective("all_reduce", group_size, level.all_reduce, nbytes, overlap))
     if rows > 0 and level.all_to_all is not None:
-        collectives.append(_collective("all_to_all", group_size, level.all_to_all, sent, overlap))
+        collectives.append(collective("all_to_all", group_size, level.all_to_all, sent, overlap))
     return Cost(
         static_memory_bytes=kappa * rows * table.row_bytes / group_size,
         dynamic_memory_bytes=copies_of_reads * sent,
@@ -106,13 +106,14 @@ def table_wise_cost(
         dynamic_memory_bytes=nbytes,
         input_ids=reads,
         rows_read=served,
-        collectives=() if rate is None else (_collective("all_to_all", world, rate, nbytes, overlap),),
+        collectives=() if rate is None else (collective("all_to_all", world, rate, nbytes, overlap),),
         dynamic_memory_sigma_bytes=None,
     )
 
 
-def _collective(
+def collective(
     kind: CollectiveKind, group_size: int, rate: CollectiveRate, nbytes: float, overlap: Overlap | None
 ) -> Collective:
+    """One collective of an iteration at a level's rate: an all-to-all forward and backward, an all-reduce once."""
     hidden = 0.0 if overlap is None else overlap.get((kind, group_size), 0.0)
     return Collective(kind, group_size, _CALLS[kind], nbytes, rate.alpha_seconds, rate.bytes_per_s, hidden)

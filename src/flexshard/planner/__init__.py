@@ -5,6 +5,7 @@ from flexshard.planner._diff import Move, PlanDiff, diff
 from flexshard.planner._document import cost_document, plan_document
 from flexshard.planner._explain import TableExplanation, explain
 from flexshard.planner._job import Job, load_job, save_job
+from flexshard.planner._marginal import MarginalCurve, marginal_curve
 from flexshard.planner._pareto import ParetoCurve, ParetoPoint, pareto
 from flexshard.planner._plan import Alternative, Plan, Settings, TablePlan, Tier
 from flexshard.planner._render import costs_grid, plan_renderable
@@ -15,6 +16,7 @@ __all__ = [
     "METHODS",
     "Alternative",
     "Job",
+    "MarginalCurve",
     "Move",
     "ParetoCurve",
     "ParetoPoint",
@@ -30,6 +32,7 @@ __all__ = [
     "diff",
     "explain",
     "load_job",
+    "marginal_curve",
     "pareto",
     "plan_document",
     "plan_renderable",

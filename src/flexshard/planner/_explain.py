@@ -126,10 +126,11 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
         lines.append(f"  Its last row costs {_words(boundary.chosen)} per rank and iteration;")
         for other in boundary.others:
             more = other.priced_seconds - boundary.chosen.priced_seconds
-            verdict = f"{units.format_seconds(abs(more))} {'more' if more >= 0 else 'less'}"
+            same = abs(more) <= 1e-6 * boundary.chosen.priced_seconds
+            verdict = "the same" if same else f"{units.format_seconds(abs(more))} {'more' if more > 0 else 'less'}"
             lines.append(
                 f"  as {other.strategy} ({other.group_size}) it would cost {_words(other)}: {verdict} in all"
-                + (f", but {unused[other.group_size]}." if more < 0 and other.group_size in unused else ".")
+                + (f", but {unused[other.group_size]}." if more < 0 and not same and other.group_size in unused else ".")
             )
     if plan.settings.method == "optimal":
         lines.append(

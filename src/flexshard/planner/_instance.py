@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Collective, Cost, Overlap, Table, row_lines
+from flexshard.costmodels import Collective, Cost, Overlap, Table, collective, row_lines
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
@@ -83,7 +83,7 @@ class Instance:
         before_rows, before_reads = self.rows_of_groups(whole)
         # The next count's rows are taken in part; past the last count there is nothing left to take.
         following = np.minimum(self.starts[:-1, None] + whole, self.starts[1:, None] - 1)
-        return before_reads + (rows - before_rows) * self.reads[following]
+        return np.asarray(before_reads + (rows - before_rows) * self.reads[following])
 
     def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
         """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
@@ -157,18 +157,13 @@ class Instance:
         sent = self.row_bytes @ tier_reads
         found = []
         for tier, size in enumerate(self.group_sizes.tolist()):
-            level = self.cluster.level(size)
             if not allocation[:, tier].any():
                 continue
-            for kind, rate, nbytes, calls in (
-                ("all_reduce", level.all_reduce, reduced[tier], 1),
-                ("all_to_all", level.all_to_all, sent[tier], 2),
-            ):
-                if rate is not None:
-                    hidden = self.overlap.get((kind, size), 0.0)  # type: ignore[call-overload]  # a literal's str
-                    found.append(
-                        Collective(kind, size, calls, float(nbytes), rate.alpha_seconds, rate.bytes_per_s, hidden)  # type: ignore[arg-type]  # as above
-                    )
+            level = self.cluster.level(size)
+            if level.all_reduce is not None:
+                found.append(collective("all_reduce", size, level.all_reduce, float(reduced[tier]), self.overlap))
+            if level.all_to_all is not None:
+                found.append(collective("all_to_all", size, level.all_to_all, float(sent[tier]), self.overlap))
         return tuple(sorted(found, key=lambda c: (c.kind, c.group_size)))
 
 
@@ -194,7 +189,7 @@ def build_instance(
     lines = [row_lines(cluster, *kappas, overlap) for kappas in classes]
     first = lines[0]
     # Data-parallel reads nothing from others, so it leads even where an overlap hides all of another's traffic.
-    order = np.lexsort((first.group_sizes, first.comm_per_read, np.array(first.group_sizes) > 1))
+    order = np.lexsort((np.array(first.group_sizes), first.comm_per_read, np.array(first.group_sizes) > 1))
     starts, reads, cum_rows, cum_reads = _concatenated(tables, batch_size, index_dedup)
     return Instance(
         tables,

@@ -98,6 +98,7 @@ def pareto(
             for price in _prices(instance, levels, prices):
                 found.append(_point(instance, allocate(instance, np.array(levels), price)[0]))
     frontier = _frontier(found)
+    frontier = _frontier([*found, *_between(instance, frontier, tiers)])
     neutral = _point(instance, instance.uniform(cluster.world_size), "row_wise")
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
@@ -126,6 +127,15 @@ def _prices(instance: Instance, levels: tuple[int, ...], most: int) -> list[floa
     least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30
     beside = np.concatenate([crossings * (1 - 1e-9), crossings * (1 + 1e-9)])
     return [*beside[np.isfinite(beside)].tolist(), least, float("inf")]
+
+
+def _between(instance: Instance, frontier: Sequence[ParetoPoint], tiers: int, steps: int = 60) -> list[ParetoPoint]:
+    """Optimal plans of the budgets at which the vertices leave a gap."""
+    memory = np.array([point.memory_bytes for point in frontier])
+    budgets = np.linspace(memory[0], memory[-1], steps)
+    after = np.searchsorted(memory, budgets[1:-1])
+    wide = memory[after] - memory[after - 1] > (memory[-1] - memory[0]) / steps
+    return [_point(instance, solve_instance(instance, b, tiers).allocation) for b in budgets[1:-1][wide].tolist()]
 
 
 def _point(instance: Instance, allocation: Allocation, name: str = "") -> ParetoPoint:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
 from flexshard import units
+from flexshard._grids import as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner._plan import Plan, TablePlan
 
-__all__ = ["as_text", "costs_grid", "plan_renderable", "plan_text", "table_heading"]
+__all__ = ["costs_grid", "plan_renderable", "plan_text", "table_heading"]
 
 _MOST_TABLES = 40
-
-
-def as_text(renderable: RenderableType, width: int = 118) -> str:
-    """What rich would print, without colour."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
-    console.print(renderable)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 
 def plan_text(plan: Plan) -> str:
@@ -48,12 +40,9 @@ def _heading(plan: Plan) -> Text:
 
 
 def _tiers_grid(plan: Plan) -> Grid:
-    grid = Grid(title="Where the rows live", title_justify="left", pad_edge=False)
     held_out = any(tier.covered_held_out is not None for table in plan.tables.values() for tier in table.tiers)
-    grid.add_column("table", overflow="fold")
-    grid.add_column("strategy")
-    for name in ("group", "rows", "of table", "accesses", *(["held out"] if held_out else []), "p of last row"):
-        grid.add_column(name, justify="right")
+    numbers = ("group", "rows", "of table", "accesses", *(["held out"] if held_out else []), "p of last row")
+    grid = new_grid("Where the rows live", ["table", "strategy"], numbers)
     for table in list(plan.tables.values())[:_MOST_TABLES]:
         for index, tier in enumerate(table.tiers):
             cells = [
@@ -74,11 +63,8 @@ def _tiers_grid(plan: Plan) -> Grid:
 
 def costs_grid(plan: Plan) -> Grid:
     """Predicted costs of the plan and of the baselines, per rank and iteration."""
-    grid = Grid(title="Predicted per rank and iteration", title_justify="left", pad_edge=False)
-    grid.add_column("")
     columns = ("memory", "static", "dynamic", "p99.9", "ids sent", "all-to-all", "all-reduce", "exposed", "vs row-wise")
-    for name in columns:
-        grid.add_column(name, justify="right")
+    grid = new_grid("Predicted per rank and iteration", [""], columns)
     for name, cost in _rows(plan).items():
         grid.add_row(name, *_cells(cost, plan.baselines["row_wise"]))
     return grid

@@ -135,7 +135,9 @@ def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ProfileError(f"{name}: not a profile but other Parquet data; build one with 'flexshard profile'")
     if meta.get("version") != VERSION:
-        raise ProfileError(f"{name}: version {meta.get('version')!r} of profiles is unknown; this FlexShard reads {VERSION}")
+        raise ProfileError(
+            f"{name}: version {meta.get('version')!r} of profiles is unknown; this FlexShard reads {VERSION}"
+        )
     numbers = ("num_rows", "num_samples", "num_accesses")
     optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples")
     for field in (*numbers, *optional):
@@ -158,7 +160,9 @@ def _column(name: str, table: pa.Table, field: str) -> Any:
     least = 0
     below = np.flatnonzero(values < least)
     if below.size:
-        raise ProfileError(f"{name}: column {field!r} has {values[below[0]]} at position {below[0]}; expected at least 0")
+        raise ProfileError(
+            f"{name}: column {field!r} has {values[below[0]]} at position {below[0]}; expected at least 0"
+        )
     return values
 
 

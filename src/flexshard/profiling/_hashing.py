@@ -24,7 +24,8 @@ def splitmix64(values: npt.NDArray[np.generic], seed: int = 0) -> UInt64Array:
         64-bit hashes, shape (n,).
     """
     with np.errstate(over="ignore"):
-        z = values.astype(np.int64, copy=False).view(np.uint64) if values.dtype != np.uint64 else values
+        whole = values if values.dtype == np.uint64 else values.astype(np.int64, copy=False).view(np.uint64)
+        z: UInt64Array = np.asarray(whole, np.uint64)
         z = z + np.uint64((seed + 1) & 0xFFFFFFFFFFFFFFFF) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

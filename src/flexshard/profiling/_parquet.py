@@ -116,7 +116,9 @@ def profile_parquet_by(
         samples += codes.size
         order = np.argsort(codes, kind="stable")
         if batch.lengths is not None:
-            raise DataError(f"{batch.name}: column {column!r} holds lists; told apart by {by!r}, ids must be one per row")
+            raise DataError(
+                f"{batch.name}: column {column!r} holds lists; told apart by {by!r}, ids must be one per row"
+            )
         ends = np.searchsorted(codes[order], np.arange(len(names.dictionary)), side="right")
         start = 0
         for code, end in enumerate(ends):

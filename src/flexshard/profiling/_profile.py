@@ -74,7 +74,8 @@ class AccessProfile:
     def __repr__(self) -> str:
         return (
             f"AccessProfile(table={self.table!r}, num_rows={self.num_rows:,}, rows_read={self.rows_read:,},"
-            f" distinct_counts={self.counts.size:,}, num_samples={self.num_samples:,}, avg_length={self.avg_length:.6g})"
+            f" distinct_counts={self.counts.size:,}, num_samples={self.num_samples:,},"
+            f" avg_length={self.avg_length:.6g})"
         )
 
     def __post_init__(self) -> None:
@@ -145,9 +146,7 @@ class AccessProfile:
             twice = np.flatnonzero(values[:-1] == values[1:])
             if twice.size:
                 raise ProfileError(f"count {values[twice[0]]} is given twice; add up its rows")
-        return cls(
-            values, numbers, given_rows if num_rows is None else num_rows, num_samples, lengths, table=table
-        )
+        return cls(values, numbers, given_rows if num_rows is None else num_rows, num_samples, lengths, table=table)
 
     @classmethod
     def from_probabilities(
@@ -218,9 +217,7 @@ class AccessProfile:
             accesses = row_counts.accesses_by_count(held, counts)
             holdout = Holdout(held_samples, accesses)
             row_counts = replace(row_counts, held=held)
-        return cls(
-            counts, rows, num_rows, num_samples, lengths, holdout, table, path, row_counts, sample_keys
-        )
+        return cls(counts, rows, num_rows, num_samples, lengths, holdout, table, path, row_counts, sample_keys)
 
     @classmethod
     def from_ids(
@@ -417,13 +414,15 @@ class AccessProfile:
     def digest(self) -> str:
         """SHA-256 of what the profile says (not of where it lies), in hexadecimal."""
         sha = hashlib.sha256()
-        moments = None if self.lengths is None else (self.lengths.total, self.lengths.total_squares, self.lengths.maximum)
+        moments = (
+            None if self.lengths is None else (self.lengths.total, self.lengths.total_squares, self.lengths.maximum)
+        )
         sha.update(repr((self.num_rows, self.num_samples, self.counts.size, moments)).encode())
-        sha.update(np.ascontiguousarray(self.counts, "<i8"))
-        sha.update(np.ascontiguousarray(self.rows, "<i8"))
+        sha.update(memoryview(np.ascontiguousarray(self.counts, "<i8")))
+        sha.update(memoryview(np.ascontiguousarray(self.rows, "<i8")))
         if self.holdout is not None:
             sha.update(repr(self.holdout.num_samples).encode())
-            sha.update(np.ascontiguousarray(self.holdout.accesses, "<i8"))
+            sha.update(memoryview(np.ascontiguousarray(self.holdout.accesses, "<i8")))
         return sha.hexdigest()
 
     # -- what one does with it

@@ -71,6 +71,7 @@ class PresetSpec(StrictModel):
     name: str
     title: str
     default_nodes: int
+    figures: Source = "datasheet"
     reserve: Figure
     hardware: HardwareSpec
     all_to_all: Planes | None = None
@@ -158,7 +159,7 @@ class Preset:
             f" alpha: {rates.alpha.source}"
         )
         alpha_seconds = units.parse_seconds(str(rates.alpha.value))
-        return CollectiveRate(alpha_seconds, link_rate * float(rates.efficiency.value), "datasheet", note)
+        return CollectiveRate(alpha_seconds, link_rate * float(rates.efficiency.value), self.spec.figures, note)
 
     def _scaled(self, fitted: Fitted, hardware: Hardware, kind: str, size: int) -> CollectiveRate:
         """A fitted rate, carried over to another number of nodes by the ratio of the link graph's bandwidths."""

@@ -1,0 +1,24 @@
+"""What users write; this file only has to type-check."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from flexshard import AccessProfile, Cluster, Cost, ParetoCurve, Plan, Table, pareto, plot_pareto, solve
+
+
+def whole_flow() -> None:
+    profile = AccessProfile.from_parquet("clicks/*.parquet", column="items", num_rows=10_000_000)
+    cluster = Cluster.preset("dgx-h100", nodes=128)
+    table = Table("items", rows=10_000_000, dim=256, profile=profile)
+    plan = solve(
+        [table], cluster, batch_size=4096, budget="+2GiB", tiers=2, method="paper", overlap={"all_to_all@8": 1}
+    )
+    assert_type(plan, Plan)
+    assert_type(plan.predicted, Cost)
+    assert_type(plan.tables["items"].tiers[0].rows, int)
+    assert_type(plan.lower_bound_seconds, float)
+    curve = pareto([table], cluster, batch_size=4096)
+    assert_type(curve, ParetoCurve)
+    plot_pareto(curve, "pareto.png")
+    assert_type(profile + profile, AccessProfile)
