@@ -418,11 +418,11 @@ class AccessProfile:
             None if self.lengths is None else (self.lengths.total, self.lengths.total_squares, self.lengths.maximum)
         )
         sha.update(repr((self.num_rows, self.num_samples, self.counts.size, moments)).encode())
-        sha.update(memoryview(np.ascontiguousarray(self.counts, "<i8")))
-        sha.update(memoryview(np.ascontiguousarray(self.rows, "<i8")))
+        sha.update(np.ascontiguousarray(self.counts, "<i8").data)
+        sha.update(np.ascontiguousarray(self.rows, "<i8").data)
         if self.holdout is not None:
             sha.update(repr(self.holdout.num_samples).encode())
-            sha.update(memoryview(np.ascontiguousarray(self.holdout.accesses, "<i8")))
+            sha.update(np.ascontiguousarray(self.holdout.accesses, "<i8").data)
         return sha.hexdigest()
 
     # -- what one does with it
