@@ -65,21 +65,22 @@ def load_yaml(
 
 def located(path: str | os.PathLike[str], tree: yaml.Node, loc: Location) -> str:
     """``file:line: field`` of a place in a YAML tree; the nearest parent's line where the field itself is missing."""
-    node = tree
+    node, line = tree, tree.start_mark.line
     for part in loc:
         found = _child(node, part)
         if found is None:
             break
-        node = found
+        node, line = found
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-    return f"{path}:{node.start_mark.line + 1}" + (f": {field}" if field else "")
+    return f"{path}:{line + 1}" + (f": {field}" if field else "")
 
 
-def _child(node: Any, part: str | int) -> yaml.Node | None:
+def _child(node: Any, part: str | int) -> tuple[yaml.Node, int] | None:
+    """A part of a node, and the line at which a reader looks for it: that of its key, or of its first character."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.value == str(part):
-                return value  # type: ignore[no-any-return]  # yaml's stubs leave node values untyped
+                return value, key.start_mark.line
     if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-        return node.value[part]  # type: ignore[no-any-return]  # as above
+        return node.value[part], node.value[part].start_mark.line
     return None

@@ -147,8 +147,9 @@ def _profile_document(profile: AccessProfile, path: Path) -> dict[str, Any]:
 
 def _profile_grid(profiles: list[AccessProfile], paths: list[Path]) -> Grid:
     unseen = any(profile.holdout is not None for profile in profiles)
-    shares = [f"hottest {cut:.1%}" + (" (unseen)" if unseen else "") for cut in _CUTS]
-    grid = new_grid("Access profiles", ["table"], ["rows", "read", "samples", "accesses", "L", *shares])
+    title = "Access profiles: share of accesses by the hottest rows" + (" (in unseen samples)" if unseen else "")
+    numbers = ["rows", "read", "samples", "accesses", "L", *(f"hottest {cut:.1%}" for cut in _CUTS)]
+    grid = new_grid(title, ["table"], numbers)
     for profile in profiles:
         covered = [(profile.covered(k), profile.covered_held_out(k)) for k in (cut * profile.num_rows for cut in _CUTS)]
         cells = [f"{share:.1%}" + ("" if held is None else f" ({held:.1%})") for share, held in covered]

@@ -1,0 +1,66 @@
+# Every target sets up what it needs in .venv (or .venv-torchrec) first, and only once.
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+TORCHREC_VENV := .venv-torchrec
+# TorchRec's own metadata asks for the CUDA build of FBGEMM whatever the machine, so it is installed without its
+# dependencies, and they are named here.
+FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
+
+.PHONY: help setup demo test lint format bench bench-torchrec setup-torchrec clean
+
+help:
+	@echo "make demo                      plan generated data, print the plan, draw the Pareto picture"
+	@echo "make demo DATA=path COLUMN=id  the same on your Parquet file"
+	@echo "make test                      run the tests"
+	@echo "make lint                      ruff and mypy --strict"
+	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
+	@echo "make bench-torchrec            measure against TorchRec's planner (installs TorchRec; takes minutes)"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FlexShard needs Python 3.11 or later; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(VENV)/bin/python examples/demo.py $(if $(DATA),--data $(DATA)) $(if $(COLUMN),--column $(COLUMN))
+
+test: setup
+	$(VENV)/bin/python -m pytest -n auto
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: setup
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(VENV)/.bench: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[bench]"
+	touch $@
+
+bench: $(VENV)/.bench
+	$(VENV)/bin/python -m benchmarks.paper_tables
+	$(VENV)/bin/python -m benchmarks.solver
+	$(VENV)/bin/python -m benchmarks.profiling
+
+setup-torchrec: $(TORCHREC_VENV)/.ready
+
+$(TORCHREC_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(TORCHREC_VENV)
+	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0 $(FBGEMM)==1.8.0 \
+		tensordict torchmetrics==1.0.3 tqdm pyre-extensions psutil
+	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torchrec==1.8.0
+	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[dev]"
+	touch $@
+
+bench-torchrec: setup-torchrec
+	$(TORCHREC_VENV)/bin/python -m benchmarks.torchrec_planner
+
+clean:
+	rm -rf $(VENV) $(TORCHREC_VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
