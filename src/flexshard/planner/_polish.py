@@ -19,9 +19,9 @@ __all__ = ["polish"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_MOST_COUNTS = 20_000
-_MOST_OPTIONS = 5_000
-_MOST_STATES = 50_000
+_MOST_COUNTS = 2_000
+_MOST_OPTIONS = 1_000
+_MOST_STATES = 5_000
 _WORTHWHILE = 1e-9
 
 
@@ -67,7 +67,7 @@ def _search(
     core = np.flatnonzero((np.sort(reduced, axis=1)[:, 1] if levels.size > 1 else np.full(home.size, np.inf)) < gap)
     for count in core.tolist():
         options = _options(reduced[count], int(home[count]), int(rows[count]), gap)
-        if options is None or len(options) * states_memory.size > 50 * _MOST_STATES:
+        if options is None or len(options) * states_memory.size > 20 * _MOST_STATES:
             return None
         extra = [
             (

@@ -1,0 +1,257 @@
+"""Profiles built from Parquet: what is counted, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexshard import AccessProfile
+from flexshard.errors import DataError, ProfileError
+from flexshard.profiling import _sources, hash_to_rows
+
+
+def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def test_flat_ids(tmp_path: Path) -> None:
+    profile = AccessProfile.from_parquet(write(tmp_path / "a.parquet", {"id": [3, 1, 3, 3, 0]}), column="id", num_rows=6)
+    assert profile.dense_counts().tolist() == [1, 1, 0, 3, 0, 0]
+    assert profile.ranked_rows.tolist() == [3, 0, 1]
+    assert (profile.num_samples, profile.num_accesses, profile.rows_read, profile.num_rows) == (5, 5, 3, 6)
+    assert profile.avg_length == 1.0
+    assert profile.covered(1) == 0.6
+    assert profile.covered(2) == 0.8
+
+
+def test_lists_are_samples_and_null_lists_are_empty(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"ids": pa.array([[1, 2], [], None, [2, 2, 2]], pa.list_(pa.int32()))})
+    profile = AccessProfile.from_parquet(path, column="ids")
+    assert profile.dense_counts().tolist() == [0, 1, 4]
+    assert profile.num_samples == 4
+    assert profile.lengths is not None
+    assert (profile.lengths.total, profile.lengths.total_squares, profile.lengths.maximum) == (5, 13, 3)
+    assert profile.lengths.mean == 1.25
+    assert profile.lengths.variance == pytest.approx(13 / 4 - 1.25**2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.int64()),
+        pa.large_list(pa.uint8()),
+        pa.list_(pa.int16(), 2),
+        pa.list_(pa.uint64()),
+    ],
+)
+def test_every_kind_of_list(tmp_path: Path, kind: pa.DataType) -> None:
+    path = write(tmp_path / "a.parquet", {"ids": pa.array([[1, 2], [2, 2], [0, 1]], kind)})
+    assert AccessProfile.from_parquet(path, column="ids").dense_counts().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int16", "uint32", "uint64", "int64"])
+def test_every_kind_of_integer(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "a.parquet", {"id": np.array([200 if kind == "uint8" else 5, 5, 0], kind)})
+    profile = AccessProfile.from_parquet(path, column="id")
+    assert profile.num_accesses == 3
+    assert profile.dense_counts()[0] == 1
+
+
+def test_samples_by_key(tmp_path: Path) -> None:
+    columns = {"user": ["a", "b", "a", "c", "a"], "id": [0, 1, 2, 0, 0]}
+    profile = AccessProfile.from_parquet(write(tmp_path / "a.parquet", columns), column="id", sample_key="user")
+    assert profile.num_samples == 3
+    assert profile.lengths is not None
+    assert (profile.lengths.total, profile.lengths.total_squares, profile.lengths.maximum) == (5, 9 + 1 + 1, 3)
+
+
+def random_table(random: np.random.Generator, rows: int, *, lists: bool) -> dict[str, Any]:
+    if not lists:
+        return {"key": random.integers(0, rows // 3 + 1, rows), "ids": random.zipf(1.5, rows) % 50}
+    lengths = random.integers(0, 4, rows)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    values = pa.array(random.zipf(1.5, int(lengths.sum())) % 50)
+    return {"key": random.integers(0, rows // 3 + 1, rows), "ids": pa.ListArray.from_arrays(offsets, values)}
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("sample_key", [None, "key"])
+@pytest.mark.parametrize("holdout", [0.0, 0.3])
+def test_partial_profiles_add_up_to_the_same_bytes(
+    tmp_path: Path, lists: bool, sample_key: str | None, holdout: float
+) -> None:
+    random = np.random.default_rng(7)
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.parquet", random_table(random, 500, lists=lists), row_group_size=64)
+    options = {"column": "ids", "num_rows": 50, "sample_key": sample_key, "holdout": holdout, "seed": 3}
+    parts = [AccessProfile.from_parquet(tmp_path / f"{name}.parquet", **options) for name in ("a", "b")]
+    whole = AccessProfile.from_parquet(tmp_path / "*.parquet", **options, workers=3)
+    (parts[0] + parts[1]).save(tmp_path / "sum.profile")
+    whole.save(tmp_path / "whole.profile")
+    assert (tmp_path / "sum.profile").read_bytes() == (tmp_path / "whole.profile").read_bytes()
+    assert (parts[0] + parts[1]).digest == whole.digest
+    loaded = AccessProfile.load(tmp_path / "whole.profile")
+    assert loaded.digest == whole.digest
+    assert loaded.ranked_rows.tolist() == whole.ranked_rows.tolist()
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32), st.integers(1, 400), st.booleans(), st.sampled_from([None, "key"]))
+def test_counts_equal_those_of_numpy(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, rows: int, lists: bool, key: str | None
+) -> None:
+    columns = random_table(np.random.default_rng(seed), rows, lists=lists)
+    path = write(tmp_path_factory.mktemp("data") / "a.parquet", columns, row_group_size=50)
+    ids = columns["ids"].flatten().to_numpy() if lists else columns["ids"]
+    if ids.size == 0:
+        return
+    profile = AccessProfile.from_parquet(path, column="ids", num_rows=50, sample_key=key)
+    expected = np.bincount(ids, minlength=50)
+    assert profile.dense_counts().tolist() == expected.tolist()
+    ranked = sorted((row for row in range(50) if expected[row]), key=lambda row: (-expected[row], row))
+    assert profile.ranked_rows.tolist() == ranked
+    assert profile.num_samples == (np.unique(columns["key"]).size if key else rows)
+    for k in (1, 5, 20):
+        assert profile.covered(k) == pytest.approx(np.sort(expected)[::-1][:k].sum() / ids.size)
+
+
+def test_large_row_groups_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(1)
+    path = write(tmp_path / "a.parquet", {"ids": random.integers(0, 1000, 50_000)})
+    whole = AccessProfile.from_parquet(path, column="ids")
+    monkeypatch.setattr(_sources, "_WHOLE_GROUP_BYTES", 1000)
+    monkeypatch.setattr(_sources, "_BATCH_ROWS", 777)
+    calls: list[tuple[int, int]] = []
+    streamed = AccessProfile.from_parquet(path, column="ids", progress=lambda done, total: calls.append((done, total)))
+    assert streamed.digest == whole.digest
+    assert len(calls) == 50_000 // 777 + 1
+    assert calls[-1] == (50_000, 50_000)
+
+
+def test_holdout_is_unseen_and_measured(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    # Uniform reads: what looks hot in sample is chance, and covers no more than its share of unseen samples.
+    path = write(tmp_path / "a.parquet", {"ids": random.integers(0, 10_000, 50_000)})
+    profile = AccessProfile.from_parquet(path, column="ids", num_rows=10_000, holdout=0.2)
+    assert profile.holdout is not None
+    assert profile.num_samples + profile.holdout.num_samples == 50_000
+    assert profile.holdout.num_samples == pytest.approx(10_000, rel=0.05)
+    assert int(profile.holdout.accesses.sum()) == profile.holdout.num_samples
+    assert profile.covered(1000) > 0.18
+    assert profile.covered_held_out(1000) == pytest.approx(0.1, abs=0.015)
+    assert profile.covered_held_out(10_000) == pytest.approx(1.0)
+    assert AccessProfile.from_parquet(path, column="ids", num_rows=10_000).covered_held_out(10) is None
+
+
+def test_raw_ids_are_folded_by_a_named_hash(tmp_path: Path) -> None:
+    raw = np.array([-1, 2**62, -(2**63), 5, 5])
+    path = write(tmp_path / "a.parquet", {"key": raw})
+    profile = AccessProfile.from_parquet(path, column="key", num_rows=1000, hash="splitmix64")
+    assert profile.dense_counts().tolist() == np.bincount(hash_to_rows(raw, 1000), minlength=1000).tolist()
+    # The published test vector of SplitMix64: the stream of seed 0 starts so (its state is one increment ahead).
+    assert int(hash_to_rows(np.array([0]), 2**63 - 25)[0]) == 0xE220A8397B1DCDAF % (2**63 - 25)
+    with pytest.raises(DataError, match="hashing needs the number of rows"):
+        AccessProfile.from_parquet(path, column="key", hash="splitmix64")
+    with pytest.raises(DataError, match="no hash is called 'md5'"):
+        AccessProfile.from_parquet(path, column="key", num_rows=10, hash="md5")
+
+
+def test_ids_outside_the_table_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"ids": pa.array([[1], [2, 9], [-3], [10]])}, row_group_size=2)
+    with pytest.raises(DataError, match=r"3 ids are outside \[0, 5\), the first is 9 in .*a.parquet, row 1; raise num_rows"):
+        AccessProfile.from_parquet(path, column="ids", num_rows=5)
+    with pytest.raises(DataError, match=r"1 ids are outside \[0, 2\^28\), the first is -3 in .*, row 2; give num_rows"):
+        AccessProfile.from_parquet(path, column="ids")
+    wide = write(tmp_path / "wide.parquet", {"ids": np.array([2**64 - 1, 1], np.uint64)})
+    with pytest.raises(DataError, match=r"1 ids are outside \[0, 5\), the first is 18446744073709551615"):
+        AccessProfile.from_parquet(wide, column="ids", num_rows=5)
+
+
+def test_many_tables_in_one_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"table": [10, 2, 10, 2, 2], "id": [0, 1, 3, 1, 0]}, row_group_size=2)
+    profiles = AccessProfile.from_parquet_by(path, column="id", by="table")
+    assert list(profiles) == ["2", "10"]
+    assert profiles["2"].dense_counts().tolist() == [1, 2]
+    assert profiles["10"].dense_counts().tolist() == [1, 0, 0, 1]
+    assert {p.num_samples for p in profiles.values()} == {5}
+    lengths = profiles["10"].lengths
+    assert lengths is not None
+    assert (lengths.total, lengths.total_squares) == (2, 2)
+    with pytest.raises(DataError, match=r"table '10': 1 ids are outside \[0, 2\), the first is 3 in .*, row 2"):
+        AccessProfile.from_parquet_by(path, column="id", by="table", num_rows={"10": 2})
+
+
+def test_globs_folders_and_urls(tmp_path: Path) -> None:
+    import fsspec
+
+    for k in range(3):
+        write(tmp_path / f"part-{k}.parquet", {"id": [k]})
+    by_glob = AccessProfile.from_parquet(tmp_path / "part-*.parquet", column="id", num_rows=3)
+    assert by_glob.dense_counts().tolist() == [1, 1, 1]
+    assert AccessProfile.from_parquet(tmp_path, column="id", num_rows=3).digest == by_glob.digest
+    assert AccessProfile.from_parquet(f"file://{tmp_path}/part-*.parquet", column="id", num_rows=3).digest == by_glob.digest
+    memory = fsspec.filesystem("memory")
+    for k in range(3):
+        with memory.open(f"/bucket/part-{k}.parquet", "wb") as target:
+            target.write((tmp_path / f"part-{k}.parquet").read_bytes())
+    for url in ("memory://bucket/part-*.parquet", "memory://bucket"):
+        assert AccessProfile.from_parquet(url, column="id", num_rows=3).digest == by_glob.digest
+    with pytest.raises(DataError, match="no file matches"):
+        AccessProfile.from_parquet(tmp_path / "none-*.parquet", column="id")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"ids": [1.0, 2.0]}, "column 'ids' holds double, not ids; expected integers"),
+        ({"ids": ["a", "b"]}, "column 'ids' holds string, not ids"),
+        ({"ids": [["a"], ["b"]]}, "column 'ids' holds list<.*string>, not ids"),
+        ({"ids": [True]}, "holds bool"),
+        ({"ids": [1, None, 3, None]}, "2 null ids in the rows from 0 on, the first in row 1; drop or fill them"),
+        ({"ids": [[1], [2, None]]}, "1 null ids in the rows from 0 on, the first in row 1"),
+        ({"other": [1]}, "no column 'ids'; there are other"),
+        ({"ids": pa.array([], pa.int64())}, "no rows in 1 file"),
+    ],
+)
+def test_data_that_cannot_be_counted(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "a.parquet", columns)
+    with pytest.raises(DataError, match=message) as caught:
+        AccessProfile.from_parquet(path, column="ids")
+    assert "a.parquet" in str(caught.value)
+
+
+def test_files_that_are_not_parquet(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.parquet: no such file"):
+        AccessProfile.from_parquet(tmp_path / "none.parquet", column="id")
+    (tmp_path / "text.parquet").write_text("hello, this is text")
+    with pytest.raises(DataError, match=r"text\.parquet: not a Parquet file, or cut off"):
+        AccessProfile.from_parquet(tmp_path / "text.parquet", column="id")
+    whole = write(tmp_path / "whole.parquet", {"id": np.arange(100_000)}).read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"cut\.parquet: not a Parquet file, or cut off"):
+        AccessProfile.from_parquet(tmp_path / "cut.parquet", column="id")
+    # A footer that is whole over pages that are not.
+    damaged = bytearray(whole)
+    damaged[1000:60_000] = bytes(59_000)
+    (tmp_path / "damaged.parquet").write_bytes(damaged)
+    with pytest.raises(DataError, match=r"damaged\.parquet"):
+        AccessProfile.from_parquet(tmp_path / "damaged.parquet", column="id", num_rows=100_000)
+
+
+def test_nothing_read_and_nothing_left(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"ids": pa.array([[], []], pa.list_(pa.int64()))})
+    with pytest.raises(ProfileError, match="no row was read in 2 samples"):
+        AccessProfile.from_parquet(path, column="ids", num_rows=10)
+    null_key = write(tmp_path / "b.parquet", {"ids": [1, 2], "user": ["a", None]})
+    with pytest.raises(DataError, match="sample key 'user' is null in row 1"):
+        AccessProfile.from_parquet(null_key, column="ids", sample_key="user")
+    with pytest.raises(DataError, match="holdout is a share"):
+        AccessProfile.from_parquet(null_key, column="ids", holdout=1.0)
