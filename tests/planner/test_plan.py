@@ -1,0 +1,328 @@
+"""Plans as documents: bytes, fingerprints, explanations, differences, budgets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexshard import AccessProfile, Cluster, Plan, Table, diff, explain, pareto, solve
+from flexshard.costmodels import Cost, placement_cost
+from flexshard.errors import BudgetError, JobError, PlanError
+from flexshard.planner import Job, compare, marginal_curve, whole_table_cost
+from flexshard.planner._torchrec import TorchRecChoice, price_choices
+from flexshard.profiling import LengthMoments, power_law_probabilities
+from flexshard.topologies import CollectiveRate, Level
+
+GIB = 1 << 30
+
+
+ROWS = 1_000_000
+
+
+def items(rows: int = ROWS, length: float = 200.0, exponent: float = 0.7, name: str = "items") -> Table:
+    """By default a table whose optimal plan has three tiers."""
+    profile = AccessProfile.from_probabilities(power_law_probabilities(rows, length, exponent))
+    return Table(name, rows, 256, profile)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return solve([items(), items(1000, 5, 1.2, "users")], Cluster.preset("a100-4x8-roce"), batch_size=4096)
+
+
+def test_a_plan_reads_back_to_the_same_bytes(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "a.json")
+    loaded = Plan.load(tmp_path / "a.json")
+    loaded.save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert loaded.fingerprint == plan.fingerprint
+    assert loaded.predicted == plan.predicted
+    assert loaded.tables == plan.tables
+    assert loaded.cluster == plan.cluster
+
+
+def test_another_process_makes_the_same_plan(tmp_path: Path) -> None:
+    script = (
+        "from tests.planner.test_plan import items\n"
+        "from flexshard import Cluster, solve\n"
+        "print(solve([items()], Cluster.preset('a100-4x8-roce'), batch_size=4096).fingerprint)"
+    )
+    results = {
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout for _ in range(2)
+    }
+    assert results == {solve([items()], Cluster.preset("a100-4x8-roce"), batch_size=4096).fingerprint + "\n"}
+
+
+def test_a_stored_plan_of_version_1_still_loads() -> None:
+    plan = Plan.load(Path(__file__).parent / "plan_v1.json")
+    assert [tier.rows for tier in plan.tables["items"].tiers] == [300, 700]
+    assert plan.predicted.exposed_seconds == pytest.approx(4.692e-3, rel=1e-3)
+    assert plan.tables["items"].features == ("clicks",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"version": 1', '"version": 2', "version 2 of plans is unknown"),
+        ('"format": "flexshard.plan"', '"format": "x"', "not a plan"),
+        ('"rows": 1000000', '"rows": 1000001', "does not match its fingerprint"),
+        ("{", "[", r"plan.json:\d+: not valid JSON"),
+    ],
+)
+def test_broken_plan_files(plan: Plan, tmp_path: Path, old: str, new: str, message: str) -> None:
+    plan.save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    assert old in text
+    (tmp_path / "plan.json").write_text(text.replace(old, new, 1))
+    with pytest.raises(PlanError, match=message):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_baselines_price_of_memory_and_proof(plan: Plan) -> None:
+    assert list(plan.baselines) == ["row_wise", "data_parallel", "paper_2_tier", "paper_3_tier"]
+    row_wise = plan.baselines["row_wise"]
+    assert plan.predicted.memory_bytes <= row_wise.memory_bytes
+    assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds <= plan.lower_bound_seconds * (1 + 1e-5)
+    assert plan.memory_price_seconds_per_gib > 0
+    # The price is the slope of the frontier: a thousandth of a GiB buys a thousandth of it, and never more.
+    tables = [items(), items(1000, 5, 1.2, "users")]
+    richer = solve(tables, plan.cluster, batch_size=4096, budget=GIB / 1000)
+    saved = plan.predicted.exposed_seconds - richer.predicted.exposed_seconds
+    assert saved == pytest.approx(plan.memory_price_seconds_per_gib / 1000, rel=0.05)
+    with_one_more = solve(tables, plan.cluster, batch_size=4096, budget="+1GiB")
+    assert plan.next_gib_seconds == pytest.approx(with_one_more.predicted.exposed_seconds, rel=1e-9)
+
+
+def test_budgets_are_differences_or_limits(paper_cluster: Cluster) -> None:
+    table = items()
+    neutral = solve([table], paper_cluster, batch_size=4096).settings.budget_bytes
+    for budget, expected in (
+        ("+2GiB", neutral + 2 * GIB),
+        ("-10 MB", neutral - 1e7),
+        (12345.0, neutral + 12345),
+        ("30 GiB", 30 * GIB - paper_cluster.reserve_bytes),
+    ):
+        assert solve([table], paper_cluster, batch_size=4096, budget=budget).settings.budget_bytes == expected
+    for wrong in ("much", "40", "3 GB/s", float("nan"), None, True):
+        with pytest.raises(JobError, match="budget must be"):
+            solve([table], paper_cluster, batch_size=4096, budget=wrong)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="not above the cluster's reserve"):
+        solve([table], paper_cluster, batch_size=4096, budget="1 GB")
+
+
+@pytest.mark.parametrize("method", ["optimal", "paper"])
+def test_the_least_feasible_budget_is_named_and_works(method: str, paper_cluster: Cluster) -> None:
+    table = items()
+    with pytest.raises(BudgetError, match="the least that is feasible|needs at least") as caught:
+        solve([table], paper_cluster, batch_size=4096, budget="5 GB", method=method)
+    least = caught.value.least_bytes
+    limit = f"{least + paper_cluster.reserve_bytes + 1:.0f} B"
+    plan = solve([table], paper_cluster, batch_size=4096, budget=limit, method=method)
+    assert plan.predicted.memory_bytes == pytest.approx(least, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "guess"}, "method must be one of optimal, paper"),
+        ({"tiers": 0}, "tiers must be at least 1"),
+        ({"tiers": 4, "method": "paper"}, "tiers must be 2 or 3 for method 'paper'"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"overlap": {"x": 1}}, "overlap names 'x'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], message: str, paper_cluster: Cluster) -> None:
+    with pytest.raises(JobError, match=message):
+        solve([items()], paper_cluster, **({"batch_size": 4096} | arguments))  # type: ignore[arg-type]
+
+
+def test_wrong_lists_of_tables(paper_cluster: Cluster) -> None:
+    with pytest.raises(JobError, match="no tables"):
+        solve([], paper_cluster, batch_size=1)
+    with pytest.raises(JobError, match="'items' is given twice"):
+        solve([items(), items()], paper_cluster, batch_size=1)
+
+
+def test_tables_of_every_shape_together_on_four_levels() -> None:
+    cluster = Cluster.preset("gb200-nvl72", nodes=36)
+    tables = [
+        replace(items(50_000, 100, 1.0, "a"), optimizer="adam"),
+        replace(items(20_000, 300, 0.9, "b"), dtype="float16", dim=64),
+        replace(items(100, 10, 0.5, "c"), replication_multiplier=2.0),
+    ]
+    plan = solve(tables, cluster, batch_size=512, tiers=4)
+    assert {name: sum(t.rows for t in p.tiers) for name, p in plan.tables.items()} == {"a": 50_000, "b": 20_000, "c": 100}
+    fewer = [solve(tables, cluster, batch_size=512, tiers=n).predicted.exposed_seconds for n in (1, 2, 3, 4)]
+    assert fewer == sorted(fewer, reverse=True), "more tiers never cost more"
+
+
+def test_index_dedup_counts_distinct_rows(paper_cluster: Cluster) -> None:
+    table = items()
+    plain = solve([table], paper_cluster, batch_size=4096)
+    dedup = solve([table], paper_cluster, batch_size=4096, index_dedup=True)
+    p = table.profile.counts / table.profile.num_samples
+    expected = float((1 - (1 - np.minimum(p, 1)) ** 4096) @ table.profile.rows)
+    assert dedup.predicted.rows_read == pytest.approx(expected)
+    assert dedup.predicted.rows_read < plain.predicted.rows_read / 2
+    assert sum(t.covered for t in dedup.tables["items"].tiers) == pytest.approx(1.0)
+
+
+def test_one_rank_and_one_node() -> None:
+    alone = Cluster("alone", 1, 1, 1e12, 0.0, (Level(1),))
+    plan = solve([items()], alone, batch_size=16)
+    assert plan.predicted.exposed_seconds == 0
+    assert [t.strategy for t in plan.tables["items"].tiers] == ["row_wise"]
+    rate = CollectiveRate(1e-5, 1e10)
+    node = Cluster("node", 1, 8, 1e12, 0.0, (Level(1, None, rate), Level(8, rate)))
+    assert {t.group_size for t in solve([items()], node, batch_size=16).tables["items"].tiers} <= {1, 8}
+
+
+def test_memory_at_p999_warns_where_it_does_not_fit(paper_cluster: Cluster) -> None:
+    lengths = LengthMoments(1000, 200_000, 10**9, 5000)
+    shape = items()
+    profile = AccessProfile.from_histogram(shape.profile.counts, shape.profile.rows, shape.profile.num_samples, lengths=lengths)
+    table = replace(shape, profile=profile)
+    tight = replace(paper_cluster, hbm_bytes=1.75e9, reserve_bytes=0.0)
+    plan = solve([table], tight, batch_size=4096)
+    expected = plan.predicted.dynamic_memory_p999_bytes
+    assert expected is not None
+    assert expected > plan.predicted.dynamic_memory_bytes
+    assert "Warning:" in str(plan)
+    assert "run out" in str(plan)
+
+
+def test_explanation_of_boundaries(plan: Plan) -> None:
+    found = explain(plan, "items")
+    tiers = plan.tables["items"].tiers
+    assert [b.rank for b in found.boundaries] == [t.first_rank + t.rows - 1 for t in tiers]
+    for boundary in found.boundaries[:-1]:
+        # At a boundary two tiers cost the same at the price of memory, to within the step between two counts.
+        assert boundary.others[0].priced_seconds == pytest.approx(boundary.chosen.priced_seconds, rel=1e-3)
+    assert "One more GiB per rank would save" in found.text
+    assert found.table.alternatives
+    for alternative in found.table.alternatives:
+        assert alternative.priced_seconds >= 0
+    with pytest.raises(PlanError, match="no table 'x'; it has items, users"):
+        explain(plan, "x")
+
+
+def test_alternatives_cost_what_they_say(paper_cluster: Cluster) -> None:
+    table = items()
+    plan = solve([table], paper_cluster, batch_size=4096)
+    two = min(plan.tables["items"].alternatives, key=lambda a: a.priced_seconds)
+    budget = two.memory_bytes + plan.predicted.memory_bytes - plan.settings.budget_bytes
+    other = solve([table], paper_cluster, batch_size=4096, budget=budget, tiers=len(two.group_sizes))
+    latency = plan.predicted.exposed_seconds + two.exposed_seconds - other.predicted.exposed_seconds
+    assert latency >= -1e-9, "no plan of that memory is better than the alternative says, but for latencies saved"
+
+
+def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
+    table = items()
+    before = solve([table], paper_cluster, batch_size=4096)
+    after = solve([table], paper_cluster, batch_size=4096, budget="+100MiB")
+    found = diff(before, after)
+
+    def groups(plan: Plan) -> np.ndarray:
+        return np.concatenate([np.full(t.rows, t.group_size) for t in plan.tables["items"].tiers])
+
+    moved = int((groups(before) != groups(after)).sum())
+    assert found.rows == moved > 0
+    assert found.nbytes == moved * table.row_bytes
+    assert diff(before, before).moves == ()
+    renamed = solve([replace(table, name="other")], paper_cluster, batch_size=4096)
+    assert {m.table: (m.source is None, m.target is None) for m in diff(before, renamed).moves} == {
+        "items": (False, True),
+        "other": (True, False),
+    }
+
+
+def test_pareto_points_are_optimal_plans_of_their_memory(paper_cluster: Cluster) -> None:
+    table = items()
+    curve = pareto([table], paper_cluster, batch_size=4096)
+    seconds = [point.exposed_seconds for point in curve.points]
+    memory = [point.memory_bytes for point in curve.points]
+    assert memory == sorted(memory)
+    assert all(a > b for a, b in zip(seconds[:-1], seconds[1:], strict=True))
+    for point in curve.points[:: len(curve.points) // 15]:
+        best = solve([table], paper_cluster, batch_size=4096, budget=point.memory_bytes - curve.neutral_bytes)
+        assert point.exposed_seconds == pytest.approx(best.predicted.exposed_seconds, rel=1e-5)
+    neutral = solve([table], paper_cluster, batch_size=4096)
+    assert curve.mark("memory_neutral").exposed_seconds == pytest.approx(neutral.predicted.exposed_seconds)
+    assert curve.mark("full_replication").rows == (ROWS, 0, 0)
+    assert curve.mark("row_wise").memory_bytes == curve.neutral_bytes
+
+
+def test_marginal_curve_by_hand() -> None:
+    # 2 ranks; D·s = 4 bytes; kappa 3 against 1; memory per row 4·(3 - 1/2 - w), time 4·(1/β_ar - 2w/β_a2a).
+    cluster = Cluster("two", 2, 1, 1e9, 0.0, (Level(1, None, CollectiveRate(1.0, 2.0)), Level(2, CollectiveRate(1.0, 8.0))))
+    profile = AccessProfile.from_counts([8, 4, 1], num_samples=1, num_rows=10)
+    table = Table("t", 10, 1, profile, optimizer="sgd")
+    curve = marginal_curve([table], cluster, batch_size=1)
+    memory, seconds = [0.0], [0.0]
+    for w, rows in ((8, 1), (4, 1), (1, 1), (0, 7)):
+        memory.append(memory[-1] + rows * 4 * (2.5 - w))
+        seconds.append(seconds[-1] + rows * 4 * (1 / 2 - 2 * w / 8))
+    crossing = curve.marks["memory_neutral"]
+    assert np.delete(curve.memory_bytes, crossing).tolist() == pytest.approx(memory)
+    assert np.delete(curve.seconds, crossing).tolist() == pytest.approx(seconds)
+    assert curve.memory_bytes[crossing] == 0.0
+    assert curve.rows[crossing] == 3 + round(22 / 10)
+    assert curve.rows[curve.marks["greatest_memory_saving"]] == 2
+    assert curve.seconds[curve.marks["communication_neutral"]] == min(seconds)
+
+
+def test_whole_tables_by_milp_equal_every_choice(paper_cluster: Cluster) -> None:
+    from itertools import product
+
+    random = np.random.default_rng(3)
+    tables = [items(int(random.integers(100, 3000)), float(random.integers(1, 80)), 0.7, f"t{k}") for k in range(5)]
+    best = whole_table_cost(tables, paper_cluster, batch_size=512, budget="+1MiB")
+    neutral = solve(tables, paper_cluster, batch_size=512).settings.budget_bytes
+    options = [
+        [placement_cost(t, paper_cluster, g, rows=t.rows, reads=512 * t.profile.avg_length) for g in (1, 8, 32)] for t in tables
+    ]
+    costs = [sum(choice, Cost()) for choice in product(*options)]
+    expected = min(c.exposed_seconds for c in costs if c.memory_bytes <= neutral + 2**20)
+    assert best.exposed_seconds == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(BudgetError, match="no choice of whole tables fits"):
+        whole_table_cost(tables, paper_cluster, batch_size=512, budget="-1GiB")
+
+
+def test_compare_adds_the_slow_baselines(paper_cluster: Cluster) -> None:
+    plan = compare(Job((items(),), paper_cluster, 4096), torchrec=False)
+    assert list(plan.baselines)[-1] == "whole_table"
+    assert plan.predicted.exposed_seconds <= plan.baselines["whole_table"].exposed_seconds
+
+
+def test_pricing_another_planners_choices(paper_cluster: Cluster) -> None:
+    tables = [items(name="a"), items(name="b"), items(name="c")]
+    reads = 4096 * tables[0].profile.avg_length
+    whole = [
+        price_choices(tables, paper_cluster, [TorchRecChoice(kind)] * 3, batch_size=4096)
+        for kind in ("row_wise", "data_parallel")
+    ]
+    plan = solve(tables, paper_cluster, batch_size=4096)
+    for cost, name in zip(whole, ("row_wise", "data_parallel"), strict=True):
+        assert cost.exposed_seconds == pytest.approx(plan.baselines[name].exposed_seconds)
+        assert cost.memory_bytes == pytest.approx(plan.baselines[name].memory_bytes)
+    # Two tables on rank 0 and one on rank 1: rank 0 sends for two tables to all 32 ranks.
+    placed = [TorchRecChoice("table_wise", ((rank, 1.0),)) for rank in (0, 0, 1)]
+    cost = price_choices(tables, paper_cluster, placed, batch_size=4096)
+    sent = 2 * 32 * reads * tables[0].row_bytes
+    assert cost.collectives[0].nbytes == pytest.approx(sent)
+    assert cost.rows_read == pytest.approx(2 * 32 * reads)
+    assert cost.static_memory_bytes == pytest.approx(2 * ROWS * tables[0].row_bytes * tables[0].kappa_sharded)
+
+
+def test_json_documents_are_plain(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "p.json")
+    document = json.loads((tmp_path / "p.json").read_text())
+    assert list(document)[:3] == ["format", "version", "fingerprint"]
+    assert document["predicted"]["exposed_seconds"] == plan.predicted.exposed_seconds
+    assert document["tables"][0]["tiers"][0]["strategy"] == "data_parallel"

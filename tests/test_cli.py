@@ -1,0 +1,302 @@
+"""The command line as a stranger uses it: real processes, what they print, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from flexshard import AccessProfile, Plan
+
+COMMANDS = {
+    "profile": {"--column", "--rows", "--hash", "--sample-key", "--holdout", "--by", "--json", "--output"},
+    "clusters": {"--output", "--json"},
+    "job": {"--cluster", "--batch-size", "--dim", "--output"},
+    "plan": {"--output", "--tiers", "--budget", "--method", "--json"},
+    "pareto": {"--output", "--tiers", "--json"},
+    "plot": {"--output", "--table"},
+    "explain": {"--json"},
+    "compare": {"--torchrec", "--time-limit", "--json"},
+    "diff": {"--json"},
+    "drift": {"--json"},
+    "generate": {"--rows", "--samples", "--length", "--exponent", "--seed", "--output"},
+}
+
+
+def run(folder: Path, *arguments: object, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        if limit_bytes is not None:  # writing past this fails as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+    return subprocess.run(
+        [sys.executable, "-m", "flexshard.cli", *(str(argument) for argument in arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=limit,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+    )
+
+
+def good(folder: Path, *arguments: object) -> str:
+    result = run(folder, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout
+
+
+def bad(folder: Path, *arguments: object, limit_bytes: int | None = None) -> str:
+    """The one line that a failing command prints; it must leave no new file."""
+    before = sorted(folder.rglob("*"))
+    result = run(folder, *arguments, limit_bytes=limit_bytes)
+    assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("flexshard: error: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert sorted(folder.rglob("*")) == before, "nothing is left half-written"
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a profile, a job and a plan, made by the commands that a stranger would type."""
+    folder = tmp_path_factory.mktemp("work")
+    good(folder, "generate", "-o", "clicks.parquet", "--rows", 20_000, "--samples", 5000, "--length", 60)
+    profile = ("profile", "clicks.parquet", "--column", "items", "--rows", 20_000, "--holdout", 0.1)
+    out = good(folder, *profile, "-o", "items.parquet")
+    assert "hottest 1.0%" in out
+    assert "20,000" in out
+    options = ("--cluster", "dgx-a100:2", "--batch-size", 2048, "--dim", 128)
+    good(folder, "job", "items.parquet", *options, "-o", "job.yaml")
+    out = good(folder, "plan", "job.yaml", "-o", "plan.json")
+    assert "Proof: no plan within the budget has less than" in out
+    return folder
+
+
+def test_the_whole_flow_and_its_json(workplace: Path) -> None:
+    plan = Plan.load(workplace / "plan.json")
+    out = good(workplace, "plan", "job.yaml", "-o", "again.json", "--json")
+    assert json.loads(out)["fingerprint"] == plan.fingerprint
+    assert (workplace / "again.json").read_bytes() == (workplace / "plan.json").read_bytes()
+    assert "Its last row costs" in good(workplace, "explain", "plan.json")
+    assert json.loads(good(workplace, "explain", "plan.json", "items", "--json"))["boundaries"]
+    good(workplace, "plan", "job.yaml", "-o", "rich.json", "--budget=+10MiB", "--tiers", 2)
+    moved = json.loads(good(workplace, "diff", "plan.json", "rich.json", "--json"))
+    assert moved["rows"] == sum(move["rows"] for move in moved["moves"])
+    assert "0 rows, 0 B move" in good(workplace, "diff", "plan.json", "again.json")
+    good(workplace, "plan", "job.yaml", "-o", "paper.json", "--method", "paper")
+    assert Plan.load(workplace / "paper.json").settings.method == "paper"
+    compared = json.loads(good(workplace, "compare", "job.yaml", "--no-torchrec", "--json"))
+    assert set(compared["baselines"]) == {"row_wise", "data_parallel", "paper_2_tier", "paper_3_tier", "whole_table"}
+    out = good(workplace, "pareto", "job.yaml", "-o", "pareto.png")
+    assert "memory_neutral" in out
+    assert (workplace / "pareto.png").stat().st_size > 10_000
+    for what in ("costs", "skew", "marginal"):
+        good(workplace, "plot", what, "job.yaml", "-o", f"{what}.svg")
+        assert (workplace / f"{what}.svg").read_text().startswith("<?xml")
+    assert "100.0%" in good(workplace, "drift", "items.parquet", "items.parquet")
+
+
+def test_clusters_are_listed_shown_and_written(workplace: Path) -> None:
+    assert "gb200-nvl72" in good(workplace, "clusters")
+    shown = good(workplace, "clusters", "dgx-h100:128", "-o", "h100.yaml")
+    assert "1024" in shown
+    assert "Sources" in shown
+    assert yaml.safe_load((workplace / "h100.yaml").read_text())["nodes"] == 128
+    assert json.loads(good(workplace, "clusters", "h100.yaml", "--json"))["levels"][2]["group_size"] == 1024
+    assert len(json.loads(good(workplace, "clusters", "--json"))) == 9
+
+
+def test_one_profile_per_table_and_a_job_of_all(workplace: Path) -> None:
+    random = np.random.default_rng(0)
+    columns = {"table": random.integers(0, 12, 20_000), "row": random.zipf(1.3, 20_000) % 300}
+    pq.write_table(pa.table(columns), workplace / "lookups.parquet")
+    out = good(workplace, "profile", "lookups.parquet", "--column", "row", "--by", "table", "-o", "tables")
+    assert "12 files" in out
+    files = sorted((workplace / "tables").iterdir())
+    assert len(files) == 12
+    good(workplace, "job", *files, "-o", "many.yaml", "--cluster", "dgx-a100", "--batch-size", 65536, "--dim", 64)
+    out = good(workplace, "plan", "many.yaml", "-o", "many.json")
+    assert len(Plan.load(workplace / "many.json").tables) == 12
+    assert "12 table(s)" in good(workplace, "explain", "many.json")
+    assert "reads per sample" in good(workplace, "explain", "many.json", "7")
+
+
+def test_reuse_statistics(workplace: Path) -> None:
+    from tests.profiling.test_profile import REUSE
+
+    (workplace / "reuse.txt").write_text(REUSE)
+    good(workplace, "profile", "reuse.txt", "--reuse", "--rows", 1000, "-o", "reuse.parquet")
+    assert AccessProfile.load(workplace / "reuse.parquet").num_accesses == 1000
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_flags_are_frozen(command: str, tmp_path: Path) -> None:
+    out = good(tmp_path, command, "--help")
+    for flag in COMMANDS[command]:
+        assert flag in out
+    assert "Usage:" in out
+
+
+def test_every_command_is_listed(tmp_path: Path) -> None:
+    out = good(tmp_path, "--help")
+    for command in COMMANDS:
+        assert f" {command} " in out
+    assert good(tmp_path, "--version").startswith("flexshard ")
+
+
+# -- bad input: one clear line, exit code 2, nothing half-written
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Files that cannot be counted."""
+    whole = pa.table({"id": np.arange(50_000)})
+    pq.write_table(whole, tmp_path / "good.parquet")
+    content = (tmp_path / "good.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[: len(content) // 2])
+    (tmp_path / "text.parquet").write_text("not parquet\n")
+    for name, values in {
+        "floats": pa.array([1.0, 2.0]),
+        "texts": pa.array(["a"]),
+        "nulls": pa.array([1, None]),
+        "negative": pa.array([3, -7]),
+        "empty": pa.array([], pa.int64()),
+        "unread": pa.array([[], []], pa.list_(pa.int64())),
+    }.items():
+        pq.write_table(pa.table({"id": values}), tmp_path / f"{name}.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "expected"),
+    [
+        ("none.parquet", (), "none.parquet: no such file"),
+        ("text.parquet", (), "text.parquet: not a Parquet file"),
+        ("cut.parquet", (), "cut.parquet: not a Parquet file, or cut off"),
+        ("good.parquet", ("--column", "item"), "no column 'item'; there are id"),
+        ("floats.parquet", (), "column 'id' holds double, not ids"),
+        ("texts.parquet", (), "column 'id' holds string, not ids"),
+        ("nulls.parquet", (), "1 null ids in the rows from 0 on, the first in row 1"),
+        ("negative.parquet", (), "1 ids are outside [0, 2^28), the first is -7 in negative.parquet, row 1"),
+        ("good.parquet", ("--rows", 100), "49,900 ids are outside [0, 100), the first is 100 in good.parquet, row 100"),
+        ("empty.parquet", (), "empty.parquet: no rows in 1 file(s)"),
+        ("unread.parquet", ("--rows", 5), "no row was read in 2 samples"),
+        ("good.parquet", ("--holdout", "0.9999999999999"), "num_samples must be at least 1"),
+        ("good.parquet", ("--hash", "md5", "--rows", 5), "no hash is called 'md5'; there are splitmix64"),
+        ("good.parquet", ("--rows", 0), "num_rows must be at least 1, found 0"),
+    ],
+)
+def test_data_that_cannot_be_counted(data: Path, file: str, options: tuple[object, ...], expected: str) -> None:
+    column = () if "--column" in options else ("--column", "id")
+    assert expected in bad(data, "profile", file, *column, *options, "-o", "out.parquet")
+
+
+def test_a_missing_column_option(data: Path) -> None:
+    assert "give --column" in bad(data, "profile", "good.parquet", "-o", "out.parquet")
+    options = ("--column", "id", "--by", "id", "--holdout", 0.5)
+    assert "--by does not go with" in bad(data, "profile", "good.parquet", *options, "-o", "out")
+
+
+def test_a_disk_that_is_full_keeps_what_was_there(workplace: Path) -> None:
+    target = workplace / "full.parquet"
+    target.write_text("precious")
+    arguments = ("profile", "clicks.parquet", "--column", "items", "-o", "full.parquet")
+    assert "cannot write full.parquet: file too large" in bad(workplace, *arguments, limit_bytes=4096)
+    assert target.read_text() == "precious"
+    for arguments in (
+        ("plan", "job.yaml", "-o", "full.json"),
+        ("pareto", "job.yaml", "-o", "full.png"),
+        ("generate", "-o", "full2.parquet"),
+        ("clusters", "dgx-h100", "-o", "full.yaml"),
+    ):
+        assert "cannot write full" in bad(workplace, *arguments, limit_bytes=300)
+
+
+def test_places_that_cannot_be_written(workplace: Path) -> None:
+    assert "cannot write none/plan.json: no such file or directory" in bad(
+        workplace, "plan", "job.yaml", "-o", "none/plan.json"
+    )
+    (workplace / "folder").mkdir(exist_ok=True)
+    assert "cannot write folder: is a directory" in bad(workplace, "plan", "job.yaml", "-o", "folder")
+    assert "cannot write job.yaml/tables" in bad(
+        workplace, "profile", "lookups.parquet", "--column", "row", "--by", "table", "-o", "job.yaml/tables"
+    )
+
+
+def edit(folder: Path, name: str, **changes: object) -> str:
+    document = yaml.safe_load((folder / name).read_text())
+    tables = changes.pop("table", {})
+    assert isinstance(tables, dict)
+    document.update(changes)
+    document["tables"][0].update(tables)
+    (folder / "edited.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    return "edited.yaml"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"cluster": "dgx-z9"}, "edited.yaml:3: cluster: 'dgx-z9' is neither a cluster file nor a preset; presets are"),
+        ({"cluster": "mine.yaml"}, "edited.yaml:3: cluster: mine.yaml: no such cluster file"),
+        ({"batch_size": "many"}, "edited.yaml:4: batch_size: Input should be a valid integer"),
+        ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
+        ({"budget": "-500MB"}, "the least that is feasible is"),
+        ({"budget": "2 parsecs"}, "budget must be 'neutral'"),
+        ({"budget": 5}, "edited.yaml:5: budget: Input should be a valid string"),
+        ({"tiers": 0}, "tiers must be at least 1"),
+        ({"method": "magic"}, "edited.yaml:7: method: Input should be 'optimal' or 'paper'"),
+        ({"overlap": {"x@1": 0.5}}, "overlap names 'x@1', which the cluster does not have"),
+        ({"colour": "red"}, "colour: this field is unknown"),
+        ({"version": 7}, "edited.yaml:2: version: version 7 of flexshard.job is unknown"),
+        ({"table": {"rows": 10}}, "edited.yaml:9: tables[0]: table 'items': has 10 rows, but its profile is of 20,000"),
+        ({"table": {"dim": None}}, "tables[0].dim: Input should be a valid integer"),
+        ({"table": {"optimizer": "lion"}}, "optimizer must be one of sgd"),
+        ({"table": {"profile": "none.parquet"}}, "none.parquet: no such file; build it with 'flexshard profile'"),
+        ({"table": {"profile": "clicks.parquet"}}, "clicks.parquet: not a profile but other Parquet data"),
+        ({"table": {"replication_multiplier": float("nan")}}, "replication_multiplier must be at least 1"),
+    ],
+)
+def test_jobs_that_cannot_be_planned(workplace: Path, changes: dict[str, object], expected: str) -> None:
+    name = edit(workplace, "job.yaml", **changes)
+    assert expected in bad(workplace, "plan", name, "-o", "never.json")
+
+
+def test_clusters_that_do_not_divide(workplace: Path) -> None:
+    good(workplace, "clusters", "dgx-a100:2", "-o", "two.yaml")
+    text = (workplace / "two.yaml").read_text().replace("group_size: 8", "group_size: 3")
+    (workplace / "odd.yaml").write_text(text)
+    line = 1 + text[: text.index("group_size: 3")].count("\n")
+    assert f"odd.yaml:{line}: levels[1]: group size 3 does not divide the 16 ranks" in bad(workplace, "clusters", "odd.yaml")
+    assert "no such file" in bad(workplace, "clusters", "none.yaml")
+    assert "neither a cluster file nor a preset" in bad(workplace, "clusters", "none")
+
+
+def test_plans_that_cannot_be_read(workplace: Path) -> None:
+    text = (workplace / "plan.json").read_text()
+    (workplace / "old.json").write_text(text.replace('"version": 1', '"version": 0'))
+    assert "old.json: version 0 of plans is unknown" in bad(workplace, "explain", "old.json")
+    (workplace / "cut.json").write_text(text[:500])
+    assert "cut.json:" in bad(workplace, "explain", "cut.json")
+    assert "not valid JSON" in bad(workplace, "diff", "plan.json", "cut.json")
+    assert "none.json: cannot be read: no such file or directory" in bad(workplace, "explain", "none.json")
+    assert "the plan has no table 'users'; it has items" in bad(workplace, "explain", "plan.json", "users")
+    assert "there is no plot 'heat'" in bad(workplace, "plot", "heat", "job.yaml", "-o", "x.png")
+
+
+def test_torchrec_is_named_where_it_is_missing(workplace: Path) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torchrec") is not None:
+        pytest.skip("TorchRec is installed")
+    assert "make setup-torchrec" in bad(workplace, "compare", "job.yaml", "--torchrec")
