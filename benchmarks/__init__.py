@@ -1,0 +1,1 @@
+"""Measurements against the paper and against other tools."""

@@ -1,6 +1,6 @@
 """Tables 5 and 6 of the FlexShard paper, published beside reproduced.
 
-    python -m benchmarks.paper_tables
+python -m benchmarks.paper_tables
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def times_table() -> str:
     """Times of the published sizes under the preset's alpha and beta, fitted to these very times."""
     levels = Cluster.preset("a100-4x8-roce").levels
     node, world, replica = levels[1], levels[2], levels[0]
-    assert node.all_to_all and node.all_reduce and world.all_to_all and replica.all_reduce
+    assert None not in (node.all_to_all, node.all_reduce, world.all_to_all, replica.all_reduce)
     row_bytes = 4 * PUBLISHED["dim"]
     grid = new_grid("Table 6: times", ["model", "collective"], ["published ms", "ours ms", "error"])
     worst: dict[str, float] = {}
@@ -68,7 +68,9 @@ def fits_table() -> str:
     """The least-squares lines that the preset's figures come from, recomputed."""
     row_bytes = 4 * PUBLISHED["dim"]
     global_points = [
-        (spec[s]["data_parallel"][0] * row_bytes, spec["global_all_reduce_ms"][s]) for spec in MODELS.values() for s in SHARDINGS
+        (spec[s]["data_parallel"][0] * row_bytes, spec["global_all_reduce_ms"][s])
+        for spec in MODELS.values()
+        for s in SHARDINGS
     ]
     cross_points = [
         (spec["three_tier"]["flex"][0] * row_bytes / 8, spec["cross_all_reduce_ms"]) for spec in MODELS.values()

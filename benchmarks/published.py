@@ -25,7 +25,12 @@ def published_table(model: str, ranks: int = 32) -> Table:
     length = spec["reads_per_sample"]
     dp, flex = spec["three_tier"]["data_parallel"], spec["three_tier"]["flex"]
     nodes = sorted(
-        [(dp[0], dp[1]), tuple(spec["two_tier"]["data_parallel"]), (dp[0] + flex[0], dp[1] + flex[1]), (spec["rows"], 1.0)]
+        [
+            (dp[0], dp[1]),
+            tuple(spec["two_tier"]["data_parallel"]),
+            (dp[0] + flex[0], dp[1] + flex[1]),
+            (spec["rows"], 1.0),
+        ]
     )
     at_break = (kappa - (1 + 1 / PUBLISHED["dim"]) / ranks) / batch
     rows, p = _head(nodes[0][0], nodes[0][1] * length, at_break)

@@ -1,7 +1,7 @@
 """From access data to a proven placement plan, with the commands that a user would type.
 
-    make demo                              on power-law sequences that it generates
-    make demo DATA=clicks.parquet COLUMN=item_id
+make demo                              on power-law sequences that it generates
+make demo DATA=clicks.parquet COLUMN=item_id
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> None:
     flexshard("plan", job, "-o", plan)
     flexshard("explain", plan)
     flexshard("pareto", job, "-o", f"{OUTPUT}/pareto.png")
-    print(f"\nDone in {time.perf_counter() - start:.0f} s. Now look at {OUTPUT}/pareto.png, or edit {job} and plan again.")
+    print(
+        f"\nDone in {time.perf_counter() - start:.0f} s. Now look at {OUTPUT}/pareto.png, or edit {job} and plan again."
+    )
 
 
 def count(data: str, column: str, profile: str) -> None:

@@ -88,7 +88,9 @@ def test_public_names_are_frozen() -> None:
         for name in module.__all__:
             value = getattr(module, name)
             assert value is not None
-            assert value.__doc__ or not inspect.isclass(value) and not inspect.isfunction(value), f"{name} has no docstring"
+            assert value.__doc__ or (not inspect.isclass(value) and not inspect.isfunction(value)), (
+                f"{name} has no docstring"
+            )
 
 
 def test_every_preset_figure_has_a_source_and_a_date() -> None:

@@ -229,9 +229,9 @@ def test_places_that_cannot_be_written(workplace: Path) -> None:
     )
     (workplace / "folder").mkdir(exist_ok=True)
     assert "cannot write folder: is a directory" in bad(workplace, "plan", "job.yaml", "-o", "folder")
-    assert "cannot write job.yaml/tables" in bad(
-        workplace, "profile", "lookups.parquet", "--column", "row", "--by", "table", "-o", "job.yaml/tables"
-    )
+    pq.write_table(pa.table({"table": [1], "row": [0]}), workplace / "one.parquet")
+    by = ("one.parquet", "--column", "row", "--by", "table")
+    assert "cannot make the folder job.yaml/tables" in bad(workplace, "profile", *by, "-o", "job.yaml/tables")
 
 
 def edit(folder: Path, name: str, **changes: object) -> str:
@@ -277,7 +277,9 @@ def test_clusters_that_do_not_divide(workplace: Path) -> None:
     text = (workplace / "two.yaml").read_text().replace("group_size: 8", "group_size: 3")
     (workplace / "odd.yaml").write_text(text)
     line = 1 + text[: text.index("group_size: 3")].count("\n")
-    assert f"odd.yaml:{line}: levels[1]: group size 3 does not divide the 16 ranks" in bad(workplace, "clusters", "odd.yaml")
+    assert f"odd.yaml:{line}: levels[1]: group size 3 does not divide the 16 ranks" in bad(
+        workplace, "clusters", "odd.yaml"
+    )
     assert "no such file" in bad(workplace, "clusters", "none.yaml")
     assert "neither a cluster file nor a preset" in bad(workplace, "clusters", "none")
 

@@ -10,7 +10,14 @@ from flexshard.errors import UnitError
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("40 GiB", 40 * 2**30), ("40GB", 40e9), ("+2GiB", 2 * 2**30), ("-500 MB", -500e6), ("1_000 B", 1000), ("1.5e3 kB", 1.5e6)],
+    [
+        ("40 GiB", 40 * 2**30),
+        ("40GB", 40e9),
+        ("+2GiB", 2 * 2**30),
+        ("-500 MB", -500e6),
+        ("1_000 B", 1000),
+        ("1.5e3 kB", 1.5e6),
+    ],
 )
 def test_bytes(text: str, expected: float) -> None:
     assert units.parse_bytes(text) == expected

@@ -10,7 +10,20 @@ from pathlib import Path
 
 from flexshard.errors import FlexShardError, OutputError
 
-__all__ = ["read_text", "replacing", "write_text"]
+__all__ = ["make_folder", "read_text", "replacing", "write_text"]
+
+
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """Make a folder, and those above it, where they are missing.
+
+    Raises:
+        OutputError: it could not be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder {path}: {_reason(error)}; choose another path with -o") from error
+    return Path(path)
 
 
 @contextmanager
@@ -63,7 +76,8 @@ def read_text(path: str | os.PathLike[str], error_type: type[FlexShardError]) ->
 
 
 def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
+    # Arrow wraps the system's error in a sentence of its own and keeps only its number.
+    return (os.strerror(error.errno) if error.errno else error.strerror or str(error)).lower()
 
 
 def _umask() -> int:

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table as Grid
 
 from flexshard import __version__, units
+from flexshard._files import make_folder
 from flexshard._grids import new_grid
 from flexshard._terminal import counting_progress, emit, run, say
 from flexshard.errors import DataError, JobError
@@ -113,7 +114,7 @@ def profile_command(
                 )
                 profiles = [one]
     if by is not None:
-        output.mkdir(parents=True, exist_ok=True)
+        make_folder(output)
         paths = [output / f"{_safe(profile.table)}.profile.parquet" for profile in profiles]
     else:
         paths = [output]

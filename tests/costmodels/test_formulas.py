@@ -88,7 +88,8 @@ def test_column_wise_is_row_wise_but_for_ids_and_reads() -> None:
 def test_table_wise_owner_serves_everybody() -> None:
     c = table_wise_cost(TABLE, CLUSTER, reads=200.0, share=0.5)
     assert c.static_memory_bytes == pytest.approx(100 * 64 * (1 + 1 / 16) / 2)
-    assert c.rows_read == 800
+    assert c.rows_read == 1600, "of half a row each"
+    assert c.dynamic_memory_bytes == 800 * 64
     assert c.dynamic_comm_seconds == pytest.approx(2 * (4e-3 + 800 * 64 / 1e6))
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, Table, diff, explain, pareto, solve
-from flexshard.costmodels import Cost, placement_cost
+from flexshard.costmodels import Cost, column_wise_cost, placement_cost
 from flexshard.errors import BudgetError, JobError, PlanError
 from flexshard.planner import Job, compare, marginal_curve, whole_table_cost
+from flexshard.planner._instance import build_instance
 from flexshard.planner._torchrec import TorchRecChoice, price_choices
 from flexshard.profiling import LengthMoments, power_law_probabilities
 from flexshard.topologies import CollectiveRate, Level
@@ -162,6 +163,26 @@ def test_tables_of_every_shape_together_on_four_levels() -> None:
     assert fewer == sorted(fewer, reverse=True), "more tiers never cost more"
 
 
+def test_the_price_is_that_of_the_levels_in_use(paper_cluster: Cluster) -> None:
+    # All row-wise, because no other level is worth its latency: memory buys nothing at the margin.
+    ranks = np.arange(1, 100_001)
+    table = Table("t", 100_000, 64, AccessProfile.from_counts((1e6 * ranks**-1.1).astype(np.int64), 10**6))
+    plan = solve([table], paper_cluster, batch_size=256)
+    assert [tier.strategy for tier in plan.tables["t"].tiers] == ["row_wise"]
+    assert plan.memory_price_seconds_per_gib == 0
+    richer = solve([table], paper_cluster, batch_size=256, budget="+1GiB")
+    assert plan.next_gib_seconds == pytest.approx(richer.predicted.exposed_seconds)
+    assert richer.predicted.exposed_seconds < plan.predicted.exposed_seconds, "a whole GiB does pay for a latency"
+
+
+def test_rows_of_very_different_counts_keep_their_reads() -> None:
+    cluster = Cluster.preset("a100-4x8-roce")
+    table = Table("t", 10**6, 64, AccessProfile.from_histogram([10**15, 3], [10, 10**6 - 10], 10**6))
+    instance = build_instance([table], cluster, batch_size=64, overlap={}, index_dedup=False)
+    reads = instance.tier_reads(np.array([[10, 500_000, 499_990]]))[0]
+    assert reads[1:] == pytest.approx([64 * 3 * 0.5, 64 * 3 * 0.49999], rel=1e-12)
+
+
 def test_index_dedup_counts_distinct_rows(paper_cluster: Cluster) -> None:
     table = items()
     plain = solve([table], paper_cluster, batch_size=4096)
@@ -207,7 +228,7 @@ def test_explanation_of_boundaries(plan: Plan) -> None:
     assert "One more GiB per rank would save" in found.text
     assert found.table.alternatives
     for alternative in found.table.alternatives:
-        assert alternative.priced_seconds >= 0
+        assert not alternative.fits or alternative.exposed_seconds >= 0
     with pytest.raises(PlanError, match="no table 'x'; it has items, users"):
         explain(plan, "x")
 
@@ -317,6 +338,15 @@ def test_pricing_another_planners_choices(paper_cluster: Cluster) -> None:
     sent = 2 * 32 * reads * tables[0].row_bytes
     assert cost.collectives[0].nbytes == pytest.approx(sent)
     assert cost.rows_read == pytest.approx(2 * 32 * reads)
+    assert cost.input_ids == pytest.approx(3 * reads)
+    # All columns on all ranks is column-wise: the same memory, bytes and ids as its formula.
+    everywhere = TorchRecChoice("column_wise", tuple((rank, 1 / 32) for rank in range(32)))
+    split = price_choices(tables[:1], paper_cluster, [everywhere], batch_size=4096)
+    formula = column_wise_cost(tables[0], paper_cluster, rows=tables[0].rows, reads=reads)
+    assert split.memory_bytes == pytest.approx(formula.memory_bytes)
+    assert split.input_ids == pytest.approx(formula.input_ids)
+    assert split.rows_read == pytest.approx(formula.rows_read)
+    assert split.exposed_seconds == pytest.approx(formula.exposed_seconds)
     assert cost.static_memory_bytes == pytest.approx(2 * ROWS * tables[0].row_bytes * tables[0].kappa_sharded)
 
 

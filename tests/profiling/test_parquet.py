@@ -23,7 +23,9 @@ def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 
 def test_flat_ids(tmp_path: Path) -> None:
-    profile = AccessProfile.from_parquet(write(tmp_path / "a.parquet", {"id": [3, 1, 3, 3, 0]}), column="id", num_rows=6)
+    profile = AccessProfile.from_parquet(
+        write(tmp_path / "a.parquet", {"id": [3, 1, 3, 3, 0]}), column="id", num_rows=6
+    )
     assert profile.dense_counts().tolist() == [1, 1, 0, 3, 0, 0]
     assert profile.ranked_rows.tolist() == [3, 0, 1]
     assert (profile.num_samples, profile.num_accesses, profile.rows_read, profile.num_rows) == (5, 5, 3, 6)
@@ -166,7 +168,9 @@ def test_raw_ids_are_folded_by_a_named_hash(tmp_path: Path) -> None:
 
 def test_ids_outside_the_table_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"ids": pa.array([[1], [2, 9], [-3], [10]])}, row_group_size=2)
-    with pytest.raises(DataError, match=r"3 ids are outside \[0, 5\), the first is 9 in .*a.parquet, row 1; raise num_rows"):
+    with pytest.raises(
+        DataError, match=r"3 ids are outside \[0, 5\), the first is 9 in .*a.parquet, row 1; raise num_rows"
+    ):
         AccessProfile.from_parquet(path, column="ids", num_rows=5)
     with pytest.raises(DataError, match=r"1 ids are outside \[0, 2\^28\), the first is -3 in .*, row 2; give num_rows"):
         AccessProfile.from_parquet(path, column="ids")
@@ -197,7 +201,10 @@ def test_globs_folders_and_urls(tmp_path: Path) -> None:
     by_glob = AccessProfile.from_parquet(tmp_path / "part-*.parquet", column="id", num_rows=3)
     assert by_glob.dense_counts().tolist() == [1, 1, 1]
     assert AccessProfile.from_parquet(tmp_path, column="id", num_rows=3).digest == by_glob.digest
-    assert AccessProfile.from_parquet(f"file://{tmp_path}/part-*.parquet", column="id", num_rows=3).digest == by_glob.digest
+    assert (
+        AccessProfile.from_parquet(f"file://{tmp_path}/part-*.parquet", column="id", num_rows=3).digest
+        == by_glob.digest
+    )
     memory = fsspec.filesystem("memory")
     for k in range(3):
         with memory.open(f"/bucket/part-{k}.parquet", "wb") as target:

@@ -80,7 +80,10 @@ def test_from_probabilities_keeps_them() -> None:
         (lambda: AccessProfile.from_probabilities([0.0]), "is never read"),
         (lambda: AccessProfile.from_ids([0.5]), "array of integers"),
         (lambda: AccessProfile.from_ids([1, 2], lengths=[1]), "lengths add up to 1, but there are 2 ids"),
-        (lambda: AccessProfile.from_ids([1, 7], num_rows=5), r"1 ids are outside \[0, 5\), the first is 7 in the array, row 1"),
+        (
+            lambda: AccessProfile.from_ids([1, 7], num_rows=5),
+            r"1 ids are outside \[0, 5\), the first is 7 in the array, row 1",
+        ),
     ],
 )
 def test_wrong_values(make: object, message: str) -> None:
@@ -208,7 +211,14 @@ def test_reuse_statistics_by_hand(tmp_path: Path) -> None:
     profile = read_reuse_histogram(tmp_path / "reuse.txt", num_rows=1000)
     # 400 lookups of rows read once, 100 of 50 rows read twice; 175 over 50 rows: 25 read 3 times and 25 read 4 times;
     # 325 lookups of rows read over 4 times, whose share of rows rounds to nothing: about sqrt(5·8) = 6.3 lookups each.
-    assert dict(zip(profile.counts.tolist(), profile.rows.tolist(), strict=True)) == {7: 19, 6: 32, 4: 25, 3: 25, 2: 50, 1: 400}
+    assert dict(zip(profile.counts.tolist(), profile.rows.tolist(), strict=True)) == {
+        7: 19,
+        6: 32,
+        4: 25,
+        3: 25,
+        2: 50,
+        1: 400,
+    }
     assert profile.num_accesses == 1000
     assert (profile.num_samples, profile.num_rows) == (100, 1000)
 

@@ -89,24 +89,21 @@ def column_wise_cost(
     )
 
 
-def table_wise_cost(
-    table: Table, cluster: Cluster, *, reads: float, share: float, overlap: Overlap | None = None
-) -> Cost:
-    """Cost to a rank that owns ``share`` of a table's columns for all others, and to readers in the mean.
+def table_wise_cost(table: Table, cluster: Cluster, *, reads: float, share: float) -> Cost:
+    """What serving all ranks costs the one that owns ``share`` of a table's columns.
 
-    Not one of the paper's strategies: TorchRec's planner uses it, so ``compare`` must price it. The owner reads and
-    sends for all U ranks; an all-to-all takes as long as its busiest rank, so its buffer counts.
+    Not one of the paper's strategies: TorchRec's planner uses it, so ``compare`` must price it. What every rank sends
+    and receives, whoever serves it, is not in it.
     """
     world = cluster.world_size
-    served = reads * world * share
     rate = cluster.level(world).all_to_all
+    served = reads * world * share
     nbytes = served * table.row_bytes
     return Cost(
         static_memory_bytes=table.kappa_sharded * table.rows * table.row_bytes * share,
         dynamic_memory_bytes=nbytes,
-        input_ids=reads,
-        rows_read=served,
-        collectives=() if rate is None else (collective("all_to_all", world, rate, nbytes, overlap),),
+        rows_read=reads * world,
+        collectives=() if rate is None else (collective("all_to_all", world, rate, nbytes, None),),
         dynamic_memory_sigma_bytes=None,
     )
 

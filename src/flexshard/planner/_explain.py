@@ -150,8 +150,11 @@ def _unused(plan: Plan) -> dict[int, str]:
     settings, cluster = plan.settings, plan.cluster
     used = {tier.group_size for table in plan.tables.values() for tier in table.tiers}
     alpha = row_lines(cluster, 1.0, 1.0, overlap_of(dict(settings.overlap) or None, cluster)).alpha_seconds
+    full = len(used) >= settings.tiers
     return {
-        size: f"no row of the plan is there, and the first would add {units.format_seconds(float(latency))} of latency"
+        size: f"the plan has its {settings.tiers} group sizes already"
+        if full
+        else f"no row of the plan is there, and the first would add {units.format_seconds(float(latency))} of latency"
         for size, latency in zip(cluster.group_sizes, alpha, strict=True)
         if size not in used
     }
@@ -182,6 +185,7 @@ def _alternative(alternative: Alternative, plan: Plan) -> str:
         f"  {names}: {_signed(alternative.exposed_seconds)} exposed, "
         f"{'+' if memory >= 0 else '-'}{units.format_bytes(abs(memory))} per rank;"
         f" {_signed(alternative.priced_seconds)} at the price of memory"
+        + ("" if alternative.fits else ", but beyond the budget")
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,9 @@ class Instance:
         starts: where each table's counts start in the arrays below, and the end; shape (T + 1,).
         reads: w of the rows of each count, descending within a table, rows never read last; shape (K,).
         cum_rows: rows of the table up to and including each count; shape (K,).
-        cum_reads: sum of w up to and including each count; shape (K,).
+        cum_units: accesses up to and including each count, as whole numbers so that differences are exact (with index
+            deduplication, w itself); shape (K,).
+        unit_reads: w per unit of each table; shape (T,).
     """
 
     tables: tuple[Table, ...]
@@ -62,7 +65,8 @@ class Instance:
     starts: IntArray
     reads: FloatArray
     cum_rows: IntArray
-    cum_reads: FloatArray
+    cum_units: npt.NDArray[np.int64] | FloatArray
+    unit_reads: FloatArray
 
     # -- looking rows up
 
@@ -70,20 +74,22 @@ class Instance:
         """How many counts of each table have w of at least a threshold; thresholds and result of shape (T, M)."""
         return self._search(self.reads, thresholds, above=True)
 
-    def rows_of_groups(self, groups: IntArray) -> tuple[IntArray, FloatArray]:
-        """Rows and reads of each table's hottest counts; shape (T, M) each."""
+    def of_groups(self, groups: IntArray) -> tuple[IntArray, npt.NDArray[Any]]:
+        """Rows and units of each table's hottest counts; shape (T, M) each."""
         last = self.starts[:-1, None] + groups - 1
         inside = groups > 0
         last = np.where(inside, last, 0)
-        return np.where(inside, self.cum_rows[last], 0), np.where(inside, self.cum_reads[last], 0.0)
+        return np.where(inside, self.cum_rows[last], 0), np.where(inside, self.cum_units[last], 0)
 
-    def reads_of_first(self, rows: IntArray) -> FloatArray:
-        """Sum of w over each table's hottest rows; shape (T, M)."""
-        whole = self._search(self.cum_rows, rows, above=False)
-        before_rows, before_reads = self.rows_of_groups(whole)
-        # The next count's rows are taken in part; past the last count there is nothing left to take.
-        following = np.minimum(self.starts[:-1, None] + whole, self.starts[1:, None] - 1)
-        return np.asarray(before_reads + (rows - before_rows) * self.reads[following])
+    @cached_property
+    def total_units(self) -> npt.NDArray[Any]:
+        """Units of each table; shape (T,)."""
+        return self.cum_units[self.starts[1:] - 1]
+
+    @cached_property
+    def total_reads(self) -> FloatArray:
+        """Sum of w of each table; shape (T,)."""
+        return self.total_units * self.unit_reads
 
     def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
         """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
@@ -107,7 +113,14 @@ class Instance:
 
     def tier_reads(self, allocation: Allocation) -> FloatArray:
         """Sum of w of each tier; shape (T, G)."""
-        return np.diff(self.reads_of_first(np.cumsum(allocation, axis=1)), axis=1, prepend=0.0)
+        ends = np.cumsum(allocation, axis=1)
+        whole = self._search(self.cum_rows, ends, above=False)
+        rows, units = self.of_groups(whole)
+        # The next count's rows are taken in part; past the last count there is nothing left to take.
+        following = np.minimum(self.starts[:-1, None] + whole, self.starts[1:, None] - 1)
+        partial = (ends - rows) * self.reads[following]
+        whole_reads = np.diff(units, axis=1, prepend=0) * self.unit_reads[:, None]
+        return np.asarray(whole_reads + np.diff(partial, axis=1, prepend=0.0))
 
     def memory_bytes(self, allocation: Allocation, reads: FloatArray) -> float:
         """Static and expected dynamic memory per rank."""
@@ -190,7 +203,6 @@ def build_instance(
     first = lines[0]
     # Data-parallel reads nothing from others, so it leads even where an overlap hides all of another's traffic.
     order = np.lexsort((np.array(first.group_sizes), first.comm_per_read, np.array(first.group_sizes) > 1))
-    starts, reads, cum_rows, cum_reads = _concatenated(tables, batch_size, index_dedup)
     return Instance(
         tables,
         cluster,
@@ -206,31 +218,25 @@ def build_instance(
         np.array(table_class, np.int64),
         np.array([table.row_bytes for table in tables], np.float64),
         np.array([table.rows for table in tables], np.int64),
-        starts,
-        reads,
-        cum_rows,
-        cum_reads,
+        *_concatenated(tables, batch_size, index_dedup),
     )
 
 
 def _concatenated(
     tables: Sequence[Table], batch_size: int, index_dedup: bool
-) -> tuple[IntArray, FloatArray, IntArray, FloatArray]:
+) -> tuple[IntArray, FloatArray, IntArray, npt.NDArray[Any], FloatArray]:
     sizes = [t.profile.counts.size + (t.rows > t.profile.rows_read) for t in tables]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     reads = np.zeros(starts[-1], np.float64)
     cum_rows = np.zeros(starts[-1], np.int64)
-    cum_reads = np.zeros(starts[-1], np.float64)
+    cum_units = np.zeros(starts[-1], np.float64 if index_dedup else np.int64)
     for table, start, end in zip(tables, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         profile, count = table.profile, table.profile.counts.size
         part = slice(start, start + count)
         reads[part] = table.reads(batch_size, index_dedup=index_dedup)
         np.cumsum(profile.rows, out=cum_rows[part])
-        if index_dedup:
-            np.cumsum(reads[part] * profile.rows, out=cum_reads[part])
-        else:  # whole numbers first, which add without rounding
-            accesses = np.cumsum(profile.counts * profile.rows)
-            np.multiply(accesses, batch_size / profile.num_samples, out=cum_reads[part])
+        np.cumsum((reads[part] if index_dedup else profile.counts) * profile.rows, out=cum_units[part])
         cum_rows[start + count : end] = table.rows
-        cum_reads[start + count : end] = cum_reads[start + count - 1]
-    return starts, reads, cum_rows, cum_reads
+        cum_units[start + count : end] = cum_units[start + count - 1]
+    unit_reads = np.array([1.0 if index_dedup else batch_size / table.profile.num_samples for table in tables])
+    return starts, reads, cum_rows, cum_units, unit_reads

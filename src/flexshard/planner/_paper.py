@@ -52,7 +52,7 @@ def solve_paper(instance: Instance, budget_bytes: float, tiers: int) -> Allocati
         """Spend savings on rows whose w is at least ``mark``."""
         spent_down_to = np.clip(mark, lowest, saving)
         marks = spent_down_to[:, None] if flex is None else np.stack([saving, spent_down_to], axis=1)
-        cuts, _ = instance.rows_of_groups(instance.groups_at_least(marks[instance.table_class]))
+        cuts, _ = instance.of_groups(instance.groups_at_least(marks[instance.table_class]))
         return allocation_of_cuts(instance, levels, cuts)
 
     def fits(allocation: Allocation) -> bool:

@@ -92,28 +92,31 @@ def pareto(
     hidden = overlap_of(overlap, cluster)
     instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
     count = instance.group_sizes.size
-    found: list[ParetoPoint] = []
-    for size in range(1, min(tiers, count) + 1):
-        for levels in combinations(range(count), size):
-            for price in _prices(instance, levels, prices):
-                found.append(_point(instance, allocate(instance, np.array(levels), price)[0]))
-    frontier = _frontier(found)
-    frontier = _frontier([*found, *_between(instance, frontier, tiers)])
+    subsets = [
+        np.array(levels) for size in range(1, min(tiers, count) + 1) for levels in combinations(range(count), size)
+    ]
+    curves = [
+        [_point(instance, allocate(instance, levels, price)[0]) for price in _prices(instance, levels, prices)]
+        for levels in subsets
+    ]
+    neutral_plan = solve_instance(instance, instance.cost(instance.uniform(cluster.world_size)).memory_bytes, tiers)
+    found = [*_envelope(instance, subsets, curves), _point(instance, neutral_plan.allocation)]
+    frontier = _frontier([*found, *_between(instance, _frontier(found), tiers)])
     neutral = _point(instance, instance.uniform(cluster.world_size), "row_wise")
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
         tuple(frontier),
-        tuple(_marked(instance, frontier, neutral, tiers)),
+        tuple(_marked(instance, frontier, neutral, neutral_plan.allocation)),
         neutral.memory_bytes,
     )
 
 
-def _prices(instance: Instance, levels: tuple[int, ...], most: int) -> list[float]:
+def _prices(instance: Instance, levels: npt.NDArray[np.int64], most: int) -> list[float]:
     """Prices just beside which some count changes between two of the levels, free memory and memory alone."""
     found: list[FloatArray] = [np.array([np.inf])]
     step = max(1, instance.reads.size // most)
     reads = np.unique(instance.reads[::step])
-    for i, k in combinations(levels, 2):
+    for i, k in combinations(levels.tolist(), 2):
         for fixed in instance.memory_fixed:
             memory = fixed[k] - fixed[i] + (instance.memory_per_read[k] - instance.memory_per_read[i]) * reads
             comm = instance.comm_fixed[k] - instance.comm_fixed[i]
@@ -127,6 +130,30 @@ def _prices(instance: Instance, levels: tuple[int, ...], most: int) -> list[floa
     least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30
     beside = np.concatenate([crossings * (1 - 1e-9), crossings * (1 + 1e-9)])
     return [*beside[np.isfinite(beside)].tolist(), least, float("inf")]
+
+
+def _envelope(
+    instance: Instance, subsets: Sequence[npt.NDArray[np.int64]], curves: Sequence[Sequence[ParetoPoint]]
+) -> list[ParetoPoint]:
+    """The vertices of each subset's frontier that no mixture of another's neighbours beats at their memory.
+
+    Between two vertices of one subset rows move one by one along a straight line, at the latency of the whole subset.
+    """
+    lines = []
+    for levels, curve in zip(subsets, curves, strict=True):
+        latency = float(instance.alpha_seconds[levels].sum())
+        spent = sorted({(p.memory_bytes, p.exposed_seconds - _latency(instance, p) + latency) for p in curve})
+        lines.append(np.array(spent).T)
+    kept = []
+    for curve in curves:
+        memory = np.array([point.memory_bytes for point in curve])
+        least = np.min([np.interp(memory, x, y, left=np.inf) for x, y in lines], axis=0)
+        kept += [p for p, other in zip(curve, least, strict=True) if p.exposed_seconds <= other * (1 + 1e-9)]
+    return kept
+
+
+def _latency(instance: Instance, point: ParetoPoint) -> float:
+    return float(instance.alpha_seconds[np.array(point.rows) > 0].sum())
 
 
 def _between(instance: Instance, frontier: Sequence[ParetoPoint], tiers: int, steps: int = 60) -> list[ParetoPoint]:
@@ -153,8 +180,8 @@ def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     return kept
 
 
-def _marked(instance: Instance, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, tiers: int) -> list[ParetoPoint]:
-    best = solve_instance(instance, neutral.memory_bytes, tiers).allocation
+def _marked(instance: Instance, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, best: Allocation
+) -> list[ParetoPoint]:
     marked = [
         replace(frontier[0], name="greatest_memory_saving"),
         _point(instance, best, "memory_neutral"),

@@ -71,13 +71,16 @@ class Alternative:
         group_sizes: g's that it would use.
         exposed_seconds: what it adds to the plan's exposed communication.
         memory_bytes: what it adds to the plan's memory per rank.
-        priced_seconds: both together at the plan's price of memory: what it would really cost.
+        priced_seconds: both together at the plan's price of memory. Below 0 only where the budget rules it out, because
+            it would spare a collective altogether.
+        fits: whether the budget allows it.
     """
 
     group_sizes: tuple[int, ...]
     exposed_seconds: float
     memory_bytes: float
     priced_seconds: float
+    fits: bool
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def solve(
     limit = budget_bytes(budget, instance)
     settings = Settings(
         batch_size=batch_size,
-        budget=budget if isinstance(budget, str) else f"{budget:+.0f} B",
+        budget=budget if isinstance(budget, str) else f"{float(budget):+} B",
         budget_bytes=limit,
         tiers=tiers,
         method=method,
@@ -80,8 +80,8 @@ def solve(
         allocation = solve_paper(instance, limit, tiers)
     else:
         more = limit + units.GIB
-        next_gib = solve_instance(instance, more, tiers, start_price=price).seconds if price > 0 else best.seconds
-        alternatives = _alternatives(instance, allocation, price, tiers)
+        next_gib = min(best.seconds, solve_instance(instance, more, tiers, start_price=price or None).seconds)
+        alternatives = _alternatives(instance, allocation, limit, price, tiers)
     predicted = instance.cost(allocation)
     return Plan(
         cluster=cluster,
@@ -104,12 +104,12 @@ def budget_bytes(budget: str | float, instance: Instance) -> float:
         JobError: not one of the forms that :func:`solve` takes.
     """
     neutral = instance.cost(instance.uniform(instance.cluster.world_size)).memory_bytes
-    if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
+    if isinstance(budget, bool) or not isinstance(budget, (str, int, float, np.number)):
         raise JobError(f"budget must be 'neutral', a difference or a limit, found {budget!r}")
     if not isinstance(budget, str):
         if not np.isfinite(budget):
             raise JobError(f"budget must be a finite number of bytes, found {budget}")
-        return neutral + budget
+        return neutral + float(budget)
     if budget.strip() == "neutral":
         return neutral
     try:
@@ -208,29 +208,32 @@ def _held_out(table: Table, first: int, end: int) -> float | None:
 
 
 def _alternatives(
-    instance: Instance, allocation: Allocation, price: float, tiers: int, keep: int = 3
+    instance: Instance, allocation: Allocation, limit: float, price: float, tiers: int, keep: int = 3
 ) -> list[tuple[Alternative, ...]]:
     """For each table, the next best sets of group sizes at the plan's price of memory."""
     count = instance.group_sizes.size
     chosen_seconds, chosen_memory = _per_table(instance, allocation)
+    spare_bytes = limit - float(chosen_memory.sum())
     used = allocation.any(axis=0)
+    elsewhere = (allocation > 0).sum(axis=0) - (allocation > 0) > 0
     found: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
     for size in range(1, min(tiers, count) + 1):
         for levels in combinations(range(count), size):
             other, _ = allocate(instance, np.array(levels), price if price > 0 else 1e-30)
             seconds, memory = _per_table(instance, other)
-            # A collective that no other table uses brings its latency along.
-            extra = ((other > 0) & ~used) @ instance.alpha_seconds
-            added_seconds = seconds - chosen_seconds + extra
+            # Collectives that no other table uses come and go with this one, and their latency with them.
+            after = elsewhere | (other > 0)
+            added_seconds = seconds - chosen_seconds + (after.astype(np.int64) - used) @ instance.alpha_seconds
             added_memory = memory - chosen_memory
-            differs = ((other > 0) != (allocation > 0)).any(axis=1)
+            fits = added_memory <= spare_bytes
+            differs = ((other > 0) != (allocation > 0)).any(axis=1) & (after.sum(axis=1) <= tiers)
             for index in np.flatnonzero(differs).tolist():
                 sizes = tuple(int(g) for g in instance.group_sizes[other[index] > 0])
                 priced = float(added_seconds[index] + price * added_memory[index])
                 best = found[index].get(sizes)
                 if best is None or priced < best.priced_seconds:
                     found[index][sizes] = Alternative(
-                        sizes, float(added_seconds[index]), float(added_memory[index]), priced
+                        sizes, float(added_seconds[index]), float(added_memory[index]), priced, bool(fits[index])
                     )
     return [
         tuple(sorted(entries.values(), key=lambda entry: (entry.priced_seconds, entry.group_sizes))[:keep])

@@ -8,7 +8,7 @@ that is used at all, so each subset of the levels is solved, unless its bound sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -27,6 +27,9 @@ IntArray = npt.NDArray[np.int64]
 
 # Sums of float64 bytes agree to about this share whatever their order.
 BUDGET_TOLERANCE = 1e-12
+
+# Shares of the price at which rows are still looked for, to spend what the last row left over.
+_CHEAPER = (0.999, 0.99, 0.9, 0.7, 0.4, 0.1, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +87,22 @@ def solve_instance(
             best = found
     if best is None:
         raise _infeasible(instance, budget_bytes, max_tiers, subsets)
-    bound = min(best.seconds, *bounds)
-    return Solution(best.allocation, best.seconds, bound, best.price, best.levels)
+    best = _of_used_levels(instance, best, budget_bytes)
+    return replace(best, lower_bound_seconds=min(best.seconds, *bounds))
+
+
+def _of_used_levels(instance: Instance, best: Solution, budget_bytes: float) -> Solution:
+    """The same solution with the price of memory among the levels that it uses.
+
+    A level that was allowed and not used has set the price of rows that would only have gone there.
+    """
+    used = np.flatnonzero(best.allocation.any(axis=0))
+    while used.size < best.levels.size:
+        again = _solve_levels(instance, used, budget_bytes, None)
+        if again is None or again.seconds > best.seconds * (1 + 1e-12):
+            return replace(best, levels=used)
+        best, used = again, np.flatnonzero(again.allocation.any(axis=0))
+    return best
 
 
 def _infeasible(instance: Instance, budget_bytes: float, max_tiers: int, subsets: list[IntArray]) -> BudgetError:
@@ -136,6 +153,11 @@ def _solve_levels(
         instance.variable_seconds(*free) + low * (instance.memory_bytes(*free) - limit),
     )
     filled = fill(instance, tight[0], free[0], limit)
+    for share in _CHEAPER:
+        # A row too large for what is left blocks the rows that cost the same; smaller ones elsewhere may still fit.
+        if instance.variable_seconds(filled, instance.tier_reads(filled)) - dual <= 1e-6 * abs(dual):
+            break
+        filled = fill(instance, filled, allocate(instance, levels, share * high)[0], limit)
     exact = polish(instance, levels, filled, high, dual, limit)
     return _solution(instance, exact, dual + latency, high, levels)
 
@@ -153,7 +175,7 @@ def _price_range(instance: Instance) -> tuple[float, float]:
     memory = np.concatenate([instance.memory_fixed.ravel(), instance.memory_per_read])
     if not comm.any():
         return 1.0, 2.0  # nothing to communicate: any price above 0 will do
-    return 1e-18 * comm.max() / memory.max(), 1e18 * comm.max() / memory[memory > 0].min()
+    return 1e-30 * comm.max() / memory.max(), 1e18 * comm.max() / memory[memory > 0].min()
 
 
 def _bits(value: float) -> int:

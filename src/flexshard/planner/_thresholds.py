@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -48,25 +50,21 @@ def allocate(instance: Instance, levels: IntArray, price: float) -> tuple[Alloca
         rows and reads per table and tier, shape (T, G) each; tiers that are not among ``levels`` are empty.
     """
     marks = thresholds(instance, levels, price)[instance.table_class]
-    rows, reads = instance.rows_of_groups(instance.groups_at_least(marks))
-    return allocation_of_cuts(instance, levels, rows), _spread(instance, levels, reads, instance_reads(instance))
+    rows, units = instance.of_groups(instance.groups_at_least(marks))
+    reads = _spread(instance, levels, units, instance.total_units) * instance.unit_reads[:, None]
+    return allocation_of_cuts(instance, levels, rows), reads
 
 
 def allocation_of_cuts(instance: Instance, levels: IntArray, cuts: IntArray) -> Allocation:
     """Rows per tier from the ranks at which tiers end; cuts of shape (T, L - 1)."""
-    return _spread(instance, levels, cuts, instance.num_rows).astype(np.int64)
-
-
-def instance_reads(instance: Instance) -> FloatArray:
-    """Sum of w of each table; shape (T,)."""
-    return instance.cum_reads[instance.starts[1:] - 1]
+    return _spread(instance, levels, cuts, instance.num_rows)
 
 
 def _spread(
-    instance: Instance, levels: IntArray, cumulative: npt.NDArray[np.generic], total: npt.NDArray[np.generic]
-) -> FloatArray:
-    edges = np.concatenate([np.zeros((total.size, 1)), cumulative, total[:, None]], axis=1)
-    # Cumulative sums of integers stay below 2^53, so float64 is exact for rows.
-    result = np.zeros((total.size, instance.group_sizes.size))
+    instance: Instance, levels: IntArray, cumulative: npt.NDArray[Any], total: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Differences of cumulative sums (of the first levels, and the total), in the columns of their levels."""
+    edges = np.concatenate([np.zeros_like(total)[:, None], cumulative, total[:, None]], axis=1)
+    result = np.zeros((total.size, instance.group_sizes.size), total.dtype)
     result[:, levels] = np.diff(edges, axis=1)
     return result

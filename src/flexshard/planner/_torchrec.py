@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from flexshard.costmodels import Cost, Table, overlap_of, placement_cost, table_wise_cost
+from flexshard.costmodels import Cost, Overlap, Table, collective, overlap_of, placement_cost, table_wise_cost
 from flexshard.errors import MissingDependencyError, SolverError
 from flexshard.planner._solve import OverlapLike
 from flexshard.topologies import Cluster
@@ -122,25 +120,37 @@ def price_choices(
 ) -> Cost:
     """Cost of whole-table choices: what all ranks share, and the busiest rank's part of each metric besides."""
     hidden = overlap_of(overlap, cluster)
-    shared = Cost()
+    shared, received = Cost(), 0.0
     per_rank = [Cost() for _ in range(cluster.world_size)]
     for table, choice in zip(tables, choices, strict=True):
         reads = float(table.reads(batch_size, index_dedup=index_dedup) @ table.profile.rows)
-        if choice.sharding_type in ("data_parallel", "row_wise"):
+        variation = table.length_variation(batch_size)
+        if not choice.shards:
             size = 1 if choice.sharding_type == "data_parallel" else cluster.world_size
-            variation = table.length_variation(batch_size)
             shared += placement_cost(
                 table, cluster, size, rows=table.rows, reads=reads, variation=variation, overlap=hidden
             )
+            continue
+        # Whoever owns the shards, every rank asks each of them and gets its own rows back.
+        got = reads * table.row_bytes
+        received += got
+        shared += Cost(0.0, got, reads * len(choice.shards), dynamic_memory_sigma_bytes=None)
         for rank, share in choice.shards:
-            per_rank[rank] += table_wise_cost(table, cluster, reads=reads, share=share, overlap=hidden)
-    busiest = max(per_rank, key=lambda cost: cost.exposed_seconds)
-    most = Cost(
-        static_memory_bytes=float(np.max([cost.static_memory_bytes for cost in per_rank])),
-        dynamic_memory_bytes=float(np.max([cost.dynamic_memory_bytes for cost in per_rank])),
-        input_ids=float(np.max([cost.input_ids for cost in per_rank])),
-        rows_read=float(np.max([cost.rows_read for cost in per_rank])),
-        collectives=busiest.collectives,
-        dynamic_memory_sigma_bytes=0.0 if not any(choice.shards for choice in choices) else None,
+            per_rank[rank] += table_wise_cost(table, cluster, reads=reads, share=share)
+    return shared + _busiest(cluster, per_rank, received, hidden)
+
+
+def _busiest(cluster: Cluster, per_rank: Sequence[Cost], received_bytes: float, overlap: Overlap) -> Cost:
+    """The largest of each metric over the ranks. An all-to-all takes as long as its fullest buffer, either way."""
+    rate = cluster.level(cluster.world_size).all_to_all
+    sent = max(sum(c.nbytes for c in cost.collectives) for cost in per_rank)
+    size = cluster.world_size
+    exchange = () if rate is None or not sent else (
+        collective("all_to_all", size, rate, max(sent, received_bytes), overlap),
     )
-    return shared + most
+    return Cost(
+        static_memory_bytes=max(cost.static_memory_bytes for cost in per_rank),
+        dynamic_memory_bytes=max(cost.dynamic_memory_bytes for cost in per_rank),
+        rows_read=max(cost.rows_read for cost in per_rank),
+        collectives=exchange,
+    )

@@ -44,7 +44,7 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
     Column-wise is not among the choices: it costs what row-wise does, and sends more ids.
     """
     tables, tiers = range(len(instance.tables)), range(instance.group_sizes.size)
-    total_reads = np.array([instance.cum_reads[end - 1] for end in instance.starts[1:]])
+    total_reads = instance.total_reads
     whole = instance.num_rows[:, None] * np.ones(len(tiers))
     seconds = instance.row_bytes[:, None] * (whole * instance.comm_fixed + np.outer(total_reads, instance.comm_per_read))
     memory = instance.row_bytes[:, None] * (
@@ -57,8 +57,9 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
             f" {units.format_bytes(least)} ({np.ceil(least):,.0f} bytes)",
             least,
         )
-    # The solver's tolerances are absolute: work in shares of the largest time and of the limit.
-    time_scale, memory_scale = max(float(seconds.max()), 1e-30), max(abs(limit_bytes), 1.0)
+    # The solver's tolerances are absolute: work in shares of the row-wise time and of the limit.
+    row_wise = seconds[:, instance.group_sizes == instance.cluster.world_size].sum()
+    time_scale, memory_scale = float(row_wise) or float(seconds.max()) or 1.0, max(abs(limit_bytes), 1.0)
     problem = pulp.LpProblem("whole_tables", pulp.LpMinimize)
     chosen = {(t, g): problem.add_variable(f"x_{t}_{g}", cat="Binary") for t in tables for g in tiers}
     used = {g: problem.add_variable(f"y_{g}", cat="Binary") for g in tiers}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from flexshard.errors import ClusterError
@@ -146,10 +146,6 @@ class Cluster:
 
         save_cluster(self, path)
 
-    def without_level(self, group_size: int) -> Cluster:
-        """The same cluster when plans may not use one of its inner group sizes."""
-        return replace(self, levels=tuple(level for level in self.levels if level.group_size != group_size))
-
 
 def _problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
     """What is wrong with a cluster, as (field, sentence), or None."""
@@ -190,4 +186,9 @@ def _level_problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None
             if rate is not None and not needed:
                 reason = "has nobody to exchange with" if size == 1 else "has nobody to reduce with"
                 return (*where, kind), f"the level of group size {size} {reason}; remove its {kind}"
+    if cluster.ranks_per_node not in sizes:
+        return (
+            ("levels",),
+            f"levels must include the node, group size {cluster.ranks_per_node}, found group sizes {list(sizes)}",
+        )
     return None

@@ -35,7 +35,7 @@ class Hardware:
         domain_bytes_per_s: what the whole domain can carry at once, where that is less than its links together (a
             host's memory, a PCIe root); None for a non-blocking switch.
         nics_per_node, nic_bytes_per_s: scale-out cards; the GPUs of a node share them evenly.
-        nodes_per_leaf: nodes below one leaf switch.
+        nodes_per_leaf: nodes below one leaf switch; by default about 32, in whole domains.
         oversubscription: ratio of a leaf's capacity down to its capacity up; 1 is non-blocking.
     """
 
@@ -46,7 +46,7 @@ class Hardware:
     nic_bytes_per_s: float
     domain_nodes: int = 1
     domain_bytes_per_s: float | None = None
-    nodes_per_leaf: int = 32
+    nodes_per_leaf: int | None = None
     oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
@@ -59,6 +59,11 @@ class Hardware:
             self.gpus_per_node % self.nics_per_node and self.nics_per_node % self.gpus_per_node
         ):
             raise ClusterError(f"{self.nics_per_node} NICs do not share out evenly to {self.gpus_per_node} GPUs")
+        if self.nodes > self.domain_nodes and self.leaf_nodes % self.domain_nodes:
+            raise ClusterError(
+                f"a leaf of {self.leaf_nodes} nodes cuts through scale-up domains of {self.domain_nodes};"
+                f" use a multiple of {self.domain_nodes}"
+            )
         if self.oversubscription < 1:
             raise ClusterError(f"oversubscription must be at least 1, found {self.oversubscription}")
 
@@ -66,6 +71,13 @@ class Hardware:
     def world_size(self) -> int:
         """U = W·N."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def leaf_nodes(self) -> int:
+        """Nodes below one leaf switch."""
+        if self.nodes_per_leaf is not None:
+            return self.nodes_per_leaf
+        return max(1, 32 // self.domain_nodes) * self.domain_nodes
 
     @property
     def domain_size(self) -> int:
@@ -100,10 +112,10 @@ def link_graph(hardware: Hardware) -> nx.DiGraph[str]:
     if hardware.nodes <= hardware.domain_nodes:
         return graph
     for nic in range(hardware.nodes * per_node):
-        first, leaf = nic * share, nic * share // (width * hardware.nodes_per_leaf)
+        first, leaf = nic * share, nic * share // (width * hardware.leaf_nodes)
         span = {"first": first, "last": first + share}
         graph.add_edge(f"nic{nic}", f"leaf{leaf}", plane="scale_out", capacity=nic_rate, **span)
-    leaf_ranks = hardware.nodes_per_leaf * width
+    leaf_ranks = hardware.leaf_nodes * width
     for index, first in enumerate(range(0, hardware.world_size, leaf_ranks)):
         last = min(first + leaf_ranks, hardware.world_size)
         rate = nic_rate * (last - first) / share / hardware.oversubscription

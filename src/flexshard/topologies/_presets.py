@@ -115,7 +115,7 @@ class Preset:
             ),
             nics_per_node=1 if spec.nics_per_node is None else _whole(spec.nics_per_node),
             nic_bytes_per_s=1.0 if spec.nic_speed is None else units.parse_bandwidth(str(spec.nic_speed.value)),
-            nodes_per_leaf=32 if spec.nodes_per_leaf is None else _whole(spec.nodes_per_leaf),
+            nodes_per_leaf=None if spec.nodes_per_leaf is None else _whole(spec.nodes_per_leaf),
             oversubscription=1.0 if spec.oversubscription is None else float(spec.oversubscription.value),
         )
 
