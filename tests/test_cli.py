@@ -228,7 +228,7 @@ def test_places_that_cannot_be_written(workplace: Path) -> None:
         workplace, "plan", "job.yaml", "-o", "none/plan.json"
     )
     (workplace / "folder").mkdir(exist_ok=True)
-    assert "cannot write folder: is a directory" in bad(workplace, "plan", "job.yaml", "-o", "folder")
+    assert "cannot write folder: it is a folder" in bad(workplace, "plan", "job.yaml", "-o", "folder")
     pq.write_table(pa.table({"table": [1], "row": [0]}), workplace / "one.parquet")
     by = ("one.parquet", "--column", "row", "--by", "table")
     assert "cannot make the folder job.yaml/tables" in bad(workplace, "profile", *by, "-o", "job.yaml/tables")
@@ -250,11 +250,11 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"cluster": "dgx-z9"}, "edited.yaml:3: cluster: 'dgx-z9' is neither a cluster file nor a preset; presets are"),
         ({"cluster": "mine.yaml"}, "edited.yaml:3: cluster: mine.yaml: no such cluster file"),
         ({"batch_size": "many"}, "edited.yaml:4: batch_size: Input should be a valid integer"),
-        ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
+        ({"batch_size": 0}, "edited.yaml:4: batch_size: Input should be greater than or equal to 1"),
         ({"budget": "-500MB"}, "the least that is feasible is"),
-        ({"budget": "2 parsecs"}, "budget must be 'neutral'"),
+        ({"budget": "2 parsecs"}, "edited.yaml:5: budget: budget must be 'neutral'"),
         ({"budget": 5}, "edited.yaml:5: budget: Input should be a valid string"),
-        ({"tiers": 0}, "tiers must be at least 1"),
+        ({"tiers": 0}, "edited.yaml:6: tiers: Input should be greater than or equal to 1"),
         ({"method": "magic"}, "edited.yaml:7: method: Input should be 'optimal' or 'paper'"),
         ({"overlap": {"x@1": 0.5}}, "overlap names 'x@1', which the cluster does not have"),
         ({"colour": "red"}, "colour: this field is unknown"),
@@ -270,6 +270,69 @@ def edit(folder: Path, name: str, **changes: object) -> str:
 def test_jobs_that_cannot_be_planned(workplace: Path, changes: dict[str, object], expected: str) -> None:
     name = edit(workplace, "job.yaml", **changes)
     assert expected in bad(workplace, "plan", name, "-o", "never.json")
+
+
+def test_a_job_is_written_only_if_it_can_be_planned(workplace: Path) -> None:
+    before = (workplace / "job.yaml").read_text()
+    options = ("job", "items.parquet", "-o", "job.yaml", "--cluster", "dgx-a100", "--batch-size")
+    assert "job.yaml:9: tables[0]: table 'items': dim must be at least 1" in bad(workplace, *options, 4, "--dim", 0)
+    assert "job.yaml:4: batch_size" in bad(workplace, *options, 0, "--dim", 4)
+    assert (workplace / "job.yaml").read_text() == before
+    twice = ("job", "items.parquet", "items.parquet", "-o", "twice.yaml", "--cluster", "dgx-a100")
+    assert "table 'items' is given twice" in bad(workplace, *twice, "--batch-size", 4, "--dim", 4)
+
+
+def test_paths_in_a_job_are_relative_to_it_and_do_not_change_the_plan(workplace: Path) -> None:
+    (workplace / "sub").mkdir(exist_ok=True)
+    good(workplace, "clusters", "dgx-a100:2", "-o", "mine.yaml")
+    made = ("job", "items.parquet", "-o", "sub/job.yaml", "--cluster", "mine.yaml", "--batch-size", 64, "--dim", 8)
+    good(workplace, *made)
+    good(workplace, "plan", "sub/job.yaml", "-o", "a.json")
+    good(workplace / "sub", "plan", "job.yaml", "-o", "b.json")
+    assert (workplace / "a.json").read_bytes() == (workplace / "sub" / "b.json").read_bytes()
+    assert Plan.load(workplace / "a.json").tables["items"].profile_path == "../items.parquet"
+
+
+def test_odd_names_are_shown_and_kept_apart(workplace: Path) -> None:
+    columns = {"table": ["a/b", "a_b", "[red]", "$x_{$"], "row": [0, 1, 2, 3]}
+    pq.write_table(pa.table(columns), workplace / "odd.parquet")
+    out = good(workplace, "profile", "odd.parquet", "--column", "row", "--by", "table", "-o", "odd")
+    assert "[red]" in out
+    files = sorted((workplace / "odd").iterdir())
+    assert len(files) == 4
+    good(workplace, "job", *files, "-o", "odd.yaml", "--cluster", "dgx-a100", "--batch-size", 64, "--dim", 8)
+    assert "$x_{$" in good(workplace, "plan", "odd.yaml", "-o", "odd.json")
+    good(workplace, "plot", "skew", "odd.yaml", "-o", "odd.png")
+
+
+def test_wrong_usage_is_one_line(workplace: Path) -> None:
+    assert "Missing option '--output' / '-o'" in bad(workplace, "plan", "job.yaml").replace(
+        "'-o' / '--output'", "'--output' / '-o'"
+    )
+    assert "Invalid value for '--tiers'" in bad(workplace, "plan", "job.yaml", "-o", "x.json", "--tiers", "many")
+    assert "No such command 'plam'" in bad(workplace, "plam")
+    assert "No such option" in bad(workplace, "plan", "job.yaml", "--colour")
+    assert "pictures are .png, .svg or .pdf" in bad(workplace, "pareto", "job.yaml", "-o", "x.txt")
+    assert "is the data itself" in bad(
+        workplace, "profile", "clicks.parquet", "--column", "items", "-o", "clicks.parquet"
+    )
+    twice = ("profile", "clicks.parquet", "clicks.parquet", "--column", "items", "-o", "x.parquet")
+    assert "is given twice" in bad(workplace, *twice)
+    (workplace / "double.yaml").write_text((workplace / "job.yaml").read_text() + "tiers: 2\n")
+    assert "tiers: this field is given twice" in bad(workplace, "plan", "double.yaml", "-o", "x.json")
+
+
+def test_a_full_pipe_and_a_closed_one(workplace: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "flexshard.cli", "clusters"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 2
+    assert result.stderr == "flexshard: error: cannot write to standard output: No space left on device\n"
 
 
 def test_clusters_that_do_not_divide(workplace: Path) -> None:

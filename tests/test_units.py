@@ -36,7 +36,9 @@ def test_seconds(text: str, expected: float) -> None:
     assert units.parse_seconds(text) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["40", 40, "forty GiB", "40 GiB/s", "40 gib", "", "1e999 GiB", None, "GiB", "4 0 GiB"])
+@pytest.mark.parametrize(
+    "text", ["40", 40, "forty GiB", "40 GiB/s", "40 gib", "", "1e999 GiB", None, "GiB", "4 0 GiB", "1,5 GiB", "1__0 B"]
+)
 def test_sizes_without_a_known_unit_are_refused(text: object) -> None:
     with pytest.raises(UnitError, match="GiB"):
         units.parse_bytes(text)  # type: ignore[arg-type]

@@ -17,6 +17,9 @@ __all__ = ["load_yaml", "located"]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Location = Sequence[str | int]
 
+# Pydantic puts the branch of a union that it tried into a field's place.
+_UNION_BRANCHES = ("str", "dict[str,float]", "int", "float")
+
 
 def load_yaml(
     path: str | os.PathLike[str], model: type[ModelT], *, kind: str, version: int, error_type: type[FlexShardError]
@@ -32,6 +35,8 @@ def load_yaml(
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
@@ -39,6 +44,7 @@ def load_yaml(
         raise error_type(f"{path}{line}: not valid YAML: {problem}") from error
     if tree is None or not isinstance(data, dict):
         raise error_type(f"{path}: expected a YAML mapping with 'format: {kind}', found {type(data).__name__}")
+    _check_keys(path, tree, error_type)
     if data.pop("format", None) != kind:
         raise error_type(f"{located(path, tree, ['format'])}: expected 'format: {kind}' in this file")
     found = data.pop("version", None)
@@ -51,9 +57,7 @@ def load_yaml(
         return model.model_validate(data), tree
     except ValidationError as error:
         first = error.errors()[0]
-        loc = [
-            part for part in first["loc"] if isinstance(part, int) or not part.startswith(("function-", "constrained"))
-        ]
+        loc = [part for part in first["loc"] if isinstance(part, int) or part not in _UNION_BRANCHES]
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
             message = "this field is required"
@@ -61,6 +65,22 @@ def load_yaml(
             message = "this field is unknown"
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
+
+
+def _check_keys(path: str | os.PathLike[str], node: Any, error_type: type[FlexShardError]) -> None:
+    """YAML lets the last of two equal keys win; a person who wrote both meant something else."""
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _check_keys(path, child, error_type)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = str(key.value)
+        if name in seen:
+            raise error_type(f"{path}:{key.start_mark.line + 1}: {name}: this field is given twice; remove one")
+        seen.add(name)
+        _check_keys(path, value, error_type)
 
 
 def located(path: str | os.PathLike[str], tree: yaml.Node, loc: Location) -> str:

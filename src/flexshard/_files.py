@@ -35,12 +35,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
     """
-    target = Path(path)
+    target = Path(path).resolve()  # a link stays a link
+    if target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "not a regular file"
+        raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
         os.close(handle)
     except OSError as error:
-        raise OutputError(f"cannot write {target}: {_reason(error)}; choose another path with -o") from error
+        raise OutputError(f"cannot write {path}: {_reason(error)}; choose another path with -o") from error
     temporary = Path(name)
     try:
         yield temporary
@@ -49,7 +52,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
     except OSError as error:
-        raise OutputError(f"cannot write {target}: {_reason(error)}; free some space or choose another path") from error
+        reason = error.reason if isinstance(error, OutputError) else _reason(error)  # of a draft within a draft
+        raise OutputError(f"cannot write {path}: {reason}; free some space or choose another path", reason) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -69,7 +73,9 @@ def read_text(path: str | os.PathLike[str], error_type: type[FlexShardError]) ->
     """The text of a file, or ``error_type`` with one line that names it."""
     try:
         return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, ValueError) as error:
+        if not isinstance(error, UnicodeDecodeError):
+            raise error_type(f"{path}: not a path that can be read: {error}") from error
         raise error_type(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
     except OSError as error:
         raise error_type(f"{path}: cannot be read: {_reason(error)}") from error

@@ -24,7 +24,7 @@ def new_grid(title: str, texts: Sequence[str], numbers: Sequence[str] = ()) -> T
 
 def as_text(renderable: RenderableType, width: int = 118) -> str:
     """What rich would print, without colour."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, markup=False, emoji=False)
     console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
+import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -19,7 +22,9 @@ __all__ = ["counting_progress", "emit", "run", "say"]
 def say(text: RenderableType) -> None:
     """Print for a person, on standard output."""
     # Into a pipe or a file rich would fold at 80 columns; tables need more.
-    Console(width=None if sys.stdout.isatty() else 118, highlight=False).print(text)
+    # Names come from users, and must not be taken for markup.
+    width = None if sys.stdout.isatty() else 118
+    Console(width=width, highlight=False, markup=False, emoji=False).print(text)
 
 
 def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
@@ -28,6 +33,10 @@ def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
         sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     else:
         say(text)
+
+
+# click.UsageError, wherever the installed typer keeps its click.
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 
 
 @contextmanager
@@ -52,17 +61,38 @@ def counting_progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-def run(app: Callable[[], Any]) -> None:
-    """Run a typer application; an error that FlexShard raises becomes one line and exit code 2."""
+def run(app: typer.Typer) -> None:
+    """Run the application; an error that FlexShard or the parser of arguments raises becomes one line and exit 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to stop
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
     except FlexShardError as error:
-        line = " ".join(str(error).split())
-        sys.stderr.write(f"flexshard: error: {line}\n")
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _fail(str(error))
+    except MemoryError as error:
+        _fail(f"not enough memory: {error}; use fewer rows, or a larger machine")
+    except _USAGE_ERROR as error:
+        context = getattr(error, "ctx", None)
+        _fail(f"{error.format_message().rstrip('.')}; see '{context.command_path if context else 'flexshard'} --help'")
+    except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("flexshard: interrupted\n")
         sys.exit(130)
     except BrokenPipeError:  # whoever read our output has had enough
-        sys.stderr.close()
+        _silence_stdout()
         sys.exit(0)
+    except OSError as error:
+        _silence_stdout()
+        _fail(f"cannot write to standard output: {error.strerror or error}")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"flexshard: error: {' '.join(message.split())}\n")
+    sys.exit(2)
+
+
+def _silence_stdout() -> None:
+    """Keep the interpreter from flushing what cannot be written once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

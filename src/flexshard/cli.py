@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.table import Table as Grid
 
 from flexshard import __version__, units
-from flexshard._files import make_folder
+from flexshard._files import make_folder, replacing
 from flexshard._grids import new_grid
 from flexshard._terminal import counting_progress, emit, run, say
 from flexshard.errors import DataError, JobError
@@ -84,7 +86,11 @@ def profile_command(
     as_json: AsJson = False,
 ) -> None:
     """Count how often each row of a table is read."""
+    if any(Path(name).exists() and output.exists() and output.samefile(name) for name in data if "://" not in name):
+        raise DataError(f"{output} is the data itself; choose another path with -o")
     if reuse:
+        if by is not None:
+            raise DataError("--reuse does not go with --by")
         if len(data) != 1:
             raise DataError(f"--reuse takes one text file, found {len(data)}")
         profiles = [AccessProfile.from_reuse_histogram(data[0], num_rows=rows, batch=batch, table=name)]
@@ -115,17 +121,20 @@ def profile_command(
                 profiles = [one]
     if by is not None:
         make_folder(output)
-        paths = [output / f"{_safe(profile.table)}.profile.parquet" for profile in profiles]
+        paths = [output / f"{quote(profile.table, safe=' ')}.profile.parquet" for profile in profiles]
     else:
         paths = [output]
-    for profile, path in zip(profiles, paths, strict=True):
-        profile.save(path)
+    _save_all(profiles, paths)
     written = zip(profiles, paths, strict=True)
     emit([_profile_document(p, path) for p, path in written], as_json=as_json, text=_profile_grid(profiles, paths))
 
 
-def _safe(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)
+def _save_all(profiles: list[AccessProfile], paths: list[Path]) -> None:
+    """Write all profiles or none."""
+    with ExitStack() as stack:
+        drafts = [stack.enter_context(replacing(path)) for path in paths]
+        for profile, draft in zip(profiles, drafts, strict=True):
+            profile.save(draft)
 
 
 _CUTS = (0.001, 0.01, 0.1)
@@ -229,7 +238,6 @@ def job_command(
     tiers: Annotated[int, typer.Option(help="Most group sizes of the plan.")] = 3,
 ) -> None:
     """Write a job file for some profiles, to plan as it is or to edit first."""
-    Cluster.resolve(cluster)
     save_job(
         output,
         profiles,
@@ -241,7 +249,6 @@ def job_command(
         budget=budget,
         tiers=tiers,
     )
-    load_job(output)
     say(f"written to {output}")
 
 

@@ -86,7 +86,15 @@ class SolverError(FlexShardError, RuntimeError):
 
 
 class OutputError(FlexShardError, OSError):
-    """A result that could not be written; nothing half-written is left."""
+    """A result that could not be written; nothing half-written is left.
+
+    Attributes:
+        reason: what the system said, without the file's name.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class MissingDependencyError(FlexShardError, ImportError):

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from flexshard import units
 from flexshard._files import replacing
 from flexshard.costmodels import Table, breakpoints, normalized_costs, strategy_name
+from flexshard.errors import OutputError
 from flexshard.planner import MarginalCurve, ParetoCurve, ParetoPoint
 from flexshard.profiling import AccessProfile
 from flexshard.topologies import Cluster
@@ -115,7 +116,8 @@ def plot_normalized_costs(table: Table, cluster: Cluster, batch_size: int, path:
         axes.set_xlabel("p: expected appearances of a row in one sample (L/E of a whole table)")
         axes.set_ylabel("cost over row-wise's (below 1: cheaper)")
         axes.set_title(
-            f"{cluster.name}, batch {batch_size:,}, D = {table.dim}, kappa = {table.kappa_replicated:.3g}", fontsize=10
+            f"{_literal(cluster.name)}, batch {batch_size:,}, D = {table.dim}, kappa = {table.kappa_replicated:.3g}",
+            fontsize=10,
         )
         axes.legend(fontsize=8.5, framealpha=0.95)
         _save(figure, path)
@@ -136,14 +138,16 @@ def plot_skew(profiles: Mapping[str, AccessProfile], path: PathLike) -> None:
             share = [profile.covered(float(r)) for r in rows]
             color = f"C{index % 10}"
             style = _LINES[(index // 10 + index) % 4]
-            axes.plot(100 * rows / profile.num_rows, 100 * np.array(share), style, color=color, lw=1.4, label=name)
+            axes.plot(
+                100 * rows / profile.num_rows, 100 * np.array(share), style, color=color, lw=1.4, label=_literal(name)
+            )
         axes.set_xscale("log")
         axes.set_xlabel("hottest rows [% of the table]")
         axes.set_ylabel("accesses that they cover [%]")
         axes.set_ylim(0, 102)
         axes.xaxis.set_major_formatter(_plain)
         if len(profiles) == 1:
-            axes.set_title(next(iter(profiles)), fontsize=10)
+            axes.set_title(_literal(next(iter(profiles))), fontsize=10)
         else:
             axes.legend(fontsize=7, ncols=1 + len(profiles) // 16, framealpha=0.95)
         _save(figure, path)
@@ -197,8 +201,15 @@ def _sparse(value: float, _position: float | None = None) -> str:
     return f"{value:g}" if round(float(lead), 6) in (2, 3, 5, 7) else ""
 
 
+def _literal(name: str) -> str:
+    """A user's name as a label: no mathematics, and shown even where it starts with an underscore."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def _save(figure: Any, path: PathLike) -> None:
     suffix = os.path.splitext(os.fspath(path))[1].lstrip(".").lower() or "png"  # noqa: PTH122 - works on any path type
+    if suffix not in ("png", "svg", "pdf"):
+        raise OutputError(f"cannot draw {path}: pictures are .png, .svg or .pdf")
     # Without a date and a version the same figure gives the same bytes.
     metadata = {"Software": None} if suffix == "png" else ({"Date": None} if suffix == "svg" else None)
     with replacing(path) as temporary:

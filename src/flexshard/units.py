@@ -25,7 +25,7 @@ __all__ = [
 
 GIB = 1 << 30
 
-_NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµμ/]*)\s*")
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµμ/]*)\s*")
 _PREFIX = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
 _BYTES = {prefix + "B": float(factor) for prefix, factor in (_PREFIX | _BINARY).items()}
@@ -76,7 +76,7 @@ def _parse(text: object, units: dict[str, float], kind: str, example: str) -> fl
         raise UnitError(f"{text!r} is a {kind} without a unit; write one, such as {example}")
     if unit not in units:
         raise UnitError(f"{text!r} has the unit {unit!r}, which is not one of {kind}; write it such as {example}")
-    value = float(number.replace(",", "").replace("_", "")) * units[unit]
+    value = float(number.replace("_", "")) * units[unit]
     if not math.isfinite(value):
         raise UnitError(f"{text!r} is not a finite {kind}")
     return value

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._values import whole
 from flexshard.errors import TableError
 from flexshard.profiling import AccessProfile
 
@@ -57,9 +58,10 @@ class Table:
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))
         where = f"table {self.name!r}"
-        for field, value in (("rows", self.rows), ("dim", self.dim)):
-            if value < 1:
-                raise TableError(f"{where}: {field} must be at least 1, found {value}")
+        for field in ("rows", "dim"):
+            object.__setattr__(self, field, whole(getattr(self, field), f"{where}: {field}", TableError))
+        if self.rows * self.dim > 1 << 60:
+            raise TableError(f"{where}: {self.rows:,} rows of {self.dim:,} are more than any cluster holds")
         if self.dtype not in DTYPE_BYTES:
             raise TableError(f"{where}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {self.dtype!r}")
         if self.optimizer not in OPTIMIZERS:

@@ -54,6 +54,9 @@ def fingerprint(plan: Plan) -> str:
 
 
 def _digest(body: dict[str, Any]) -> str:
+    # Where a profile lies is not part of what the plan says: the same job planned elsewhere is the same plan.
+    tables = [{key: value for key, value in table.items() if key != "profile_path"} for table in body["tables"]]
+    body = body | {"tables": tables}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -67,21 +70,31 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """See :meth:`Plan.load`."""
     text = read_text(path, PlanError)
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise PlanError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; make the plan again") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path}: not a plan: {str(error).splitlines()[0]}; make the plan again") from error
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise PlanError(f"{path}: not a plan; expected a JSON object with 'format': '{FORMAT}'")
     version = document.pop("version", None)
     if version != VERSION:
         raise PlanError(f"{path}: version {version!r} of plans is unknown; this FlexShard reads {VERSION}: plan again")
     expected = document.pop("fingerprint", None)
-    if _digest(document) != expected:
+    try:
+        found = _digest(document)
+    except (KeyError, TypeError, AttributeError):
+        found = None
+    if found != expected:
         raise PlanError(f"{path}: its content does not match its fingerprint; it was edited or damaged: plan again")
     try:
         return _plan(document)
-    except (KeyError, TypeError, ValueError, ClusterError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ClusterError) as error:
         raise PlanError(f"{path}: a field of the plan is missing or of another type ({error!r}); plan again") from error
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number that a plan may hold")
 
 
 def _plan(body: dict[str, Any]) -> Plan:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.costmodels import Collective, Cost, Overlap, Table, collective, row_lines
+from flexshard._values import whole
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
@@ -191,8 +192,7 @@ def build_instance(
     tables = tuple(tables)
     if not tables:
         raise JobError("there are no tables to plan")
-    if batch_size < 1:
-        raise JobError(f"batch_size must be at least 1, found {batch_size}")
+    batch_size = whole(batch_size, "batch_size", JobError)
     names = [table.name for table in tables]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:

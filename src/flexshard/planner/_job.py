@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from flexshard._documents import load_yaml, located
-from flexshard._files import write_text
-from flexshard.costmodels import Table
+from flexshard._files import replacing
+from flexshard.costmodels import Table, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
 from flexshard.planner._plan import Plan
-from flexshard.planner._solve import OverlapLike, solve
+from flexshard.planner._solve import OverlapLike, parse_budget, solve
 from flexshard.profiling import AccessProfile
 from flexshard.topologies import Cluster
 
 __all__ = ["Job", "load_job", "save_job"]
 
 FORMAT, VERSION = "flexshard.job", 1
+
+ValueT = TypeVar("ValueT")
 
 
 class _Spec(BaseModel):
@@ -46,10 +49,10 @@ class JobSpec(_Spec):
     """A job file."""
 
     cluster: str
-    batch_size: int
+    batch_size: int = Field(ge=1, lt=1 << 40)
     tables: list[TableSpec]
     budget: str = "neutral"
-    tiers: int = 3
+    tiers: int = Field(default=3, ge=1)
     method: Literal["optimal", "paper"] = "optimal"
     overlap: str | dict[str, float] | None = None
     index_dedup: bool = False
@@ -90,28 +93,33 @@ def load_job(path: str | os.PathLike[str]) -> Job:
     """
     spec, tree = load_yaml(path, JobSpec, kind=FORMAT, version=VERSION, error_type=JobError)
     folder = Path(path).parent
-    cluster = _at(path, tree, ["cluster"], lambda: _cluster(folder, spec.cluster))
+
+    def at(loc: Sequence[str | int], make: Callable[[], ValueT]) -> ValueT:
+        try:
+            return make()
+        except FlexShardError as error:
+            raise JobError(f"{located(path, tree, loc)}: {error}") from error
+
     if not spec.tables:
         raise JobError(f"{located(path, tree, ['tables'])}: there are no tables to plan")
+    names: set[str] = set()
+    for index, table in enumerate(spec.tables):
+        if table.name in names:
+            where = located(path, tree, ["tables", index, "name"])
+            raise JobError(f"{where}: table {table.name!r} is given twice; tables need distinct names")
+        names.add(table.name)
+    cluster = at(["cluster"], lambda: _cluster(folder, spec.cluster))
+    at(["overlap"], lambda: overlap_of(spec.overlap, cluster))
+    at(["budget"], lambda: parse_budget(spec.budget, 0.0, cluster))
     tables = tuple(
-        _at(path, tree, ["tables", index], lambda table=table: _table(folder, table))
-        for index, table in enumerate(spec.tables)
+        at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables)
     )
-    return Job(
-        tables, cluster, spec.batch_size, spec.budget, spec.tiers, spec.method, spec.overlap, spec.index_dedup
-    )
-
-
-def _at(path: str | os.PathLike[str], tree: yaml.Node, loc: Sequence[str | int], make: Any) -> Any:
-    try:
-        return make()
-    except FlexShardError as error:
-        raise JobError(f"{located(path, tree, loc)}: {error}") from error
+    return Job(tables, cluster, spec.batch_size, spec.budget, spec.tiers, spec.method, spec.overlap, spec.index_dedup)
 
 
 def _cluster(folder: Path, name: str) -> Cluster:
     beside = folder / name
-    if beside.suffix in {".yaml", ".yml"}:
+    if beside.suffix in {".yaml", ".yml"} or beside.is_file():
         if not beside.exists():
             raise ClusterError(f"{beside}: no such cluster file")
         return Cluster.load(beside)
@@ -119,7 +127,8 @@ def _cluster(folder: Path, name: str) -> Cluster:
 
 
 def _table(folder: Path, spec: TableSpec) -> Table:
-    profile = AccessProfile.load(folder / spec.profile)
+    # The plan names the profile as the job does, so that it is the same plan from wherever it was made.
+    profile = replace(AccessProfile.load(folder / spec.profile), path=spec.profile)
     return Table(
         spec.name,
         profile.num_rows if spec.rows is None else spec.rows,
@@ -146,12 +155,15 @@ def save_job(
 ) -> None:
     """Write a job file with one table per profile, all of one shape, to be edited where they differ.
 
+    It is written only if :func:`load_job` takes it.
+
     Raises:
         ProfileError: a profile that cannot be read.
+        JobError: a field that a job cannot have.
         OutputError: the job could not be written.
     """
-    tables = []
     folder = Path(path).parent
+    tables = []
     for file in profiles:
         profile = AccessProfile.load(file)
         entry = {"name": profile.table or Path(file).name.split(".")[0], "rows": profile.num_rows, "dim": dim}
@@ -159,11 +171,16 @@ def save_job(
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "cluster": cluster,
+        "cluster": os.path.relpath(cluster, folder) if Path(cluster).is_file() else cluster,
         "batch_size": batch_size,
         "budget": budget,
         "tiers": tiers,
         "method": "optimal",
         "tables": tables,
     }
-    write_text(path, yaml.safe_dump(document, sort_keys=False))
+    with replacing(path) as draft:
+        draft.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        try:
+            load_job(draft)
+        except JobError as error:
+            raise JobError(str(error).replace(str(draft), str(path))) from error

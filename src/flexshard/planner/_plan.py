@@ -91,7 +91,8 @@ class TablePlan:
         name, rows, dim, dtype, optimizer, features: as in :class:`Table`.
         kappa_replicated, kappa_sharded: κ below U and at U.
         profile_digest: of the access profile that it was planned with.
-        profile_path: file whose column ``row`` ranks the rows, hottest first; None where rows are not known.
+        profile_path: file whose column ``row`` ranks the rows, hottest first, as the job names it (relative to the job
+            file); None where the profile was not read from a file.
         num_samples, avg_length: of the profile.
         tiers: hottest first; only those that hold rows.
         alternatives: next best choices, cheapest first; empty for method "paper".

@@ -21,7 +21,7 @@ from flexshard.planner._solver import solve_instance
 from flexshard.planner._thresholds import allocate
 from flexshard.topologies import Cluster
 
-__all__ = ["METHODS", "budget_bytes", "solve"]
+__all__ = ["METHODS", "budget_bytes", "parse_budget", "solve"]
 
 METHODS = ("optimal", "paper")
 
@@ -65,7 +65,7 @@ def solve(
     instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
     limit = budget_bytes(budget, instance)
     settings = Settings(
-        batch_size=batch_size,
+        batch_size=instance.batch_size,
         budget=budget if isinstance(budget, str) else f"{float(budget):+} B",
         budget_bytes=limit,
         tiers=tiers,
@@ -98,32 +98,37 @@ def solve(
 
 
 def budget_bytes(budget: str | float, instance: Instance) -> float:
-    """Bytes per rank that a budget comes to.
+    """Bytes per rank that a budget comes to; raises as :func:`parse_budget`."""
+    neutral = instance.cost(instance.uniform(instance.cluster.world_size)).memory_bytes
+    return parse_budget(budget, neutral, instance.cluster)
+
+
+def parse_budget(budget: str | float, neutral_bytes: float, cluster: Cluster) -> float:
+    """Bytes per rank that a budget comes to, where row-wise needs ``neutral_bytes``.
 
     Raises:
         JobError: not one of the forms that :func:`solve` takes.
     """
-    neutral = instance.cost(instance.uniform(instance.cluster.world_size)).memory_bytes
     if isinstance(budget, bool) or not isinstance(budget, (str, int, float, np.number)):
         raise JobError(f"budget must be 'neutral', a difference or a limit, found {budget!r}")
     if not isinstance(budget, str):
         if not np.isfinite(budget):
             raise JobError(f"budget must be a finite number of bytes, found {budget}")
-        return neutral + float(budget)
+        return neutral_bytes + float(budget)
     if budget.strip() == "neutral":
-        return neutral
+        return neutral_bytes
     try:
         size = units.parse_bytes(budget)
     except UnitError as error:
         raise JobError(f"budget must be 'neutral', a difference ('+2GiB') or a limit ('40GiB'): {error}") from error
     if budget.strip()[0] in "+-":
-        return neutral + size
-    if size <= instance.cluster.reserve_bytes:
+        return neutral_bytes + size
+    if size <= cluster.reserve_bytes:
         raise JobError(
-            f"budget {budget!r} is not above the cluster's reserve of"
-            f" {units.format_bytes(instance.cluster.reserve_bytes)}; raise it or lower the reserve"
+            f"budget {budget!r} is not above the cluster's reserve of {units.format_bytes(cluster.reserve_bytes)};"
+            " raise it or lower the reserve"
         )
-    return size - instance.cluster.reserve_bytes
+    return size - cluster.reserve_bytes
 
 
 def _baselines(instance: Instance, limit: float) -> dict[str, Cost]:

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from flexshard._values import whole
 from flexshard.errors import DataError, ProfileError
 from flexshard.profiling._hashing import HASHES, hash_to_rows, splitmix64, text_keys
 from flexshard.profiling._ids import IdBatch
 from flexshard.profiling._moments import LengthMoments
-from flexshard.profiling._profile import AccessProfile
+from flexshard.profiling._profile import AccessProfile, Holdout
 from flexshard.profiling._ranking import RowCounts
 
 __all__ = ["IdCounter", "KeyedLengths", "held_out"]
@@ -23,6 +24,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 # Without num_rows the counts grow with the largest id; past this, ids are surely raw.
 _MOST_INFERRED_ROWS = 1 << 28
+_MOST_ROWS = 1 << 36
 _COMPACT_KEYS = 4_000_000
 
 
@@ -43,14 +45,17 @@ class IdCounter:
     _largest: int = field(init=False, default=-1)
     _bad: int = field(init=False, default=0)
     _first_bad: str = field(init=False, default="")
+    _first_negative: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if self.hash is not None and self.hash not in HASHES:
             raise DataError(f"no hash is called {self.hash!r}; there are {', '.join(HASHES)}")
         if self.hash is not None and self.num_rows is None:
             raise DataError("hashing needs the number of rows to fold the ids into; give num_rows (--rows)")
-        if self.num_rows is not None and self.num_rows < 1:
-            raise DataError(f"num_rows must be at least 1, found {self.num_rows}")
+        if self.num_rows is not None:
+            self.num_rows = whole(self.num_rows, "num_rows", DataError)
+            if self.num_rows > _MOST_ROWS:
+                raise DataError(f"num_rows is {self.num_rows:,}; counts of more than {_MOST_ROWS:,} rows are not kept")
         self.counts = np.zeros(self.num_rows if self.num_rows is not None else 1024, np.int64)
 
     def add(self, batch: IdBatch, where: BoolArray | None = None, into: IntArray | None = None) -> None:
@@ -75,6 +80,7 @@ class IdCounter:
             outside = (ids < 0) | (ids >= limit)
             if not self._bad:
                 first = int(np.flatnonzero(outside)[0])
+                self._first_negative = bool(ids[first] < 0)
                 self._first_bad = f"{int(ids[first])} in {batch.name}, row {batch.row_of(first):,}"
             self._bad += int(np.count_nonzero(outside))
             return False
@@ -94,6 +100,8 @@ class IdCounter:
         if self._bad:
             limit = f"[0, {self.num_rows:,})" if self.num_rows is not None else "[0, 2^28)"
             remedy = "raise num_rows (--rows)" if self.num_rows is not None else "give num_rows (--rows)"
+            if self._first_negative:
+                remedy = "drop negative ids (they often mean padding)"
             raise DataError(
                 f"table {self.table!r}: {self._bad:,} ids are outside {limit}, the first is {self._first_bad};"
                 f" {remedy}, or fold raw ids with hash='splitmix64' (--hash splitmix64)"
@@ -104,7 +112,8 @@ class IdCounter:
         lengths: LengthMoments,
         *,
         held: IntArray | None = None,
-        held_samples: int = 0,
+        holdout: Holdout | None = None,
+        sample_key: str | None = None,
         sample_keys: KeyedLengths | None = None,
     ) -> AccessProfile:
         """The profile of everything counted.
@@ -120,8 +129,9 @@ class IdCounter:
             self.size,
             lengths,
             held=None if held is None else RowCounts.dense(held[: self.size]),
-            held_samples=held_samples,
+            holdout=holdout,
             table=self.table,
+            sample_key=sample_key,
             sample_keys=sample_keys,
         )
 
@@ -185,17 +195,15 @@ def held_out(keys: Any, share: float, seed: int) -> BoolArray:
     """Which samples a holdout keeps: those whose key hashes to the lowest ``share`` of 64-bit numbers.
 
     Args:
-        keys: Arrow or numpy integers, texts, or anything that Arrow casts to text; shape (n,).
+        keys: Arrow or numpy integers, or Arrow's large binaries; shape (n,).
     """
     if isinstance(keys, pa.ChunkedArray):
         keys = keys.combine_chunks()
     if isinstance(keys, pa.Array):
-        if pa.types.is_integer(keys.type) or pa.types.is_temporal(keys.type):
-            keys = keys.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False)
+        if pa.types.is_integer(keys.type):
+            keys = keys.to_numpy(zero_copy_only=False)
         else:
-            texts = keys.cast(pa.large_string())
-            offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
-            data = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
-            keys = text_keys(data, offsets)
+            offsets = np.frombuffer(keys.buffers()[1], np.int64)[keys.offset : keys.offset + len(keys) + 1]
+            keys = text_keys(np.frombuffer(keys.buffers()[2] or b"", np.uint8), offsets)
     limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
     return np.asarray(splitmix64(keys, seed) < limit)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from flexshard._files import replacing
 from flexshard.errors import ProfileError
 from flexshard.profiling._moments import LengthMoments
-from flexshard.profiling._profile import AccessProfile
+from flexshard.profiling._profile import AccessProfile, Holdout
 from flexshard.profiling._ranking import RowCounts
 
 __all__ = ["load_profile", "save_profile"]
@@ -41,7 +41,10 @@ def save_profile(profile: AccessProfile, path: str | os.PathLike[str]) -> None:
             columns = {"row": rows, "count": counts, "held_out": held[rows]}
     metadata = {"flexshard": json.dumps(_metadata(profile))}
     schema = pa.schema([(name, pa.int64()) for name in columns], metadata=metadata)
-    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    with (
+        replacing(path) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
         writer.write_table(pa.table(columns, schema=schema), row_group_size=_BATCH)
 
 
@@ -57,7 +60,10 @@ def _metadata(profile: AccessProfile) -> dict[str, Any]:
         "length_total": None if lengths is None else lengths.total,
         "length_total_squares": None if lengths is None else lengths.total_squares,
         "length_maximum": None if lengths is None else lengths.maximum,
+        "sample_key": profile.sample_key,
         "held_out_samples": None if profile.holdout is None else profile.holdout.num_samples,
+        "held_out_share": None if profile.holdout is None else profile.holdout.share,
+        "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
     }
 
 
@@ -71,10 +77,11 @@ def load_profile(path: str | os.PathLike[str]) -> AccessProfile:
     counts = columns["count"]
     _ordered(name, counts)
     lengths = None
-    if meta["length_total"] is not None:
-        lengths = LengthMoments(
-            meta["num_samples"], meta["length_total"], meta["length_total_squares"], meta["length_maximum"]
-        )
+    moments = [meta[field] for field in ("length_total", "length_total_squares", "length_maximum")]
+    if any(moment is not None for moment in moments):
+        if None in moments or moments[0] != meta["num_accesses"] or min(moments) < 0:
+            raise ProfileError(f"{name}: metadata of lengths contradict each other; build the profile again")
+        lengths = LengthMoments(meta["num_samples"], *moments)
     try:
         if "rows" in columns:
             profile = AccessProfile(
@@ -101,9 +108,10 @@ def _with_rows(
         raise ProfileError(
             f"{name}: row id {rows[outside[0]]} at position {outside[0]} is outside [0, {meta['num_rows']:,})"
         )
-    ranks = np.bincount(rows, minlength=1)
-    if ranks.max(initial=0) > 1:
-        raise ProfileError(f"{name}: row id {int(ranks.argmax())} appears {ranks.max()} times")
+    in_order = np.sort(rows)
+    twice = np.flatnonzero(in_order[1:] == in_order[:-1])
+    if twice.size:
+        raise ProfileError(f"{name}: row id {in_order[twice[0]]} appears more than once")
     ties = np.flatnonzero((counts[:-1] == counts[1:]) & (rows[:-1] > rows[1:]))
     if ties.size:
         raise ProfileError(f"{name}: rows of equal count must ascend, but do not at position {ties[0] + 1}")
@@ -113,24 +121,35 @@ def _with_rows(
         meta["num_rows"],
         lengths,
         held=RowCounts(columns["held_out"], rows) if "held_out" in columns else None,
-        held_samples=meta["held_out_samples"] or 0,
+        holdout=_holdout(name, columns, meta),
         table=meta["table"],
         path=name,
+        sample_key=meta["sample_key"],
     )
+
+
+def _holdout(name: str, columns: dict[str, Any], meta: dict[str, Any]) -> Holdout | None:
+    if "held_out" not in columns:
+        return None
+    samples, share, seed = meta["held_out_samples"], meta["held_out_share"], meta["held_out_seed"]
+    if samples is None or samples < 0 or not isinstance(share, (int, float)) or seed is None:
+        raise ProfileError(f"{name}: metadata do not say which samples were held out; build the profile again")
+    return Holdout(samples, np.zeros(0, np.int64), float(share), seed)
 
 
 def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
     try:
-        table = pq.read_table(name, partitioning=None)
+        with pq.ParquetFile(name, page_checksum_verification=True) as file:
+            table = file.read()
     except FileNotFoundError as error:
         raise ProfileError(f"{name}: no such file; build it with 'flexshard profile'") from error
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except Exception as error:  # Arrow raises many kinds on damaged bytes
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ProfileError(f"{name}: not a readable Parquet file: {reason}") from error
     raw = (table.schema.metadata or {}).get(b"flexshard")
     try:
         meta = json.loads(raw) if raw is not None else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"{name}: its metadata 'flexshard' is not JSON: {error}") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ProfileError(f"{name}: not a profile but other Parquet data; build one with 'flexshard profile'")
@@ -139,11 +158,15 @@ def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
             f"{name}: version {meta.get('version')!r} of profiles is unknown; this FlexShard reads {VERSION}"
         )
     numbers = ("num_rows", "num_samples", "num_accesses")
-    optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples")
+    optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples", "held_out_seed")
+    meta = dict.fromkeys((*optional, "held_out_share", "sample_key")) | meta
     for field in (*numbers, *optional):
         value = meta.get(field)
-        if not (isinstance(value, int) or (field in optional and value is None)):
+        known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 126
+        if not (known or (field in optional and value is None)):
             raise ProfileError(f"{name}: metadata field {field!r} must be a whole number, found {value!r}")
+    if not isinstance(meta["sample_key"], (str, type(None))):
+        raise ProfileError(f"{name}: metadata field 'sample_key' must be a text, found {meta['sample_key']!r}")
     if not isinstance(meta.get("table"), str):
         raise ProfileError(f"{name}: metadata field 'table' must be a text, found {meta.get('table')!r}")
     return table, meta

@@ -65,13 +65,17 @@ def write_power_law_sequences(
         OutputError: the file could not be written.
     """
     for name, value in (("rows", rows), ("samples", samples), ("mean_length", mean_length), ("exponent", exponent)):
-        if not value > 0:
-            raise DataError(f"{name} must be above 0, found {value}")
+        if not 0 < value < 1 << 40:
+            raise DataError(f"{name} must be above 0 and below 2^40, found {value}")
+    if seed < 0:
+        raise DataError(f"seed must be at least 0, found {seed}")
+    # A block's ids are counted in 32 bits by Arrow's lists.
+    most = max(1, min(_BLOCK_SAMPLES, int((1 << 26) / mean_length)))
     random = np.random.default_rng(seed)
     schema = pa.schema([(column, pa.list_(pa.int64()))])
     with replacing(path) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
-        for start in range(0, samples, _BLOCK_SAMPLES):
-            block = min(_BLOCK_SAMPLES, samples - start)
+        for start in range(0, samples, most):
+            block = min(most, samples - start)
             lengths = random.geometric(1 / (1 + mean_length), block) - 1
             ranks = _ranks(random.random(int(lengths.sum())), rows, exponent)
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

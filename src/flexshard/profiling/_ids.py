@@ -15,7 +15,7 @@ from flexshard.errors import DataError
 from flexshard.profiling._moments import LengthMoments
 from flexshard.profiling._sources import Chunk, ParquetSource
 
-__all__ = ["IdBatch", "check_column", "key_array", "read_ids"]
+__all__ = ["IdBatch", "arrow_ids", "check_column", "key_array", "key_kind", "read_ids"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -65,6 +65,8 @@ def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> No
     Raises:
         DataError: the column is missing (lists those that are there) or of another type.
     """
+    if source.schema.names.count(column) > 1:
+        raise DataError(f"{source.name}: has several columns called {column!r}; rename them")
     if column not in source.schema.names:
         raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
     if role != "ids":
@@ -112,7 +114,7 @@ def arrow_ids(data: pa.ChunkedArray, name: str, column: str, first_row: int) -> 
 
 
 def key_array(chunk: Chunk, column: str) -> pa.ChunkedArray:
-    """The sample keys of a chunk.
+    """The sample keys of a chunk, as integers or as bytes.
 
     Raises:
         DataError: a null key; names file and row.
@@ -121,4 +123,26 @@ def key_array(chunk: Chunk, column: str) -> pa.ChunkedArray:
     if keys.null_count:
         row = chunk.first_row + int(np.flatnonzero(pc.is_null(keys).to_numpy())[0])
         raise DataError(f"{chunk.source.name}: sample key {column!r} is null in row {row:,}; drop or fill such rows")
-    return keys
+    if pt.is_dictionary(keys.type):
+        keys = keys.cast(keys.type.value_type)
+    if pt.is_uint64(keys.type):
+        return keys
+    if pt.is_integer(keys.type) or pt.is_boolean(keys.type):
+        return keys.cast(pa.int64())
+    if pt.is_binary(keys.type) or pt.is_large_binary(keys.type):
+        return keys.cast(pa.large_binary())
+    return keys.cast(pa.large_string()).cast(pa.large_binary())
+
+
+def key_kind(source: ParquetSource, column: str) -> str:
+    """What kind of keys a file's column holds; files that are counted together must agree."""
+    found = source.schema.field(column).type
+    if pt.is_dictionary(found):
+        found = found.value_type
+    if pt.is_nested(found):
+        raise DataError(f"{source.name}: column {column!r} holds {found}; expected one key per row")
+    if pt.is_uint64(found):
+        return "unsigned integers"
+    if pt.is_integer(found) or pt.is_boolean(found):
+        return "integers"
+    return "binary" if pt.is_binary(found) or pt.is_large_binary(found) else "texts"

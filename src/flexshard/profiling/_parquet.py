@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from flexshard.errors import DataError
 from flexshard.profiling._counting import IdCounter, KeyedLengths, held_out
-from flexshard.profiling._ids import IdBatch, check_column, key_array, read_ids
+from flexshard.profiling._ids import IdBatch, check_column, key_array, key_kind, read_ids
 from flexshard.profiling._moments import LengthMoments
-from flexshard.profiling._profile import AccessProfile
+from flexshard.profiling._profile import AccessProfile, Holdout
 from flexshard.profiling._ranking import checked_whole
 from flexshard.profiling._sources import Chunk, ParquetSource, expand, read_chunks
 
@@ -58,11 +58,12 @@ def profile_parquet(
     """See :meth:`AccessProfile.from_parquet`."""
     if not 0 <= holdout < 1:
         raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
+    if workers is not None and workers < 1:
+        raise DataError(f"workers must be at least 1, found {workers}")
     sources = _checked(paths, column)
     columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
     if sample_key is not None:
-        for source in sources:
-            check_column(source, sample_key, role="key")
+        _check_keys(sources, sample_key)
     counter = IdCounter(table, num_rows, hash)
     held = np.zeros(counter.counts.size, np.int64) if holdout else None
     seen, unseen = LengthMoments(), LengthMoments()
@@ -89,7 +90,8 @@ def profile_parquet(
         counter.add(batch, by_id, into=held)
     if keyed is not None:
         seen, unseen = keyed.moments()
-    return counter.profile(seen, held=held, held_samples=unseen.num_samples, sample_keys=keyed)
+    kept_out = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
+    return counter.profile(seen, held=held, holdout=kept_out, sample_key=sample_key, sample_keys=keyed)
 
 
 def profile_parquet_by(
@@ -103,8 +105,7 @@ def profile_parquet_by(
 ) -> dict[str, AccessProfile]:
     """See :meth:`AccessProfile.from_parquet_by`."""
     sources = _checked(paths, column)
-    for source in sources:
-        check_column(source, by, role="key")
+    _check_keys(sources, by)
     counters: dict[str, IdCounter] = {}
     lengths: dict[str, LengthMoments] = {}
     samples = 0
@@ -122,7 +123,7 @@ def profile_parquet_by(
         ends = np.searchsorted(codes[order], np.arange(len(names.dictionary)), side="right")
         start = 0
         for code, end in enumerate(ends):
-            name, rows = str(names.dictionary[code].as_py()), order[start:end]
+            name, rows = _text(names.dictionary[code].as_py()), order[start:end]
             start = int(end)
             if name not in counters:
                 limit = num_rows.get(name) if isinstance(num_rows, Mapping) else num_rows
@@ -137,8 +138,22 @@ def profile_parquet_by(
     }
 
 
+def _text(key: object) -> str:
+    return key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
+
+
 def _natural(name: str) -> tuple[int, int | str]:
     return (0, int(name)) if name.isdecimal() else (1, name)
+
+
+def _check_keys(sources: Sequence[ParquetSource], column: str) -> None:
+    kinds: dict[str, str] = {}
+    for source in sources:
+        check_column(source, column, role="key")
+        kinds.setdefault(key_kind(source, column), source.name)
+    if len(kinds) > 1:
+        (kind, name), (other, file) = list(kinds.items())[:2]
+        raise DataError(f"column {column!r} holds {kind} in {name}, but {other} in {file}; write them alike")
 
 
 def _checked(paths: PathLike | Sequence[PathLike], column: str) -> list[ParquetSource]:

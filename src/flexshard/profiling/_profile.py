@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._values import whole
 from flexshard.errors import ProfileError
 from flexshard.profiling._moments import LengthMoments
 from flexshard.profiling._ranking import RowCounts, checked_whole, histogram
@@ -33,10 +34,13 @@ class Holdout:
         num_samples: samples held out.
         accesses: held-out accesses of the rows of each in-sample count, then of the rows never read in sample;
             shape (K + 1,).
+        share, seed: which samples they are; profiles add up only where these agree.
     """
 
     num_samples: int
     accesses: IntArray
+    share: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,7 @@ class AccessProfile:
         holdout: accesses in unseen samples; None where none were kept.
         table: name of the table, for messages.
         path: file that the profile was read from, if any.
+        sample_key: column whose distinct values are the samples; None where they are rows.
 
     Raises:
         ProfileError: the fields contradict each other.
@@ -68,6 +73,7 @@ class AccessProfile:
     holdout: Holdout | None = None
     table: str = ""
     path: str | None = None
+    sample_key: str | None = None
     row_counts: RowCounts | None = field(default=None, repr=False)
     sample_keys: Any = field(default=None, repr=False)
 
@@ -79,6 +85,9 @@ class AccessProfile:
         )
 
     def __post_init__(self) -> None:
+        for name in ("num_rows", "num_samples"):
+            where = f"table {self.table!r}: {name}" if self.table else name
+            object.__setattr__(self, name, whole(getattr(self, name), where, ProfileError, least=0))
         _check(self)
         for array in (self.counts, self.rows):
             array.flags.writeable = False
@@ -137,6 +146,8 @@ class AccessProfile:
         numbers = checked_whole(rows, "rows", least=0)
         if values.shape != numbers.shape:
             raise ProfileError(f"counts and rows differ in length: {values.size} and {numbers.size}")
+        if float(numbers.sum(dtype=np.float64)) >= 2**62:
+            raise ProfileError("more than 2^62 rows; check the histogram")
         given_rows = int(numbers.sum())
         kept = (values > 0) & (numbers > 0)
         values, numbers = values[kept], numbers[kept]
@@ -180,7 +191,12 @@ class AccessProfile:
         if unsorted.size:
             k = int(unsorted[0])
             raise ProfileError(f"probabilities must not ascend, but {k + 1} is {p[k + 1]} after {p[k]}; sort them")
-        expected = float(p @ numbers)
+        with np.errstate(over="ignore"):
+            expected = float(p @ numbers)
+        if expected >= 2**60:
+            raise ProfileError(
+                f"probabilities add up to {expected:.3g} reads per sample; they are expected appearances"
+            )
         if expected <= 0:
             raise ProfileError(f"table {table!r} is never read; all its probabilities are 0")
         samples = 1 << int(np.clip(62 - np.ceil(np.log2(expected)), 1, 52))
@@ -203,21 +219,24 @@ class AccessProfile:
         lengths: LengthMoments | None = None,
         *,
         held: RowCounts | None = None,
-        held_samples: int = 0,
+        holdout: Holdout | None = None,
         table: str = "",
         path: str | None = None,
+        sample_key: str | None = None,
         sample_keys: Any = None,
     ) -> AccessProfile:
-        """A profile whose row ids are known; ``held`` are the counts of the same rows in held-out samples."""
+        """A profile whose row ids are known; ``held`` are the counts of the same rows in held-out samples, and
+        ``holdout`` says which samples those are (its ``accesses`` are found here).
+        """
         counts, rows = histogram(row_counts.counts)
         if row_counts.size > num_rows:
             raise ProfileError(f"table {table!r}: num_rows is {num_rows}, but counts are given for {row_counts.size}")
-        holdout = None
-        if held is not None:
-            accesses = row_counts.accesses_by_count(held, counts)
-            holdout = Holdout(held_samples, accesses)
+        if held is not None and holdout is not None:
+            holdout = replace(holdout, accesses=row_counts.accesses_by_count(held, counts))
             row_counts = replace(row_counts, held=held)
-        return cls(counts, rows, num_rows, num_samples, lengths, holdout, table, path, row_counts, sample_keys)
+        return cls(
+            counts, rows, num_rows, num_samples, lengths, holdout, table, path, sample_key, row_counts, sample_keys
+        )
 
     @classmethod
     def from_ids(
@@ -414,6 +433,8 @@ class AccessProfile:
     def digest(self) -> str:
         """SHA-256 of what the profile says (not of where it lies), in hexadecimal."""
         sha = hashlib.sha256()
+        if self.row_counts is not None:
+            sha.update(self.row_counts.digest())
         moments = (
             None if self.lengths is None else (self.lengths.total, self.lengths.total_squares, self.lengths.maximum)
         )
@@ -474,6 +495,8 @@ class AccessProfile:
 
 
 def _check(profile: AccessProfile) -> None:
+    if np.any(profile.counts[1:] >= profile.counts[:-1]) or np.any(profile.counts <= 0) or np.any(profile.rows <= 0):
+        raise ProfileError("counts must strictly descend and be above 0, and so must the rows that have them")
     name = f"table {profile.table!r}: " if profile.table else ""
     if profile.num_samples < 1:
         raise ProfileError(f"{name}num_samples must be at least 1, found {profile.num_samples}; is the data empty?")

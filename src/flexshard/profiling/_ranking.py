@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import ProfileError
+from flexshard.profiling._hashing import splitmix64
 
 __all__ = ["RowCounts", "checked_whole", "histogram"]
 
@@ -65,6 +66,15 @@ class RowCounts:
             order = _descending(counts)
             self._cache["ranked"] = rows[order], counts[order]
         return self._cache["ranked"]
+
+    def digest(self) -> bytes:
+        """A number that says which rows have which counts, in whatever form and order they are held."""
+        read = np.flatnonzero(self.counts)
+        rows = read if self.rows is None else self.rows[read]
+        # Sums of mixed pairs do not depend on the order, so no ranking is needed.
+        pair = splitmix64(rows, 1) ^ splitmix64(self.counts[read], 2)
+        with np.errstate(over="ignore"):
+            return np.array([splitmix64(pair, seed).sum(dtype=np.uint64) for seed in (3, 4)], "<u8").tobytes()
 
     def accesses_by_count(self, held: RowCounts, counts: IntArray) -> IntArray:
         """Sum of ``held`` over the rows of each of the distinct ``counts`` (descending), then over those of none."""

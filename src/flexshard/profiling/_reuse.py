@@ -93,7 +93,15 @@ def _blocks(path: str | os.PathLike[str]) -> list[_Block]:
     if not starts:
         raise DataError(f"{path}: no line 'Locality stats after processing N batches of size M'; not reuse statistics")
     ends = [*starts[1:], len(lines) + 1]
-    return [_block(path, lines, start, end - 1) for start, end in zip(starts, ends, strict=True)]
+    blocks = []
+    for start, end in zip(starts, ends, strict=True):
+        try:
+            blocks.append(_block(path, lines, start, end - 1))
+        except (ValueError, OverflowError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path}:{start + 1}: a number of this block cannot be read: {error}") from error
+    return blocks
 
 
 def _block(path: str | os.PathLike[str], lines: list[str], start: int, end: int) -> _Block:
@@ -106,6 +114,10 @@ def _block(path: str | os.PathLike[str], lines: list[str], start: int, end: int)
     if split is None:
         raise DataError(f"{path}:{start + 1}: a block without 'Ratio of index distribution'")
     row_bins, lookup_bins = (_bins(part) for part in (body[heads[0] : split], body[split:]))
+    if any(not 0 <= share <= 1 for _, share in (*row_bins, *lookup_bins)):
+        raise DataError(f"{path}:{start + 1}: a share of this block is not between 0 and 1")
+    if any(high is not None and high <= low for (low, high), _ in row_bins):
+        raise DataError(f"{path}:{start + 1}: a bin of this block does not ascend")
     if not row_bins or [edge for edge, _ in row_bins] != [edge for edge, _ in lookup_bins]:
         raise DataError(f"{path}:{start + 1}: rows and lookups are given for different bins")
     name = lines[start - 1].strip() if start else ""

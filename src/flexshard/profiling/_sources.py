@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pyarrow as pa
@@ -65,11 +65,10 @@ class ParquetSource:
                 )
         except FileNotFoundError as error:
             raise DataError(f"{name}: no such file") from error
-        except pa.ArrowInvalid as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            raise DataError(f"{name}: not a Parquet file, or cut off: {reason}") from error
         except OSError as error:
-            raise DataError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
+            raise DataError(f"{name}: cannot be read: {_first_line(error)}") from error
+        except Exception as error:  # Arrow raises many kinds on damaged footers
+            raise DataError(f"{name}: not a Parquet file, or cut off: {_first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,23 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
         text = os.fspath(entry)
         filesystem, matches = _match_url(text) if "://" in text else (None, _match_local(text))
         if not matches:
-            raise DataError(f"{text}: no such file" if not _is_glob(text) else f"{text}: no file matches")
+            raise DataError(f"{text}: {_nothing(text)}")
         found += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
+    names = [source.name for source in found]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise DataError(f"{twice[0]}: is given twice, and would be counted twice")
     return found
+
+
+def _nothing(text: str) -> str:
+    if _is_glob(text):
+        return "no file matches"
+    return "no Parquet files in this folder" if "://" not in text and Path(text).is_dir() else "no such file"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _display(entry: str, match: str) -> str:
@@ -109,12 +122,20 @@ def _is_glob(text: str) -> bool:
 
 
 def _match_local(text: str) -> list[str]:
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return [str(file) for file in path.rglob("*.parquet")]
-    if path.exists() or not _is_glob(text):
-        return [str(path)]
-    return [file for file in glob.glob(str(path), recursive=True) if not Path(file).is_dir()]
+    try:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            return [str(file) for file in path.rglob("*.parquet") if _is_data(file.name) and file.is_file()]
+        if path.exists() or not _is_glob(text):
+            return [str(path)]
+        return [file for file in glob.glob(str(path), recursive=True) if Path(file).is_file()]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(f"{text}: not a path that can be read: {_first_line(error)}") from error
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file of a folder is data; Spark and others leave notes that start with a dot or an underscore."""
+    return name.endswith(".parquet") and not name.startswith((".", "_"))
 
 
 def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
@@ -130,14 +151,22 @@ def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
         if pattern != path:
             selector = pafs.FileSelector(path, recursive=True)
             files = [info.path for info in filesystem.get_file_info(selector) if info.is_file]
-            return filesystem, [file for file in files if fnmatch(file, pattern)]
+            matches = re.compile(_glob_to_regex(pattern))
+            return filesystem, [file for file in files if matches.fullmatch(file)]
         info = filesystem.get_file_info(path)
         if info.type == pafs.FileType.Directory:
             entries = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
-            return filesystem, [entry.path for entry in entries if entry.path.endswith(".parquet")]
+            return filesystem, [entry.path for entry in entries if entry.is_file and _is_data(entry.base_name)]
         return filesystem, [path] if info.type == pafs.FileType.File else []
     except (OSError, pa.ArrowException, ValueError) as error:
         raise DataError(f"{url}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _glob_to_regex(pattern: str) -> str:
+    """``*`` and ``?`` stay inside a folder, ``**/`` is any number of folders, as for local files."""
+    parts = re.split(r"(\*\*/|\*|\?|\[[^\]]+\])", pattern)
+    special = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    return "".join(special.get(part, part if part.startswith("[") else re.escape(part)) for part in parts)
 
 
 def _first_mark(text: str) -> int:
@@ -149,7 +178,10 @@ def _fsspec(url: str) -> tuple[pafs.FileSystem, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise MissingDependencyError(f"{url}: this kind of URL needs fsspec; pip install 'flexshard[cloud]'") from error
-    filesystem, path = url_to_fs(url)
+    try:
+        filesystem, path = url_to_fs(url)
+    except ImportError as error:
+        raise MissingDependencyError(f"{url}: this kind of URL needs another package: {error}") from error
     return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
 
 
@@ -181,7 +213,7 @@ def _read_group(source: ParquetSource, group: int, first_row: int, columns: Sequ
     try:
         with source.open() as file:
             return Chunk(source, first_row, file.read_row_group(group, columns=list(columns), use_threads=False))
-    except (OSError, pa.ArrowException) as error:
+    except Exception as error:  # Arrow raises many kinds on damaged pages
         raise _broken(source, first_row, error) from error
 
 
@@ -195,10 +227,9 @@ def _stream_group(source: ParquetSource, group: int, first_row: int, columns: Se
                 ahead = pool.submit(next, batches, None)
                 yield Chunk(source, first_row, pa.Table.from_batches([batch]))
                 first_row += batch.num_rows
-    except (OSError, pa.ArrowException) as error:
+    except Exception as error:  # Arrow raises many kinds on damaged pages
         raise _broken(source, first_row, error) from error
 
 
 def _broken(source: ParquetSource, row: int, error: Exception) -> DataError:
-    reason = str(error).splitlines()[0].rstrip(".")
-    return DataError(f"{source.name}: broken at or after row {row}: {reason}; write the file again")
+    return DataError(f"{source.name}: broken at or after row {row}: {_first_line(error)}; write the file again")

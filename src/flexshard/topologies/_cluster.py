@@ -6,11 +6,11 @@ all-reduce across the U/g groups. Level 1 has no all-to-all, level U no all-redu
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Literal
 
+from flexshard._values import finite, whole
 from flexshard.errors import ClusterError
 
 __all__ = ["Cluster", "CollectiveRate", "Level", "Source"]
@@ -36,9 +36,11 @@ class CollectiveRate:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha_seconds) and self.alpha_seconds >= 0):
+        object.__setattr__(self, "alpha_seconds", finite(self.alpha_seconds, "alpha", ClusterError))
+        object.__setattr__(self, "bytes_per_s", finite(self.bytes_per_s, "beta", ClusterError))
+        if self.alpha_seconds < 0:
             raise ClusterError(f"alpha must be a time of at least 0 s, found {self.alpha_seconds}")
-        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
+        if self.bytes_per_s <= 0:
             raise ClusterError(f"beta must be a bandwidth above 0 B/s, found {self.bytes_per_s}")
 
     def seconds(self, nbytes: float) -> float:
@@ -80,6 +82,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
+        for name in ("nodes", "ranks_per_node"):
+            object.__setattr__(self, name, whole(getattr(self, name), name, ClusterError, least=0))
+        for name in ("hbm_bytes", "reserve_bytes"):
+            object.__setattr__(self, name, finite(getattr(self, name), name, ClusterError))
         problem = _problem(self)
         if problem is not None:
             raise ClusterError(f"cluster {self.name!r}: {problem[1]}")
@@ -153,7 +159,7 @@ def _problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
         return ("nodes",), f"nodes must be at least 1, found {cluster.nodes}"
     if cluster.ranks_per_node < 1:
         return ("ranks_per_node",), f"ranks_per_node must be at least 1, found {cluster.ranks_per_node}"
-    if not (math.isfinite(cluster.hbm_bytes) and cluster.hbm_bytes > 0):
+    if cluster.hbm_bytes <= 0:
         return ("memory",), f"memory must be above 0 bytes, found {cluster.hbm_bytes}"
     if not 0 <= cluster.reserve_bytes < cluster.hbm_bytes:
         return ("reserve",), f"reserve must be at least 0 and below memory, found {cluster.reserve_bytes:.0f} bytes"

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from flexshard import units
 from flexshard._documents import load_yaml
+from flexshard._values import whole
 from flexshard.errors import ClusterError
 from flexshard.topologies._cluster import Cluster, CollectiveRate, Level, Source
 from flexshard.topologies._links import Hardware, bandwidth_bytes_per_s
@@ -20,6 +21,7 @@ from flexshard.topologies._spec import LevelSpec, StrictModel
 __all__ = ["Preset", "load_preset", "preset_names", "resolve_cluster"]
 
 FORMAT, VERSION = "flexshard.preset", 1
+_MOST_NODES = 4096
 
 
 class Figure(StrictModel):
@@ -126,8 +128,9 @@ class Preset:
             ClusterError: fewer than one node, or a number that the hardware cannot have.
         """
         nodes = self.spec.default_nodes if nodes is None else nodes
-        if nodes < 1:
-            raise ClusterError(f"preset {self.name!r}: nodes must be at least 1, found {nodes}")
+        nodes = whole(nodes, f"preset {self.name!r}: nodes", ClusterError)
+        if nodes > _MOST_NODES:
+            raise ClusterError(f"preset {self.name!r}: at most {_MOST_NODES:,} nodes, found {nodes:,}")
         hardware = self.hardware(nodes)
         levels = tuple(self._level(hardware, size) for size in hardware.group_sizes())
         return Cluster(
@@ -223,14 +226,21 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".yaml")))
 
 
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
+
+
 def resolve_cluster(name: str) -> Cluster:
     """A cluster from a file, a preset, or ``preset:nodes``; see :meth:`Cluster.resolve`."""
     preset, _, nodes = name.partition(":")
     if preset in preset_names():
-        if nodes and not nodes.isdecimal():
+        if nodes and not (nodes.isdecimal() and len(nodes) < 10):
             raise ClusterError(f"{name!r}: the number of nodes after ':' must be a whole number, found {nodes!r}")
         return load_preset(preset).cluster(int(nodes) if nodes else None)
-    if Path(name).suffix in {".yaml", ".yml"} or Path(name).exists():
+    if Path(name).suffix in {".yaml", ".yml"} or _exists(name):
         return Cluster.load(name)
     raise ClusterError(
         f"{name!r} is neither a cluster file nor a preset; presets are {', '.join(preset_names())}"
