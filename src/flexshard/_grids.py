@@ -14,7 +14,14 @@ __all__ = ["as_text", "new_grid"]
 
 def new_grid(title: str, texts: Sequence[str], numbers: Sequence[str] = ()) -> Table:
     """An empty table with columns of text (folded where they are long), then of numbers (never broken)."""
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    grid = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for heading in texts:
         grid.add_column(heading, overflow="fold")
     for heading in numbers:

@@ -65,6 +65,7 @@ def costs_grid(plan: Plan) -> Grid:
     """Predicted costs of the plan and of the baselines, per rank and iteration."""
     columns = ("memory", "static", "dynamic", "p99.9", "ids sent", "all-to-all", "all-reduce", "exposed", "vs row-wise")
     grid = new_grid("Predicted per rank and iteration", [""], columns)
+    grid.columns[0].no_wrap = True
     for name, cost in _rows(plan).items():
         grid.add_row(name, *_cells(cost, plan.baselines["row_wise"]))
     return grid
