@@ -60,11 +60,13 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
                 ls="none",
                 label=_pareto_label(point, curve),
             )
-        axes.set_yscale("log")
+        times = [point.exposed_seconds for point in (*curve.points, *curve.marked)]
+        if min(times) > 0 and max(times) > 20 * min(times):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(_plain)
+            axes.yaxis.set_minor_formatter(_sparse)
         axes.set_xlabel(f"memory of embeddings per rank [{unit}]   (dotted: as much as row-wise needs)")
         axes.set_ylabel("exposed communication per iteration [ms]")
-        axes.yaxis.set_major_formatter(_plain)
-        axes.yaxis.set_minor_formatter(_sparse)
         axes.legend(loc="upper right", fontsize=8.5, framealpha=0.95)
         _save(figure, path)
 
