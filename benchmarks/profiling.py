@@ -1,6 +1,6 @@
 """Counting 10^8 ids over 10^7 rows of Parquet, beside DuckDB's and Polars' group-by-count, each in its own process.
 
-    python -m benchmarks.profiling [FOLDER FOR THE DATA]
+python -m benchmarks.profiling [FOLDER FOR THE DATA]
 """
 
 from __future__ import annotations

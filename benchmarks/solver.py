@@ -1,6 +1,6 @@
 """How long planning takes: a large model on 1,024 ranks, and growth with the number of distinct counts.
 
-    python -m benchmarks.solver
+python -m benchmarks.solver
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ class Run:
 
 def machine() -> str:
     """One line that says what the figures were measured on."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    )
 
 
 def on_one_core() -> None:

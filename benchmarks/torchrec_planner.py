@@ -1,6 +1,6 @@
 """100 tables on 128 ranks: TorchRec's default planner beside ours, in the same run, on the same tables.
 
-    make bench-torchrec
+make bench-torchrec
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def main(tables: int, nodes: int) -> None:
     cluster = Cluster.preset("dgx-h100", nodes=nodes)
     model = large_model(tables, tables * 10**6)
     batch = 512
-    print(f"{len(model)} tables, {sum(t.rows for t in model):,} rows, {cluster.world_size} ranks; {machine()}", flush=True)
+    print(
+        f"{len(model)} tables, {sum(t.rows for t in model):,} rows, {cluster.world_size} ranks; {machine()}", flush=True
+    )
     plan = solve(model, cluster, batch_size=batch)
     ours = median_seconds(lambda: solve(model, cluster, batch_size=batch), 9)
     print(f"flexshard: median {ours:.4f} s (solver and baselines)", flush=True)

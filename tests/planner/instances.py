@@ -7,8 +7,7 @@ from itertools import combinations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from flexshard.costmodels import Table, placement_cost
-from flexshard.costmodels import Cost
+from flexshard.costmodels import Cost, Table, placement_cost
 from flexshard.profiling import AccessProfile
 from flexshard.topologies import Cluster, CollectiveRate, Level
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,8 @@ def test_another_process_makes_the_same_plan(tmp_path: Path) -> None:
         "print(solve([items()], Cluster.preset('a100-4x8-roce'), batch_size=4096).fingerprint)"
     )
     results = {
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout for _ in range(2)
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
     }
     assert results == {solve([items()], Cluster.preset("a100-4x8-roce"), batch_size=4096).fingerprint + "\n"}
 
@@ -120,7 +122,7 @@ def test_budgets_are_differences_or_limits(paper_cluster: Cluster) -> None:
 @pytest.mark.parametrize("method", ["optimal", "paper"])
 def test_the_least_feasible_budget_is_named_and_works(method: str, paper_cluster: Cluster) -> None:
     table = items()
-    with pytest.raises(BudgetError, match="the least that is feasible|needs at least") as caught:
+    with pytest.raises(BudgetError, match=r"the least that is feasible|needs at least") as caught:
         solve([table], paper_cluster, batch_size=4096, budget="5 GB", method=method)
     least = caught.value.least_bytes
     limit = f"{least + paper_cluster.reserve_bytes + 1:.0f} B"
@@ -158,7 +160,11 @@ def test_tables_of_every_shape_together_on_four_levels() -> None:
         replace(items(100, 10, 0.5, "c"), replication_multiplier=2.0),
     ]
     plan = solve(tables, cluster, batch_size=512, tiers=4)
-    assert {name: sum(t.rows for t in p.tiers) for name, p in plan.tables.items()} == {"a": 50_000, "b": 20_000, "c": 100}
+    assert {name: sum(t.rows for t in p.tiers) for name, p in plan.tables.items()} == {
+        "a": 50_000,
+        "b": 20_000,
+        "c": 100,
+    }
     fewer = [solve(tables, cluster, batch_size=512, tiers=n).predicted.exposed_seconds for n in (1, 2, 3, 4)]
     assert fewer == sorted(fewer, reverse=True), "more tiers never cost more"
 
@@ -207,7 +213,9 @@ def test_one_rank_and_one_node() -> None:
 def test_memory_at_p999_warns_where_it_does_not_fit(paper_cluster: Cluster) -> None:
     lengths = LengthMoments(1000, 200_000, 10**9, 5000)
     shape = items()
-    profile = AccessProfile.from_histogram(shape.profile.counts, shape.profile.rows, shape.profile.num_samples, lengths=lengths)
+    profile = AccessProfile.from_histogram(
+        shape.profile.counts, shape.profile.rows, shape.profile.num_samples, lengths=lengths
+    )
     table = replace(shape, profile=profile)
     tight = replace(paper_cluster, hbm_bytes=1.75e9, reserve_bytes=0.0)
     plan = solve([table], tight, batch_size=4096)
@@ -269,7 +277,7 @@ def test_pareto_points_are_optimal_plans_of_their_memory(paper_cluster: Cluster)
     seconds = [point.exposed_seconds for point in curve.points]
     memory = [point.memory_bytes for point in curve.points]
     assert memory == sorted(memory)
-    assert all(a > b for a, b in zip(seconds[:-1], seconds[1:], strict=True))
+    assert all(a > b for a, b in pairwise(seconds))
     for point in curve.points[:: len(curve.points) // 15]:
         best = solve([table], paper_cluster, batch_size=4096, budget=point.memory_bytes - curve.neutral_bytes)
         assert point.exposed_seconds == pytest.approx(best.predicted.exposed_seconds, rel=1e-5)
@@ -281,7 +289,9 @@ def test_pareto_points_are_optimal_plans_of_their_memory(paper_cluster: Cluster)
 
 def test_marginal_curve_by_hand() -> None:
     # 2 ranks; D·s = 4 bytes; kappa 3 against 1; memory per row 4·(3 - 1/2 - w), time 4·(1/β_ar - 2w/β_a2a).
-    cluster = Cluster("two", 2, 1, 1e9, 0.0, (Level(1, None, CollectiveRate(1.0, 2.0)), Level(2, CollectiveRate(1.0, 8.0))))
+    cluster = Cluster(
+        "two", 2, 1, 1e9, 0.0, (Level(1, None, CollectiveRate(1.0, 2.0)), Level(2, CollectiveRate(1.0, 8.0)))
+    )
     profile = AccessProfile.from_counts([8, 4, 1], num_samples=1, num_rows=10)
     table = Table("t", 10, 1, profile, optimizer="sgd")
     curve = marginal_curve([table], cluster, batch_size=1)
@@ -299,14 +309,13 @@ def test_marginal_curve_by_hand() -> None:
 
 
 def test_whole_tables_by_milp_equal_every_choice(paper_cluster: Cluster) -> None:
-    from itertools import product
-
     random = np.random.default_rng(3)
     tables = [items(int(random.integers(100, 3000)), float(random.integers(1, 80)), 0.7, f"t{k}") for k in range(5)]
     best = whole_table_cost(tables, paper_cluster, batch_size=512, budget="+1MiB")
     neutral = solve(tables, paper_cluster, batch_size=512).settings.budget_bytes
     options = [
-        [placement_cost(t, paper_cluster, g, rows=t.rows, reads=512 * t.profile.avg_length) for g in (1, 8, 32)] for t in tables
+        [placement_cost(t, paper_cluster, g, rows=t.rows, reads=512 * t.profile.avg_length) for g in (1, 8, 32)]
+        for t in tables
     ]
     costs = [sum(choice, Cost()) for choice in product(*options)]
     expected = min(c.exposed_seconds for c in costs if c.memory_bytes <= neutral + 2**20)

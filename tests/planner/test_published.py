@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.published import MODELS, PUBLISHED, published_table
+
 from flexshard import Cluster, solve
 
 TOLERANCE = {"RM-1": 0.01, "RM-2": 0.03, "RM-3": 0.01, "RM-4": 0.01}

@@ -176,6 +176,8 @@ def test_ids_outside_the_table_are_counted_and_the_first_is_shown(tmp_path: Path
         DataError, match=r"1 ids are outside \[0, 2\^28\), the first is -3 in .*, row 2; drop negative ids"
     ):
         AccessProfile.from_parquet(path, column="ids")
+    with pytest.raises(DataError, match="3 ids are outside"):
+        AccessProfile.from_parquet(path, column="ids", num_rows=5, holdout=0.5)
     wide = write(tmp_path / "wide.parquet", {"ids": np.array([2**64 - 1, 1], np.uint64)})
     with pytest.raises(DataError, match=r"1 ids are outside \[0, 5\), the first is 18446744073709551615"):
         AccessProfile.from_parquet(wide, column="ids", num_rows=5)

@@ -80,7 +80,9 @@ def test_missing_levels_are_named(tmp_path: Path) -> None:
     lacking = GOOD.replace("    all_to_all: {alpha: 10 us, beta: 200 GB/s, source: measured}\n", "")
     with pytest.raises(ClusterError, match=r"levels\[1\]: the level of group size 4 needs all_to_all"):
         Cluster.load(write(tmp_path, lacking))
-    spare = GOOD.replace("  - group_size: 1\n", "  - group_size: 1\n    all_to_all: {alpha: 1 s, beta: 1 B/s, source: fitted}\n")
+    spare = GOOD.replace(
+        "  - group_size: 1\n", "  - group_size: 1\n    all_to_all: {alpha: 1 s, beta: 1 B/s, source: fitted}\n"
+    )
     with pytest.raises(ClusterError, match="has nobody to exchange with"):
         Cluster.load(write(tmp_path, spare))
 
@@ -94,7 +96,9 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
 
 def test_one_rank_and_more_than_two_levels() -> None:
     assert Cluster("one", 1, 1, 1e9, 0.0, (Level(1),)).world_size == 1
-    pods = Cluster("pods", 16, 4, 1e9, 0.0, (Level(1, None, RATE), *(Level(g, RATE, RATE) for g in (4, 16, 32)), Level(64, RATE)))
+    pods = Cluster(
+        "pods", 16, 4, 1e9, 0.0, (Level(1, None, RATE), *(Level(g, RATE, RATE) for g in (4, 16, 32)), Level(64, RATE))
+    )
     assert pods.group_sizes == (1, 4, 16, 32, 64)
     with pytest.raises(ClusterError, match=r"no level with group size 8; it has \[1, 4, 16, 32, 64\]"):
         pods.level(8)

@@ -85,7 +85,7 @@ class Breakpoints:
 
     @property
     def both(self) -> float:
-        """p from which on the strategy is better in both."""
+        """P from which on the strategy is better in both."""
         return max(self.memory, self.communication)
 
 
@@ -101,7 +101,7 @@ def breakpoints(
 
 
 def _crossing(fixed: FloatArray, per_read: FloatArray, k: int, u: int) -> float:
-    """w from which on line k is not above line u."""
+    """W from which on line k is not above line u."""
     above, gained = float(fixed[k] - fixed[u]), float(per_read[u] - per_read[k])
     if above <= 0 and gained >= 0:
         return 0.0

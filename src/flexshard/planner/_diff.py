@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flexshard.costmodels import DTYPE_BYTES
 from flexshard.planner._plan import Plan, TablePlan
@@ -67,11 +68,10 @@ def _moves(name: str, before: TablePlan | None, after: TablePlan | None) -> list
     assert known is not None
     row_bytes = known.dim * DTYPE_BYTES[known.dtype]
     edges = sorted(
-        {0}
-        | {tier.first_rank + tier.rows for table in (before, after) if table is not None for tier in table.tiers}
+        {0} | {tier.first_rank + tier.rows for table in (before, after) if table is not None for tier in table.tiers}
     )
     found = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         source, target = _group_size(before, first), _group_size(after, first)
         if source != target:
             found.append(Move(name, source, target, first, last - first, (last - first) * row_bytes))

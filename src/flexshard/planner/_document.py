@@ -119,9 +119,7 @@ def _table(body: dict[str, Any]) -> TablePlan:
     alternatives = tuple(
         Alternative(**(entry | {"group_sizes": tuple(entry["group_sizes"])})) for entry in body["alternatives"]
     )
-    return TablePlan(
-        **(body | {"features": tuple(body["features"]), "tiers": tiers, "alternatives": alternatives})
-    )
+    return TablePlan(**(body | {"features": tuple(body["features"]), "tiers": tiers, "alternatives": alternatives}))
 
 
 def _cost(body: dict[str, Any]) -> Cost:

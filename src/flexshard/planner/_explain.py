@@ -94,7 +94,11 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
     found = []
     for tier in table.tiers:
         p = tier.coldest_p
-        w = float(-np.expm1(settings.batch_size * np.log1p(-min(p, 1 - 2**-53)))) if settings.index_dedup else p * settings.batch_size
+        w = (
+            float(-np.expm1(settings.batch_size * np.log1p(-min(p, 1 - 2**-53))))
+            if settings.index_dedup
+            else p * settings.batch_size
+        )
         memory = row_bytes * (lines.memory_fixed + lines.memory_per_read * w)
         seconds = row_bytes * (lines.comm_fixed + lines.comm_per_read * w)
         costs = [
@@ -130,7 +134,11 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
             verdict = "the same" if same else f"{units.format_seconds(abs(more))} {'more' if more > 0 else 'less'}"
             lines.append(
                 f"  as {other.strategy} ({other.group_size}) it would cost {_words(other)}: {verdict} in all"
-                + (f", but {unused[other.group_size]}." if more < 0 and not same and other.group_size in unused else ".")
+                + (
+                    f", but {unused[other.group_size]}."
+                    if more < 0 and not same and other.group_size in unused
+                    else "."
+                )
             )
     if plan.settings.method == "optimal":
         lines.append(
@@ -177,9 +185,7 @@ def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
 
 
 def _alternative(alternative: Alternative, plan: Plan) -> str:
-    names = " + ".join(
-        f"{strategy_name(size, plan.cluster.world_size)} ({size})" for size in alternative.group_sizes
-    )
+    names = " + ".join(f"{strategy_name(size, plan.cluster.world_size)} ({size})" for size in alternative.group_sizes)
     memory = alternative.memory_bytes
     return (
         f"  {names}: {_signed(alternative.exposed_seconds)} exposed, "

@@ -57,9 +57,7 @@ def _steps(instance: Instance, inside: Allocation, beyond: Allocation) -> Iterat
                 yield from _by_count(instance, table, first, last, source, target)
 
 
-def _by_count(
-    instance: Instance, table: int, first: int, last: int, source: int, target: int
-) -> Iterator[_Step]:
+def _by_count(instance: Instance, table: int, first: int, last: int, source: int, target: int) -> Iterator[_Step]:
     start, end = int(instance.starts[table]), int(instance.starts[table + 1])
     cum_rows = instance.cum_rows[start:end]
     groups = np.arange(np.searchsorted(cum_rows, first, side="right"), np.searchsorted(cum_rows, last, side="left") + 1)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Collective, Cost, Overlap, Table, collective, row_lines
 from flexshard._values import whole
+from flexshard.costmodels import Collective, Cost, Overlap, Table, collective, row_lines
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
@@ -94,7 +94,8 @@ class Instance:
 
     def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
         """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
-        tables at once."""
+        tables at once.
+        """
         low = np.broadcast_to(self.starts[:-1, None], wanted.shape).copy()
         high = np.broadcast_to(self.starts[1:, None], wanted.shape).copy()
         for _ in range(int(np.diff(self.starts).max()).bit_length()):

@@ -111,9 +111,7 @@ def load_job(path: str | os.PathLike[str]) -> Job:
     cluster = at(["cluster"], lambda: _cluster(folder, spec.cluster))
     at(["overlap"], lambda: overlap_of(spec.overlap, cluster))
     at(["budget"], lambda: parse_budget(spec.budget, 0.0, cluster))
-    tables = tuple(
-        at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables)
-    )
+    tables = tuple(at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables))
     return Job(tables, cluster, spec.batch_size, spec.budget, spec.tiers, spec.method, spec.overlap, spec.index_dedup)
 
 

@@ -1,13 +1,14 @@
 """The published algorithm (FlexShard paper, sections 4.3 and 4.5), kept so that results can be compared with it.
 
-Three tiers: rows are replicated (DP) down to the memory-neutral breakpoint, then split within the node (Flex) until the
-memory that DP saved is spent or Flex meets its communication breakpoint, then row-wise. Two tiers: DP until its
+Three tiers: rows are replicated (DP) down to the memory-neutral breakpoint, then split within the node (Flex) until
+the memory that DP saved is spent or Flex meets its communication breakpoint, then row-wise. Two tiers: DP until its
 savings are spent again, or to its communication breakpoint. Rows of all tables are taken as one distribution (section
 4.6). Latencies are not considered.
 
-Where the user says nothing of overlap, Flex's breakpoint is the paper's own: it counts the intra-node all-to-all and the
-cross-node all-reduce as overlapped (Table 6), so that Flex beats row-wise for any row that is read. Table 5 confirms it:
-under the fitted times of Table 6 without overlap, RM-2's Flex tier would end at a third of the published rows.
+Where the user says nothing of overlap, Flex's breakpoint is the paper's own: it counts the intra-node all-to-all and
+the cross-node all-reduce as overlapped (Table 6), so that Flex beats row-wise for any row that is read. Table 5
+confirms it: under the fitted times of Table 6 without overlap, RM-2's Flex tier would end at a third of the published
+rows.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ def solve_paper(instance: Instance, budget_bytes: float, tiers: int) -> Allocati
 
 
 def _memory_neutral(instance: Instance, level: int, row_wise: int) -> FloatArray:
-    """w at which a level needs as much memory as row-wise, per class; inf if never."""
+    """W at which a level needs as much memory as row-wise, per class; inf if never."""
     above = instance.memory_fixed[:, level] - instance.memory_fixed[:, row_wise]
     gained = instance.memory_per_read[row_wise] - instance.memory_per_read[level]
     return np.where(above <= 0, 0.0, above / gained if gained > 0 else np.inf)
 
 
 def _communication_neutral(instance: Instance, level: int, row_wise: int) -> float:
-    """w at which a level takes as long as row-wise; inf if never. Rows that are never read gain nothing."""
+    """W at which a level takes as long as row-wise; inf if never. Rows that are never read gain nothing."""
     fixed, per_read = float(instance.comm_fixed[level]), float(instance.comm_per_read[level])
     if not instance.overlap and instance.group_sizes[level] > 1:
         fixed = per_read = 0.0

@@ -180,7 +180,8 @@ def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     return kept
 
 
-def _marked(instance: Instance, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, best: Allocation
+def _marked(
+    instance: Instance, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, best: Allocation
 ) -> list[ParetoPoint]:
     marked = [
         replace(frontier[0], name="greatest_memory_saving"),
@@ -189,6 +190,5 @@ def _marked(instance: Instance, frontier: Sequence[ParetoPoint], neutral: Pareto
     ]
     marked.append(_point(instance, instance.uniform(1), "full_replication"))
     marked.append(neutral)
-    for n in (2, 3):
-        marked.append(_point(instance, solve_paper(instance, neutral.memory_bytes, n), f"paper_{n}_tier"))
+    marked += [_point(instance, solve_paper(instance, neutral.memory_bytes, n), f"paper_{n}_tier") for n in (2, 3)]
     return marked

@@ -94,10 +94,11 @@ def _cells(cost: Cost, row_wise: Cost) -> list[str]:
 def _proof(plan: Plan) -> list[Text]:
     cost = plan.predicted.exposed_seconds
     gap = (cost - plan.lower_bound_seconds) / cost if cost else 0.0
-    lines = [
+    proof = (
         f"Proof: no plan within the budget has less than {_exact(plan.lower_bound_seconds)} of exposed communication;"
         f" this one has {_exact(cost)} (gap {gap:.2g})."
-    ]
+    )
+    lines = [proof]
     if plan.settings.method == "optimal":
         saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
         lines.append(
@@ -109,8 +110,8 @@ def _proof(plan: Plan) -> list[Text]:
     peak = plan.predicted.static_memory_bytes + (plan.predicted.dynamic_memory_bytes if p999 is None else p999)
     if peak > usable:
         lines.append(
-            f"Warning: {units.format_bytes(peak)} per rank {'expected' if p999 is None else 'at p99.9'} is more than the"
-            f" {units.format_bytes(usable)} that {plan.cluster.name} leaves to embeddings; it may run out of memory."
+            f"Warning: {units.format_bytes(peak)} per rank {'expected' if p999 is None else 'at p99.9'} is more than"
+            f" the {units.format_bytes(usable)} that {plan.cluster.name} leaves to embeddings; it may run out of memory."
         )
     return [Text(line) for line in lines]
 

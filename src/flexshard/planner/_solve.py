@@ -246,9 +246,7 @@ def _alternatives(
     ]
 
 
-def _per_table(
-    instance: Instance, allocation: Allocation
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def _per_table(instance: Instance, allocation: Allocation) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Exposed seconds without latencies and memory of each table; shape (T,) each."""
     reads = instance.tier_reads(allocation)
     seconds = allocation @ instance.comm_fixed + reads @ instance.comm_per_read

@@ -162,9 +162,7 @@ def _solve_levels(
     return _solution(instance, exact, dual + latency, high, levels)
 
 
-def _solution(
-    instance: Instance, allocation: Allocation, bound: float, price: float, levels: IntArray
-) -> Solution:
+def _solution(instance: Instance, allocation: Allocation, bound: float, price: float, levels: IntArray) -> Solution:
     seconds = instance.exposed_seconds(allocation)
     return Solution(allocation, seconds, min(bound, seconds), price, levels)
 

@@ -58,7 +58,9 @@ def torchrec_choices(tables: Sequence[Table], cluster: Cluster, *, batch_size: i
         from torchrec.distributed.planner.types import PlannerError
         from torchrec.modules.embedding_configs import DataType
     except ImportError as error:
-        raise MissingDependencyError(f"TorchRec's planner needs TorchRec; run 'make setup-torchrec' ({error})") from error
+        raise MissingDependencyError(
+            f"TorchRec's planner needs TorchRec; run 'make setup-torchrec' ({error})"
+        ) from error
     kinds = {"float64": "FP32", "float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
     groups: dict[int, list[Any]] = {}
     for index, table in enumerate(tables):
@@ -145,8 +147,8 @@ def _busiest(cluster: Cluster, per_rank: Sequence[Cost], received_bytes: float, 
     rate = cluster.level(cluster.world_size).all_to_all
     sent = max(sum(c.nbytes for c in cost.collectives) for cost in per_rank)
     size = cluster.world_size
-    exchange = () if rate is None or not sent else (
-        collective("all_to_all", size, rate, max(sent, received_bytes), overlap),
+    exchange = (
+        () if rate is None or not sent else (collective("all_to_all", size, rate, max(sent, received_bytes), overlap),)
     )
     return Cost(
         static_memory_bytes=max(cost.static_memory_bytes for cost in per_rank),

@@ -46,7 +46,9 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
     tables, tiers = range(len(instance.tables)), range(instance.group_sizes.size)
     total_reads = instance.total_reads
     whole = instance.num_rows[:, None] * np.ones(len(tiers))
-    seconds = instance.row_bytes[:, None] * (whole * instance.comm_fixed + np.outer(total_reads, instance.comm_per_read))
+    seconds = instance.row_bytes[:, None] * (
+        whole * instance.comm_fixed + np.outer(total_reads, instance.comm_per_read)
+    )
     memory = instance.row_bytes[:, None] * (
         whole * instance.table_memory_fixed + np.outer(total_reads, instance.memory_per_read)
     )

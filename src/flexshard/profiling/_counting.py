@@ -58,18 +58,29 @@ class IdCounter:
                 raise DataError(f"num_rows is {self.num_rows:,}; counts of more than {_MOST_ROWS:,} rows are not kept")
         self.counts = np.zeros(self.num_rows if self.num_rows is not None else 1024, np.int64)
 
-    def add(self, batch: IdBatch, where: BoolArray | None = None, into: IntArray | None = None) -> None:
-        """Count a batch's ids (those ``where`` it is true) into the counts, or into other counts of the table."""
-        ids = batch.ids
-        if ids.size == 0:
-            return
+    def add(self, batch: IdBatch) -> None:
+        """Count a batch's ids."""
+        rows = self.rows_of(batch)
+        if rows is not None:
+            np.add.at(self.counts, rows, 1)
+
+    def add_apart(self, batch: IdBatch, held: IntArray, unseen: BoolArray) -> IntArray:
+        """Count a batch's ids, but those ``unseen`` into ``held``, which is returned as large as the counts."""
+        rows = self.rows_of(batch)
+        if held.size < self.counts.size:
+            held = np.concatenate([held, np.zeros(self.counts.size - held.size, np.int64)])
+        if rows is not None:
+            np.add.at(self.counts, rows[~unseen], 1)
+            np.add.at(held, rows[unseen], 1)
+        return held
+
+    def rows_of(self, batch: IdBatch) -> IntArray | None:
+        """The rows that a batch's ids name; None where some are outside the table, which :meth:`check` reports."""
         if self.hash is not None and self.num_rows is not None:
-            rows = hash_to_rows(ids, self.num_rows)
-        elif not self._in_range(batch):
-            return
-        else:
-            rows = ids.astype(np.int64, copy=False)
-        np.add.at(self.counts if into is None else into, rows if where is None else rows[where], 1)
+            return hash_to_rows(batch.ids, self.num_rows)
+        if batch.ids.size and not self._in_range(batch):
+            return None
+        return batch.ids.astype(np.int64, copy=False)
 
     def _in_range(self, batch: IdBatch) -> bool:
         """Whether all ids are rows of the table, which grows if it may; if not, notes them for :meth:`check`."""

@@ -83,11 +83,7 @@ def profile_parquet(
         if kept is None or held is None:
             counter.add(batch)
             continue
-        by_id = kept if batch.lengths is None else np.repeat(kept, batch.lengths)
-        counter.add(batch, ~by_id)
-        if held.size < counter.counts.size:
-            held = np.concatenate([held, np.zeros(counter.counts.size - held.size, np.int64)])
-        counter.add(batch, by_id, into=held)
+        held = counter.add_apart(batch, held, kept if batch.lengths is None else np.repeat(kept, batch.lengths))
     if keyed is not None:
         seen, unseen = keyed.moments()
     kept_out = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)

@@ -169,11 +169,8 @@ def _problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
 def _level_problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
     world, sizes = cluster.world_size, cluster.group_sizes
     if not sizes or sizes[0] != 1 or sizes[-1] != world:
-        return (
-            ("levels",),
-            f"levels must start with group size 1 and end with all {world} ranks"
-            f" (nodes x ranks_per_node), found group sizes {list(sizes)}",
-        )
+        ends = f"levels must start with group size 1 and end with all {world} ranks (nodes x ranks_per_node)"
+        return ("levels",), f"{ends}, found group sizes {list(sizes)}"
     for index, level in enumerate(cluster.levels):
         size, where = level.group_size, ("levels", index)
         inner = sizes[index - 1] if index else 1

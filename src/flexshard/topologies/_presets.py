@@ -246,5 +246,3 @@ def resolve_cluster(name: str) -> Cluster:
         f"{name!r} is neither a cluster file nor a preset; presets are {', '.join(preset_names())}"
         " (write preset:nodes for another number of nodes)"
     )
-
-

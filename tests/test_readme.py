@@ -1,0 +1,39 @@
+"""The README's example runs as it stands there, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_example_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "flex" in result.stdout
+    assert "Proof: no plan within the budget has less than" in result.stdout
+    assert {"clicks.parquet", "plan.json", "pareto.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_yaml_example_is_a_job(tmp_path: Path) -> None:
+    from flexshard import AccessProfile, load_job
+
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    (tmp_path / "job.yaml").write_text(text)
+    AccessProfile.from_counts([5, 1], 10, 10_000_000).save(tmp_path / "items.profile.parquet")
+    job = load_job(tmp_path / "job.yaml")
+    assert job.overlap == {"all_to_all@8": 0.9}
+    assert job.cluster.world_size == 1024
+    assert job.solve().tables["items"].rows == 10_000_000
+
+
+def test_links_lead_somewhere() -> None:
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
