@@ -111,7 +111,7 @@ def _proof(plan: Plan) -> list[Text]:
     if peak > usable:
         lines.append(
             f"Warning: {units.format_bytes(peak)} per rank {'expected' if p999 is None else 'at p99.9'} is more than"
-            f" the {units.format_bytes(usable)} that {plan.cluster.name} leaves to embeddings; it may run out of memory."
+            f" the {units.format_bytes(usable)} that {plan.cluster.name} leaves to embeddings; it may run out."
         )
     return [Text(line) for line in lines]
 
