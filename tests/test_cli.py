@@ -20,15 +20,15 @@ from flexshard import AccessProfile, Plan
 COMMANDS = {
     "profile": {"--column", "--rows", "--hash", "--sample-key", "--holdout", "--by", "--json", "--output"},
     "clusters": {"--output", "--json"},
-    "job": {"--cluster", "--batch-size", "--dim", "--output"},
+    "job": {"--cluster", "--batch-size", "--dim", "--output", "--json"},
     "plan": {"--output", "--tiers", "--budget", "--method", "--json"},
     "pareto": {"--output", "--tiers", "--json"},
-    "plot": {"--output", "--table"},
+    "plot": {"--output", "--table", "--json"},
     "explain": {"--json"},
     "compare": {"--torchrec", "--time-limit", "--json"},
     "diff": {"--json"},
     "drift": {"--json"},
-    "generate": {"--rows", "--samples", "--length", "--exponent", "--seed", "--output"},
+    "generate": {"--rows", "--samples", "--length", "--exponent", "--seed", "--output", "--json"},
 }
 
 

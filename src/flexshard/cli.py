@@ -53,6 +53,10 @@ def main() -> None:
     run(app)
 
 
+def _written(path: Path, as_json: bool) -> None:
+    emit({"path": str(path)}, as_json=as_json, text=f"written to {path}")
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         say(f"flexshard {__version__}")
@@ -236,6 +240,7 @@ def job_command(
     optimizer: Annotated[str, typer.Option(help="Optimizer of the tables.")] = "rowwise_adagrad",
     budget: Annotated[str, typer.Option(help="neutral, +2GiB, or a limit such as 40GiB.")] = "neutral",
     tiers: Annotated[int, typer.Option(help="Most group sizes of the plan.")] = 3,
+    as_json: AsJson = False,
 ) -> None:
     """Write a job file for some profiles, to plan as it is or to edit first."""
     save_job(
@@ -249,7 +254,7 @@ def job_command(
         budget=budget,
         tiers=tiers,
     )
-    say(f"written to {output}")
+    _written(output, as_json)
 
 
 Tiers = Annotated[int | None, typer.Option(help="Most group sizes of the plan, instead of the job's.")]
@@ -315,6 +320,7 @@ def plot_command(
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
     table: Annotated[str | None, typer.Option(help="One table of the job; all, or the first, by default.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a figure of the FlexShard paper for the job's own profiles."""
     from flexshard import plots
@@ -334,7 +340,7 @@ def plot_command(
         plots.plot_marginal(curve, output)
     else:
         raise JobError(f"there is no plot {what!r}; draw costs, skew or marginal")
-    say(f"written to {output}")
+    _written(output, as_json)
 
 
 @app.command("explain")
@@ -412,12 +418,13 @@ def generate_command(
     exponent: Annotated[float, typer.Option(help="Of the power law of popularity.")] = 1.05,
     column: Annotated[str, typer.Option(help="Name of the column.")] = "items",
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Write power-law sequences, to try FlexShard without data."""
     write_power_law_sequences(
         output, rows=rows, samples=samples, mean_length=length, exponent=exponent, column=column, seed=seed
     )
-    say(f"written to {output}")
+    _written(output, as_json)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,18 @@ class Instance:
             high = np.where(right, high, middle)
         return low - self.starts[:-1, None]
 
+    @cached_property
+    def table_of_count(self) -> IntArray:
+        """Table of each count; shape (K,)."""
+        return np.repeat(np.arange(len(self.tables)), np.diff(self.starts))
+
+    @cached_property
+    def rows_of_count(self) -> IntArray:
+        """Rows that have each count; shape (K,)."""
+        rows = np.diff(self.cum_rows, prepend=0)
+        rows[self.starts[:-1]] = self.cum_rows[self.starts[:-1]]
+        return rows
+
     # -- what an allocation costs
 
     @cached_property

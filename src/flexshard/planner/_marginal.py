@@ -51,12 +51,8 @@ def marginal_curve(
     instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
     sizes = instance.group_sizes.tolist()
     dp, rw = sizes.index(1), sizes.index(cluster.world_size)
-    table = np.repeat(np.arange(len(instance.tables)), np.diff(instance.starts))
     order = np.argsort(-instance.reads, kind="stable")
-    table, reads = table[order], instance.reads[order]
-    rows = np.diff(instance.cum_rows, prepend=0)
-    rows[instance.starts[:-1]] = instance.cum_rows[instance.starts[:-1]]
-    rows = rows[order]
+    table, reads, rows = instance.table_of_count[order], instance.reads[order], instance.rows_of_count[order]
     size = instance.row_bytes[table] * rows
     fixed = instance.table_memory_fixed[:, dp] - instance.table_memory_fixed[:, rw]
     memory = size * (fixed[table] + (instance.memory_per_read[dp] - instance.memory_per_read[rw]) * reads)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from flexshard import units
 from flexshard.errors import BudgetError
+from flexshard.planner._bisection import bisect_floats
 from flexshard.planner._fill import fill
 from flexshard.planner._instance import Allocation, Instance
 from flexshard.planner._thresholds import allocation_of_cuts
@@ -69,10 +70,7 @@ def solve_paper(instance: Instance, budget_bytes: float, tiers: int) -> Allocati
         )
     if fits(shard(0.0)):
         return shard(0.0)
-    low, high = 0.0, float(saving.max())
-    while (gap := _bits(high) - _bits(low)) > 1:
-        middle = float(np.int64(_bits(low) + gap // 2).view(np.float64))
-        low, high = (low, middle) if fits(shard(middle)) else (middle, high)
+    low, high = bisect_floats(0.0, float(saving.max()), lambda mark: fits(shard(mark)))
     return fill(instance, shard(high), shard(low), budget_bytes * (1 + 1e-12))
 
 
@@ -90,7 +88,3 @@ def _communication_neutral(instance: Instance, level: int, row_wise: int) -> flo
         fixed = per_read = 0.0
     gained = float(instance.comm_per_read[row_wise]) - per_read
     return max(fixed / gained, _LEAST_READS) if gained > 0 else np.inf
-
-
-def _bits(value: float) -> int:
-    return int(np.float64(value).view(np.int64))

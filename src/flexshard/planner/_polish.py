@@ -50,13 +50,11 @@ def polish(
 def _search(
     instance: Instance, levels: npt.NDArray[np.int64], price: float, gap: float, limit_bytes: float
 ) -> Allocation | None:
-    table = np.repeat(np.arange(len(instance.tables)), np.diff(instance.starts))
+    table, rows = instance.table_of_count, instance.rows_of_count
     memory, comm = _row_costs(instance, table, levels)
     priced = comm + price * memory
     home = priced.argmin(axis=1)
     reduced = priced - priced.min(axis=1, keepdims=True)
-    rows = np.diff(instance.cum_rows, prepend=0)
-    rows[instance.starts[:-1]] = instance.cum_rows[instance.starts[:-1]]
     every = np.arange(home.size)
     base_memory = float(rows @ memory[every, home])
     allocation = np.zeros((len(instance.tables), instance.group_sizes.size), np.int64)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from flexshard import units
 from flexshard.errors import BudgetError
+from flexshard.planner._bisection import bisect_floats
 from flexshard.planner._fill import fill
 from flexshard.planner._instance import Allocation, Instance
 from flexshard.planner._polish import polish
@@ -139,15 +140,10 @@ def _solve_levels(
         tight = allocate(instance, levels, ceiling)
     if instance.memory_bytes(*tight) > limit:
         return None
-    low, high = floor, ceiling
-    # Bisection of the floats' bit patterns: neighbouring floats after at most 64 halvings, whatever the scale.
-    while (gap := _bits(high) - _bits(low)) > 1:
-        middle = float(np.int64(_bits(low) + gap // 2).view(np.float64))
-        tried = allocate(instance, levels, middle)
-        if instance.memory_bytes(*tried) <= limit:
-            high, tight = middle, tried
-        else:
-            low, free = middle, tried
+    low, high = bisect_floats(
+        floor, ceiling, lambda price: instance.memory_bytes(*allocate(instance, levels, price)) <= limit
+    )
+    free, tight = allocate(instance, levels, low), allocate(instance, levels, high)
     dual = max(
         instance.variable_seconds(*tight) + high * (instance.memory_bytes(*tight) - limit),
         instance.variable_seconds(*free) + low * (instance.memory_bytes(*free) - limit),
@@ -174,7 +170,3 @@ def _price_range(instance: Instance) -> tuple[float, float]:
     if not comm.any():
         return 1.0, 2.0  # nothing to communicate: any price above 0 will do
     return 1e-30 * comm.max() / memory.max(), 1e18 * comm.max() / memory[memory > 0].min()
-
-
-def _bits(value: float) -> int:
-    return int(np.float64(value).view(np.int64))
