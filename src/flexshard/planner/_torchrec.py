@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +64,7 @@ def torchrec_choices(tables: Sequence[Table], cluster: Cluster, *, batch_size: i
         raise MissingDependencyError(
             f"TorchRec's planner needs TorchRec; run 'make setup-torchrec' ({error})"
         ) from error
+    # TorchRec has no tables of float64; they count as float32 there.
     kinds = {"float64": "FP32", "float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
     groups: dict[int, list[Any]] = {}
     for index, table in enumerate(tables):
@@ -80,25 +84,40 @@ def torchrec_choices(tables: Sequence[Table], cluster: Cluster, *, batch_size: i
     )
     outer = cluster.level(cluster.world_size).all_to_all
     inner = cluster.level(cluster.ranks_per_node).all_to_all if cluster.ranks_per_node > 1 else outer
-    topology = Topology(
-        world_size=cluster.world_size,
-        local_world_size=cluster.ranks_per_node,
-        compute_device="cuda",
-        hbm_cap=int(cluster.hbm_bytes - cluster.reserve_bytes),
-        intra_host_bw=(inner.bytes_per_s if inner else 1e9) / 1e3,  # bytes per millisecond, as its constants are
-        inter_host_bw=(outer.bytes_per_s if outer else 1e9) / 1e3,
-    )
     constraints = {
         f"table_{index}": ParameterConstraints(pooling_factors=[table.profile.avg_length])
         for index, table in enumerate(tables)
     }
-    planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, constraints=constraints)
     try:
-        plan = planner.plan(model, [EmbeddingCollectionSharder()])
+        with _quiet():
+            topology = Topology(
+                world_size=cluster.world_size,
+                local_world_size=cluster.ranks_per_node,
+                compute_device="cuda",
+                hbm_cap=int(cluster.hbm_bytes - cluster.reserve_bytes),
+                intra_host_bw=(inner.bytes_per_s if inner else 1e9) / 1e3,  # bytes per millisecond, as its constants
+                inter_host_bw=(outer.bytes_per_s if outer else 1e9) / 1e3,
+            )
+            planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, constraints=constraints)
+            plan = planner.plan(model, [EmbeddingCollectionSharder()])
     except PlannerError as error:
         raise SolverError(f"TorchRec's planner found no plan: {str(error).strip().splitlines()[0]}") from error
     found = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
     return [_choice(found[f"table_{index}"], table) for index, table in enumerate(tables)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without TorchRec's advice on how to set its planner up for training, which nobody here is doing."""
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _choice(sharding: Any, table: Table) -> TorchRecChoice:

@@ -70,24 +70,20 @@ def profile_parquet(
     keyed = KeyedLengths(holdout, seed) if sample_key is not None else None
     for chunk in _with_progress(sources, columns, workers, progress):
         batch = read_ids(chunk, column)
-        kept: npt.NDArray[np.bool_] | None = None
-        if holdout:
-            kept = held_out(_sample_ids(chunk, sample_key), holdout, seed)
         if keyed is not None and sample_key is not None:
             keyed.add(key_array(chunk, sample_key), batch.lengths)
-        elif kept is None:
-            seen += batch.moments()
-        else:
-            seen += batch.moments(~kept)
-            unseen += batch.moments(kept)
-        if kept is None or held is None:
+        if held is None:
             counter.add(batch)
+            seen += batch.moments()
             continue
-        held = counter.add_apart(batch, held, kept if batch.lengths is None else np.repeat(kept, batch.lengths))
-    if keyed is not None:
+        apart = held_out(_sample_ids(chunk, sample_key), holdout, seed)
+        held = counter.add_apart(batch, held, apart if batch.lengths is None else np.repeat(apart, batch.lengths))
+        seen += batch.moments(~apart)
+        unseen += batch.moments(apart)
+    if keyed is not None:  # a sample may be spread over many rows of the files
         seen, unseen = keyed.moments()
-    kept_out = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
-    return counter.profile(seen, held=held, holdout=kept_out, sample_key=sample_key, sample_keys=keyed)
+    which = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
+    return counter.profile(seen, held=held, holdout=which, sample_key=sample_key, sample_keys=keyed)
 
 
 def profile_parquet_by(
