@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from flexshard.costmodels import Cost, Table
 from flexshard.errors import BudgetError
-from flexshard.planner import Plan, solve
+from flexshard.planner import Plan, pareto, solve
 from flexshard.planner._instance import build_instance
-from flexshard.planner._solver import least_memory, solve_instance
+from flexshard.planner._solver import _solve_levels, least_memory, solve_instance
 from flexshard.profiling import AccessProfile
 from flexshard.topologies import Cluster
 from tests.planner.instances import brute_force, clusters, table_lists, tier_cost
@@ -74,6 +74,40 @@ def test_plans_are_valid_and_beat_every_baseline(
         published = solve(tables, cluster, batch_size=batch, budget=plan.settings.budget, tiers=tiers, method="paper")
         validate(published, tables)
         assert published.lower_bound_seconds <= published.predicted.exposed_seconds
+
+
+@settings(max_examples=40)
+@given(clusters(max_levels=3), table_lists(max_tables=2, max_rows=8), st.sampled_from([1, 50, 1000]))
+def test_every_point_of_the_frontier_is_the_best_of_its_memory(
+    cluster: Cluster, tables: list[Table], batch: int
+) -> None:
+    instance = build_instance(tables, cluster, batch_size=batch, overlap={}, index_dedup=False)
+    curve = pareto(tables, cluster, batch_size=batch)
+    for point in (*curve.points, curve.mark("memory_neutral")):
+        best = solve_instance(instance, point.memory_bytes, 3)
+        assert point.exposed_seconds == pytest.approx(best.seconds, rel=1e-7, abs=1e-18)
+    least = min(instance.exposed_seconds(instance.uniform(size)) for size in cluster.group_sizes)
+    assert curve.points[-1].exposed_seconds <= least * (1 + CLOSE)
+
+
+@settings(max_examples=60)
+@given(clusters(max_levels=3), table_lists(max_tables=3, max_rows=30), st.sampled_from([50, 1000]))
+def test_one_more_gib_and_the_price_of_memory_are_what_another_plan_saves(
+    cluster: Cluster, tables: list[Table], batch: int
+) -> None:
+    plan = solve(tables, cluster, batch_size=batch)
+    richer = solve(tables, cluster, batch_size=batch, budget="+1GiB")
+    assert plan.next_gib_seconds == pytest.approx(richer.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
+    if plan.memory_price_seconds_per_gib > 0:
+        # Within one set of levels time is convex in memory: a step inwards loses at least what the price says.
+        step = 0.2 * plan.predicted.memory_bytes
+        used = sorted({tier.group_size for table in plan.tables.values() for tier in table.tiers})
+        instance = build_instance(tables, cluster, batch_size=batch, overlap={}, index_dedup=False)
+        levels = np.flatnonzero(np.isin(instance.group_sizes, used))
+        poorer = _solve_levels(instance, levels, plan.settings.budget_bytes - step, None)
+        if poorer is not None:
+            lost = poorer.lower_bound_seconds - plan.lower_bound_seconds
+            assert lost >= plan.memory_price_seconds_per_gib / 2**30 * step * (1 - 1e-6) - 1e-15
 
 
 def row_milp(tables: list[Table], cluster: Cluster, batch: int, budget: float) -> float:
