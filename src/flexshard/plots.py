@@ -24,6 +24,7 @@ PathLike = str | os.PathLike[str]
 
 _STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 _LINES = ("-", "--", "-.", ":")
+_DOTS = "osv^Dp<>h"  # nine, so that with four styles 36 lines differ
 _MARKERS = {
     "greatest_memory_saving": "v",
     "memory_neutral": "D",
@@ -47,7 +48,8 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
         axes = figure.add_subplot()
         x = [point.memory_bytes / scale for point in curve.points]
         y = [point.exposed_seconds * 1e3 for point in curve.points]
-        axes.plot(x, y, "-", color="black", lw=1.4, label="optimal plans (frontier)")
+        # Between two points nothing is faster than the one that needs less memory.
+        axes.plot(x, y, "-", color="black", lw=1.4, drawstyle="steps-post", label="optimal plans (frontier)")
         axes.axvline(curve.neutral_bytes / scale, color="gray", ls=":", lw=1)
         for point in curve.marked:
             axes.plot(
@@ -104,14 +106,15 @@ def plot_normalized_costs(table: Table, cluster: Cluster, batch_size: int, path:
         for index, size in enumerate(inner):
             name = strategy_name(size, cluster.world_size) + (f" ({size})" if size > 1 else "")
             memory, comm = normalized_costs(table, cluster, size, batch_size, p)
-            for ratio, kind, color, at in (
-                (memory, "memory", "black", marks[size].memory),
-                (comm, "communication", "tab:blue", marks[size].communication),
+            for ratio, kind, style, color, at in (
+                (memory, "memory", "-", "black", marks[size].memory),
+                (comm, "communication", "--", "tab:blue", marks[size].communication),
             ):
+                dots: dict[str, Any] = {"marker": _DOTS[index % len(_DOTS)], "markevery": (10 * index, 50), "ms": 5}
                 note = f", breakpoint p = {at:.3g}" if 0 < at < float("inf") else ", never below 1"
-                axes.plot(p, ratio, _LINES[index % 4], color=color, lw=1.5, label=f"{kind} of {name}{note}")
+                axes.plot(p, ratio, style, color=color, lw=1.5, **dots, label=f"{kind} of {name}{note}")
                 if 0 < at < float("inf"):
-                    axes.plot(at, 1.0, "o" if kind == "memory" else "^", mfc="white", mec=color, ms=8, zorder=5)
+                    axes.plot(at, 1.0, "*", mfc="white", mec=color, ms=13, zorder=5)
         axes.axhline(1.0, color="gray", lw=1)
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -138,11 +141,20 @@ def plot_skew(profiles: Mapping[str, AccessProfile], path: PathLike) -> None:
             ends = np.cumsum(profile.rows)
             rows = np.unique(np.concatenate([[1.0], np.geomspace(1, ends[-1], 300)]))
             share = [profile.covered(float(r)) for r in rows]
-            color = f"C{index % 10}"
-            style = _LINES[(index // 10 + index) % 4]
-            axes.plot(
-                100 * rows / profile.num_rows, 100 * np.array(share), style, color=color, lw=1.4, label=_literal(name)
-            )
+            line: dict[str, Any] = {
+                "color": f"C{index % 10}",
+                "ls": _LINES[index % 4],
+                "lw": 1.3,
+                "label": _literal(name),
+            }
+            if len(profiles) > 1:
+                line |= {
+                    "marker": _DOTS[index % len(_DOTS)],
+                    "ms": 4,
+                    "mfc": "white",
+                    "markevery": (7 * index % 40, 40),
+                }
+            axes.plot(100 * rows / profile.num_rows, 100 * np.array(share), **line)
         axes.set_xscale("log")
         axes.set_xlabel("hottest rows [% of the table]")
         axes.set_ylabel("accesses that they cover [%]")
@@ -151,7 +163,7 @@ def plot_skew(profiles: Mapping[str, AccessProfile], path: PathLike) -> None:
         if len(profiles) == 1:
             axes.set_title(_literal(next(iter(profiles))), fontsize=10)
         else:
-            axes.legend(fontsize=7, ncols=1 + len(profiles) // 16, framealpha=0.95)
+            axes.legend(fontsize=7, ncols=1 + len(profiles) // 16, framealpha=0.95, handlelength=3.5)
         _save(figure, path)
 
 
