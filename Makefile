@@ -11,7 +11,7 @@ FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || ec
 
 help:
 	@echo "make demo                      plan generated data, print the plan, draw the Pareto picture"
-	@echo "make demo DATA=path COLUMN=id  the same on your Parquet file"
+	@echo "make demo DATA=path COLUMN=id  the same on your Parquet file (KEY=session: its values are the samples)"
 	@echo "make test                      run the tests"
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
@@ -26,7 +26,8 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 demo: setup
-	$(VENV)/bin/python examples/demo.py $(if $(DATA),--data $(DATA)) $(if $(COLUMN),--column $(COLUMN))
+	$(VENV)/bin/python examples/demo.py $(if $(DATA),--data "$(DATA)") $(if $(COLUMN),--column "$(COLUMN)") \
+		$(if $(KEY),--sample-key "$(KEY)")
 
 test: setup
 	$(VENV)/bin/python -m pytest -n auto

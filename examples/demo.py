@@ -7,6 +7,7 @@ make demo DATA=clicks.parquet COLUMN=item_id
 from __future__ import annotations
 
 import argparse
+import glob
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a Parquet file of yours")
     parser.add_argument("--column", help="its column of ids, or of lists of ids")
+    parser.add_argument("--sample-key", help="column whose distinct values are the samples, such as a session")
     given = parser.parse_args()
     if (given.data is None) != (given.column is None):
         parser.error("give both: make demo DATA=path COLUMN=name")
@@ -35,7 +37,7 @@ def main() -> None:
         data, column = f"{OUTPUT}/clicks.parquet", "items"
         flexshard("generate", "-o", data, *SHAPE)
     profile, job, plan = (f"{OUTPUT}/{name}" for name in ("items.profile.parquet", "job.yaml", "plan.json"))
-    count(data, column, profile)
+    count(data, column, given.sample_key, profile)
     options = ("--cluster", "a100-4x8-roce", "--batch-size", 4096, "--dim", 256)
     flexshard("job", profile, *options, "-o", job)
     flexshard("plan", job, "-o", plan)
@@ -46,30 +48,45 @@ def main() -> None:
     )
 
 
-def count(data: str, column: str, profile: str) -> None:
+def count(data: str, column: str, sample_key: str | None, profile: str) -> None:
     """Profile the column as it is; fold its ids where they are raw 64-bit ones."""
-    command = ("profile", data, "--column", column, "--holdout", 0.1, "-o", profile)
-    problem = flexshard(*command, may_fail=True)
-    if "--hash" not in problem:
-        if problem:
-            sys.exit(2)
-        return
-    folded = 1 << max(16, (2 * pq.ParquetFile(data).metadata.num_rows - 1).bit_length())
-    print(f"The ids are raw; folding them into {folded:,} rows.")
-    flexshard(*command, "--hash", "splitmix64", "--rows", folded)
+    options: list[object] = ["--column", column, "--holdout", 0.1, "-o", profile]
+    if sample_key is not None:
+        options += ["--sample-key", sample_key]
+    largest, number = id_range(data, column)
+    if largest >= 1 << 28:
+        rows = 1 << max(16, (2 * number - 1).bit_length())
+        print(f"Ids of up to {largest:,} are raw, not rows of a table: they are folded into {rows:,} rows.")
+        options += ["--hash", "splitmix64", "--rows", rows]
+    flexshard("profile", data, *options)
 
 
-def flexshard(*arguments: object, may_fail: bool = False) -> str:
-    """Show a command, run it, and return what it said on standard error if it failed."""
+def id_range(data: str, column: str) -> tuple[int, int]:
+    """Largest absolute id and number of ids, from the files' statistics; 0 where they say nothing."""
+    largest = number = 0
+    files = sorted(Path(data).rglob("*.parquet")) if Path(data).is_dir() else glob.glob(data, recursive=True)
+    for file in files:
+        metadata = pq.ParquetFile(file).metadata
+        for group in range(metadata.num_row_groups):
+            for index in range(metadata.num_columns):
+                chunk = metadata.row_group(group).column(index)
+                if chunk.path_in_schema.split(".")[0] != column:
+                    continue
+                number += chunk.num_values
+                bounds = chunk.statistics
+                if bounds is not None and bounds.has_min_max and isinstance(bounds.max, int):
+                    # One padding value below zero is not a raw id; the command will say what is wrong with it.
+                    largest = max(largest, bounds.max, -bounds.min)
+    return largest, number
+
+
+def flexshard(*arguments: object) -> None:
+    """Show a command and run it; stop where it fails."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ flexshard {shlex.join(words)}", flush=True)
-    result = subprocess.run([*FLEXSHARD, *words], stderr=subprocess.PIPE if may_fail else None, text=True, check=False)
-    if result.returncode == 0:
-        return ""
-    if not may_fail:
+    result = subprocess.run([*FLEXSHARD, *words], check=False)
+    if result.returncode != 0:
         sys.exit(result.returncode)
-    print(result.stderr, end="", flush=True)
-    return result.stderr
 
 
 if __name__ == "__main__":

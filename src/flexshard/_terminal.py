@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -21,9 +23,9 @@ __all__ = ["counting_progress", "emit", "run", "say"]
 
 def say(text: RenderableType) -> None:
     """Print for a person, on standard output."""
-    # Into a pipe or a file rich would fold at 80 columns; tables need more.
     # Names come from users, and must not be taken for markup.
-    width = None if sys.stdout.isatty() else 118
+    # A narrow terminal folds lines by itself; rich would cut numbers short instead.
+    width = max(shutil.get_terminal_size((_LEAST_WIDTH, 24)).columns, _LEAST_WIDTH)
     Console(width=width, highlight=False, markup=False, emoji=False).print(text)
 
 
@@ -34,6 +36,8 @@ def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
     else:
         say(text)
 
+
+_LEAST_WIDTH = 118
 
 # click.UsageError, wherever the installed typer keeps its click.
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
@@ -53,9 +57,10 @@ def counting_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=None, rate="")
 
+        start = time.perf_counter()
+
         def update(done: int, total: int) -> None:
-            speed = progress.tasks[0].speed
-            rate = "" if speed is None else f"{speed:,.0f} rows/s"
+            rate = f"{done / (time.perf_counter() - start):,.0f} rows/s"
             progress.update(task, completed=done, total=total, rate=rate)
 
         yield update
@@ -74,6 +79,8 @@ def run(app: typer.Typer) -> None:
     except MemoryError as error:
         _fail(f"not enough memory: {error}; use fewer rows, or a larger machine")
     except _USAGE_ERROR as error:
+        if not error.format_message():  # no command at all: the help has been printed
+            sys.exit(0)
         context = getattr(error, "ctx", None)
         _fail(f"{error.format_message().rstrip('.')}; see '{context.command_path if context else 'flexshard'} --help'")
     except (KeyboardInterrupt, typer.Abort):

@@ -93,8 +93,8 @@ def profile_command(
     if any(Path(name).exists() and output.exists() and output.samefile(name) for name in data if "://" not in name):
         raise DataError(f"{output} is the data itself; choose another path with -o")
     if reuse:
-        if by is not None:
-            raise DataError("--reuse does not go with --by")
+        if by or column or hash_ or sample_key or holdout:
+            raise DataError("--reuse goes with --rows, --batch and --name alone")
         if len(data) != 1:
             raise DataError(f"--reuse takes one text file, found {len(data)}")
         profiles = [AccessProfile.from_reuse_histogram(data[0], num_rows=rows, batch=batch, table=name)]
@@ -199,7 +199,7 @@ def clusters_command(
             c = preset.cluster()
             memory = units.format_bytes(c.hbm_bytes)
             grid.add_row(preset.name, f"{c.nodes} x {c.ranks_per_node}", memory, preset.title)
-        emit([asdict(preset.cluster()) for preset in presets], as_json=as_json, text=grid)
+        emit([cluster_document(preset.cluster()) for preset in presets], as_json=as_json, text=grid)
         return
     cluster = Cluster.resolve(name)
     if output is not None:
@@ -330,7 +330,9 @@ def plot_command(
     if not tables:
         raise JobError(f"{job}: no table {table!r}; there are {', '.join(t.name for t in spec.tables)}")
     if what == "costs":
-        plots.plot_normalized_costs(tables[0], spec.cluster, spec.batch_size, output)
+        if len(tables) > 1:
+            raise JobError(f"{job}: has {len(tables)} tables; say which one to draw with --table")
+        plots.plot_normalized_costs(tables[0], spec.cluster, spec.batch_size, output, overlap=spec.overlap)
     elif what == "skew":
         plots.plot_skew({t.name: t.profile for t in tables}, output)
     elif what == "marginal":
@@ -354,7 +356,7 @@ def explain_command(
     if table is None and len(loaded.tables) > 1:
         emit(plan_document(loaded), as_json=as_json, text=plan_renderable(loaded))
         return
-    explanation = explain(loaded, table if table is not None else next(iter(loaded.tables)))
+    explanation = explain(loaded, table)
     emit(explanation.document(), as_json=as_json, text=explanation.text)
 
 

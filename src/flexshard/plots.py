@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from flexshard import units
 from flexshard._files import replacing
-from flexshard.costmodels import Table, breakpoints, normalized_costs, strategy_name
+from flexshard.costmodels import Table, breakpoints, normalized_costs, overlap_of, strategy_name
 from flexshard.errors import OutputError
 from flexshard.planner import MarginalCurve, ParetoCurve, ParetoPoint
 from flexshard.profiling import AccessProfile
@@ -57,7 +57,7 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
                 point.exposed_seconds * 1e3,
                 _MARKERS[point.name],
                 ms=8,
-                mfc="white",
+                mfc="none",  # several plans can be one point
                 mec="black",
                 ls="none",
                 label=_pareto_label(point, curve),
@@ -90,14 +90,17 @@ def _pareto_label(point: ParetoPoint, curve: ParetoCurve) -> str:
 _SHORT = {"data_parallel": "DP", "flex": "Flex", "row_wise": "RW"}
 
 
-def plot_normalized_costs(table: Table, cluster: Cluster, batch_size: int, path: PathLike) -> None:
+def plot_normalized_costs(
+    table: Table, cluster: Cluster, batch_size: int, path: PathLike, *, overlap: str | Mapping[str, float] | None = None
+) -> None:
     """Figure 3: memory and communication of each strategy over row-wise's, by a row's probability, and breakpoints.
 
     Raises:
         OutputError: the picture could not be written.
     """
     inner = [size for size in cluster.group_sizes if size < cluster.world_size]
-    marks = {size: breakpoints(table, cluster, size, batch_size) for size in inner}
+    hidden = overlap_of(overlap, cluster)
+    marks = {size: breakpoints(table, cluster, size, batch_size, hidden) for size in inner}
     finite = [m for b in marks.values() for m in (b.memory, b.communication) if 0 < m < float("inf")] or [1e-3]
     p = np.geomspace(min(finite) / 100, max(max(finite) * 100, 1.0), 400)
     with mpl.rc_context(_STYLE):
@@ -105,7 +108,7 @@ def plot_normalized_costs(table: Table, cluster: Cluster, batch_size: int, path:
         axes = figure.add_subplot()
         for index, size in enumerate(inner):
             name = strategy_name(size, cluster.world_size) + (f" ({size})" if size > 1 else "")
-            memory, comm = normalized_costs(table, cluster, size, batch_size, p)
+            memory, comm = normalized_costs(table, cluster, size, batch_size, p, hidden)
             for ratio, kind, style, color, at in (
                 (memory, "memory", "-", "black", marks[size].memory),
                 (comm, "communication", "--", "tab:blue", marks[size].communication),
@@ -121,7 +124,8 @@ def plot_normalized_costs(table: Table, cluster: Cluster, batch_size: int, path:
         axes.set_xlabel("p: expected appearances of a row in one sample (L/E of a whole table)")
         axes.set_ylabel("cost over row-wise's (below 1: cheaper)")
         axes.set_title(
-            f"{_literal(cluster.name)}, batch {batch_size:,}, D = {table.dim}, kappa = {table.kappa_replicated:.3g}",
+            f"{_literal(table.name)} on {_literal(cluster.name)}, batch {batch_size:,}, D = {table.dim},"
+            f" kappa = {table.kappa_replicated:.3g}",
             fontsize=10,
         )
         axes.legend(fontsize=8.5, framealpha=0.95)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexshard import AccessProfile, Cluster, Plan, Table, diff, explain, pareto, solve
+from flexshard import AccessProfile, Cluster, Plan, Table, diff, explain, load_job, pareto, solve
 from flexshard.costmodels import Cost, column_wise_cost, placement_cost
 from flexshard.errors import BudgetError, JobError, PlanError
 from flexshard.planner import Job, compare, marginal_curve, whole_table_cost
@@ -67,6 +67,16 @@ def test_a_stored_plan_of_version_1_still_loads() -> None:
     assert [tier.rows for tier in plan.tables["items"].tiers] == [300, 700]
     assert plan.predicted.exposed_seconds == pytest.approx(4.692e-3, rel=1e-3)
     assert plan.tables["items"].features == ("clicks",)
+
+
+def test_a_stored_job_of_version_1_still_loads() -> None:
+    job = load_job(Path(__file__).parent / "job_v1.yaml")
+    (table,) = job.tables
+    assert (table.rows, table.dim, table.dtype, table.optimizer) == (20, 8, "float16", "adam")
+    assert (table.kappa_replicated, table.features) == (4.0, ("clicks", "views"))
+    assert (job.batch_size, job.budget, job.tiers, job.index_dedup) == (64, "+1MiB", 2, True)
+    assert job.cluster.world_size == 8
+    assert job.solve().settings.overlap == (("all_to_all@4", 0.5),)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +140,37 @@ def test_the_least_feasible_budget_is_named_and_works(method: str, paper_cluster
     assert plan.predicted.memory_bytes == pytest.approx(least, rel=1e-6)
 
 
+def test_numbers_of_numpy_are_numbers(paper_cluster: Cluster, tmp_path: Path) -> None:
+    table = Table(
+        "t",
+        np.int64(10),
+        np.int32(8),
+        AccessProfile.from_counts(np.arange(10), np.int64(5)),
+        "float32",
+        "sgd",
+        np.float32(4),
+    )
+    plan = solve(
+        [table],
+        paper_cluster,
+        batch_size=np.int64(64),
+        budget=np.int64(100),
+        tiers=np.int64(2),
+        overlap={"all_to_all@8": np.float32(0.5)},
+        index_dedup=np.bool_(True),
+    )
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").fingerprint == plan.fingerprint
+    assert "rows" in explain(plan).text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"method": "guess"}, "method must be one of optimal, paper"),
         ({"tiers": 0}, "tiers must be at least 1"),
+        ({"tiers": "2"}, "tiers must be a whole number, found '2'"),
+        ({"index_dedup": "no"}, "index_dedup must be True or False"),
         ({"tiers": 4, "method": "paper"}, "tiers must be 2 or 3 for method 'paper'"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"overlap": {"x": 1}}, "overlap names 'x'"),
@@ -233,7 +269,7 @@ def test_explanation_of_boundaries(plan: Plan) -> None:
     for boundary in found.boundaries[:-1]:
         # At a boundary two tiers cost the same at the price of memory, to within the step between two counts.
         assert boundary.others[0].priced_seconds == pytest.approx(boundary.chosen.priced_seconds, rel=1e-3)
-    assert "One more GiB per rank would save" in found.text
+    assert "one more GiB per rank would save" in found.text
     assert found.table.alternatives
     for alternative in found.table.alternatives:
         assert not alternative.fits or alternative.exposed_seconds >= 0

@@ -46,6 +46,10 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert outer.seconds(25e9) == pytest.approx(1.00005)
 
 
+def test_a_stored_file_of_version_1_still_loads(tmp_path: Path) -> None:
+    assert Cluster.load(Path(__file__).parent / "cluster_v1.yaml") == Cluster.load(write(tmp_path, GOOD))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

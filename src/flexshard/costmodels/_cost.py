@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
+import numpy as np
+
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
@@ -49,7 +51,7 @@ class Collective:
 
     @property
     def seconds(self) -> float:
-        """Time of all calls: α is paid once per call, whatever the rows (design, section 3)."""
+        """Time of all calls: α is paid once per call, whatever the rows (docs/model.md)."""
         return self.calls * (self.alpha_seconds + self.nbytes / self.bytes_per_s)
 
     @property
@@ -163,7 +165,7 @@ def overlap_of(overlap: str | Mapping[str, float] | None, cluster: Cluster) -> d
     for name, share in overlap.items():
         if name not in known:
             raise JobError(f"overlap names {name!r}, which the cluster does not have; it has {', '.join(known)}")
-        if not (isinstance(share, (int, float)) and 0 <= share <= 1):
+        if isinstance(share, bool) or not isinstance(share, (int, float, np.number)) or not 0 <= share <= 1:
             raise JobError(f"overlap of {name!r} is a share of its time between 0 and 1, found {share!r}")
         result[known[name]] = float(share)
     return result

@@ -1,4 +1,4 @@
-"""The cost of one row as a straight line in w, one line per group size (design, section 4).
+"""The cost of one row as a straight line in w, one line per group size (docs/model.md).
 
 Divided by D·s, memory is ``memory_fixed + memory_per_read · w`` and exposed communication ``comm_fixed +
 comm_per_read · w``, the same for all tables of equal κ. Latencies are not in it: α is paid per iteration.
@@ -85,7 +85,7 @@ class Breakpoints:
 
     @property
     def both(self) -> float:
-        """P from which on the strategy is better in both."""
+        """The p from which on the strategy is better in both."""
         return max(self.memory, self.communication)
 
 
@@ -101,7 +101,7 @@ def breakpoints(
 
 
 def _crossing(fixed: FloatArray, per_read: FloatArray, k: int, u: int) -> float:
-    """W from which on line k is not above line u."""
+    """The w from which on line k is not above line u."""
     above, gained = float(fixed[k] - fixed[u]), float(per_read[u] - per_read[k])
     if above <= 0 and gained >= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Six metrics of every strategy (design section 3; FlexShard paper section 3.2, Tables 2 and 3).
+"""Six metrics of every strategy (docs/model.md; FlexShard paper section 3.2, Tables 2 and 3).
 
 Legend: E rows, D·s = row_bytes, R = B·L = expected reads per rank and iteration, g group size, U ranks.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,11 +54,13 @@ class Table:
     dtype: str = "float32"
     optimizer: str = "rowwise_adagrad"
     replication_multiplier: float | None = None
-    features: tuple[str, ...] = ()
+    features: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "features", tuple(self.features))
         where = f"table {self.name!r}"
+        if isinstance(self.features, str):
+            raise TableError(f"{where}: features must be a list of names, found the text {self.features!r}")
+        object.__setattr__(self, "features", tuple(self.features))
         for field in ("rows", "dim"):
             object.__setattr__(self, field, whole(getattr(self, field), f"{where}: {field}", TableError))
         if self.rows * self.dim > 1 << 60:
@@ -66,10 +69,11 @@ class Table:
             raise TableError(f"{where}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {self.dtype!r}")
         if self.optimizer not in OPTIMIZERS:
             raise TableError(f"{where}: optimizer must be one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
-        if self.replication_multiplier is not None and not 1 <= self.replication_multiplier < float("inf"):
-            raise TableError(
-                f"{where}: replication_multiplier must be at least 1 (the weights), found {self.replication_multiplier}"
-            )
+        if self.replication_multiplier is not None:
+            kappa = float(self.replication_multiplier)
+            if not 1 <= kappa < float("inf"):
+                raise TableError(f"{where}: replication_multiplier must be at least 1 (the weights), found {kappa}")
+            object.__setattr__(self, "replication_multiplier", kappa)
         if self.profile.num_rows > self.rows:
             raise TableError(
                 f"{where}: has {self.rows:,} rows, but its profile is of {self.profile.num_rows:,};"

@@ -9,8 +9,9 @@ import numpy as np
 
 from flexshard import units
 from flexshard.costmodels import overlap_of, row_lines, strategy_name
+from flexshard.errors import PlanError
 from flexshard.planner._plan import Alternative, Plan, TablePlan
-from flexshard.planner._render import table_heading
+from flexshard.planner._render import table_heading, worth_of_memory
 
 __all__ = ["Boundary", "RowCost", "TableExplanation", "explain"]
 
@@ -72,13 +73,15 @@ class TableExplanation:
         return asdict(self)
 
 
-def explain(plan: Plan, name: str) -> TableExplanation:
-    """Explain one table of a plan, from the plan alone.
+def explain(plan: Plan, name: str | None = None) -> TableExplanation:
+    """Explain one table of a plan (its only one by default), from the plan alone.
 
     Raises:
-        PlanError: the plan has no such table.
+        PlanError: the plan has no such table, or several and none is named.
     """
-    table = plan.table(name)
+    if name is None and len(plan.tables) > 1:
+        raise PlanError(f"which of the plan's {len(plan.tables)} tables? name one")
+    table = plan.table(next(iter(plan.tables)) if name is None else name)
     boundaries = _boundaries(plan, table)
     saved = None if plan.next_gib_seconds is None else plan.predicted.exposed_seconds - plan.next_gib_seconds
     text = "\n".join([table_heading(table), "", *_tier_lines(plan, table, boundaries), "", *_rest(plan, table, saved)])
@@ -140,7 +143,9 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
                     else "."
                 )
             )
-    if plan.settings.method == "optimal":
+    if plan.settings.method == "optimal" and plan.memory_price_seconds_per_gib == 0:
+        lines.append("The budget does not bind: tiers end where the next one takes less time, whatever its memory.")
+    elif plan.settings.method == "optimal":
         lines.append(
             f"Tiers end where two of them cost the same at {units.format_seconds(plan.memory_price_seconds_per_gib)}"
             " per GiB of memory, the price at which the budget is just spent."
@@ -177,9 +182,9 @@ def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
     if lines:
         lines = ["Next best choices for this table, everything else as planned:", *lines]
     if saved is not None:
+        worth = worth_of_memory(plan, saved)
         lines.append(
-            f"One more GiB per rank would save the whole plan {units.format_seconds(saved)} per iteration"
-            f" of {units.format_seconds(plan.predicted.exposed_seconds)}."
+            f"For the whole plan of {units.format_seconds(plan.predicted.exposed_seconds)} per iteration, {worth}."
         )
     return lines
 

@@ -202,7 +202,13 @@ def build_instance(
     Raises:
         JobError: no tables, two of one name, or a batch size below 1.
     """
-    tables = tuple(tables)
+    if isinstance(tables, Table) or not all(isinstance(table, Table) for table in tables):
+        raise JobError("tables must be a list of Table")
+    if not isinstance(cluster, Cluster):
+        raise JobError(f"cluster must be a Cluster, found {cluster!r}; Cluster.preset and Cluster.load make one")
+    if not isinstance(index_dedup, (bool, np.bool_)):
+        raise JobError(f"index_dedup must be True or False, found {index_dedup!r}")
+    tables, index_dedup = tuple(tables), bool(index_dedup)
     if not tables:
         raise JobError("there are no tables to plan")
     batch_size = whole(batch_size, "batch_size", JobError)

@@ -75,14 +75,14 @@ def solve_paper(instance: Instance, budget_bytes: float, tiers: int) -> Allocati
 
 
 def _memory_neutral(instance: Instance, level: int, row_wise: int) -> FloatArray:
-    """W at which a level needs as much memory as row-wise, per class; inf if never."""
+    """The w at which a level needs as much memory as row-wise, per class; inf if never."""
     above = instance.memory_fixed[:, level] - instance.memory_fixed[:, row_wise]
     gained = instance.memory_per_read[row_wise] - instance.memory_per_read[level]
     return np.where(above <= 0, 0.0, above / gained if gained > 0 else np.inf)
 
 
 def _communication_neutral(instance: Instance, level: int, row_wise: int) -> float:
-    """W at which a level takes as long as row-wise; inf if never. Rows that are never read gain nothing."""
+    """The w at which a level takes as long as row-wise; inf if never. Rows that are never read gain nothing."""
     fixed, per_read = float(instance.comm_fixed[level]), float(instance.comm_per_read[level])
     if not instance.overlap and instance.group_sizes[level] > 1:
         fixed = per_read = 0.0

@@ -15,7 +15,9 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._values import whole
 from flexshard.costmodels import Table, overlap_of
+from flexshard.errors import JobError
 from flexshard.planner._instance import Allocation, Instance, build_instance
 from flexshard.planner._paper import solve_paper
 from flexshard.planner._solve import OverlapLike
@@ -89,6 +91,7 @@ def pareto(
     Raises:
         JobError: as :func:`solve`.
     """
+    tiers, prices = whole(tiers, "tiers", JobError), whole(prices, "prices", JobError)
     hidden = overlap_of(overlap, cluster)
     instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
     count = instance.group_sizes.size

@@ -30,13 +30,21 @@ def plan_renderable(plan: Plan) -> RenderableType:
 
 def _heading(plan: Plan) -> Text:
     s, c = plan.settings, plan.cluster
+    budget = f"{s.budget}{_less_reserve(plan)} = {units.format_bytes(s.budget_bytes)}"
     return Text(
         f"{len(plan.tables)} table(s) on {c.name} ({c.nodes} nodes x {c.ranks_per_node} ranks),"
-        f" batch {s.batch_size:,} per rank, budget {s.budget} = {units.format_bytes(s.budget_bytes)} per rank,"
+        f" batch {s.batch_size:,} per rank, budget {budget} per rank,"
         f" method {s.method}, at most {s.tiers} tiers"
         + (", distinct rows per batch" if s.index_dedup else "")
         + (f", overlap {', '.join(f'{n} {v:.0%}' for n, v in s.overlap)}" if s.overlap else "")
     )
+
+
+def _less_reserve(plan: Plan) -> str:
+    budget = plan.settings.budget.strip()
+    if budget == "neutral" or budget[0] in "+-" or not plan.cluster.reserve_bytes:
+        return ""
+    return f" less {units.format_bytes(plan.cluster.reserve_bytes)} reserve"
 
 
 def _tiers_grid(plan: Plan) -> Grid:
@@ -77,7 +85,7 @@ def _rows(plan: Plan) -> Mapping[str, Cost]:
 
 def _cells(cost: Cost, row_wise: Cost) -> list[str]:
     p999 = cost.dynamic_memory_p999_bytes
-    faster = row_wise.exposed_seconds / cost.exposed_seconds if cost.exposed_seconds else float("inf")
+    faster = row_wise.exposed_seconds / cost.exposed_seconds if cost.exposed_seconds else None
     return [
         units.format_bytes(cost.memory_bytes),
         units.format_bytes(cost.static_memory_bytes),
@@ -87,7 +95,7 @@ def _cells(cost: Cost, row_wise: Cost) -> list[str]:
         units.format_seconds(cost.dynamic_comm_seconds),
         units.format_seconds(cost.static_comm_seconds),
         units.format_seconds(cost.exposed_seconds),
-        f"{faster:.2f}x",
+        "-" if faster is None else f"{faster:.2f}x",
     ]
 
 
@@ -96,15 +104,12 @@ def _proof(plan: Plan) -> list[Text]:
     gap = (cost - plan.lower_bound_seconds) / cost if cost else 0.0
     proof = (
         f"Proof: no plan within the budget has less than {_exact(plan.lower_bound_seconds)} of exposed communication;"
-        f" this one has {_exact(cost)} (gap {gap:.2g})."
+        f" this one has {_exact(cost)} (relative gap {gap:.2g})."
     )
     lines = [proof]
     if plan.settings.method == "optimal":
         saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
-        lines.append(
-            f"Memory: one more GiB per rank would save {units.format_seconds(saved)} per iteration"
-            f" (at the margin {units.format_seconds(plan.memory_price_seconds_per_gib)} per GiB)."
-        )
+        lines.append(f"Memory: {worth_of_memory(plan, saved)}.")
     usable = plan.cluster.hbm_bytes - plan.cluster.reserve_bytes
     p999 = plan.predicted.dynamic_memory_p999_bytes
     peak = plan.predicted.static_memory_bytes + (plan.predicted.dynamic_memory_bytes if p999 is None else p999)
@@ -114,6 +119,15 @@ def _proof(plan: Plan) -> list[Text]:
             f" the {units.format_bytes(usable)} that {plan.cluster.name} leaves to embeddings; it may run out."
         )
     return [Text(line) for line in lines]
+
+
+def worth_of_memory(plan: Plan, saved_by_a_gib: float) -> str:
+    """What more memory would save, in words."""
+    if saved_by_a_gib <= 1e-9 * plan.predicted.exposed_seconds:
+        return "one more GiB per rank would save nothing"
+    price = plan.memory_price_seconds_per_gib
+    margin = f"at the margin {units.format_seconds(price)} per GiB" if price else "a little more would save nothing"
+    return f"one more GiB per rank would save {units.format_seconds(saved_by_a_gib)} per iteration ({margin})"
 
 
 def _exact(seconds: float) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
+from flexshard._values import whole
 from flexshard.costmodels import Cost, Table, overlap_of, strategy_name
 from flexshard.errors import BudgetError, JobError, UnitError
 from flexshard.planner._instance import Allocation, Instance, build_instance
@@ -58,9 +59,9 @@ def solve(
     """
     if method not in METHODS:
         raise JobError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
-    if tiers < 1 or (method == "paper" and tiers not in (2, 3)):
-        allowed = "2 or 3 for method 'paper'" if method == "paper" else "at least 1"
-        raise JobError(f"tiers must be {allowed}, found {tiers}")
+    tiers = whole(tiers, "tiers", JobError)
+    if method == "paper" and tiers not in (2, 3):
+        raise JobError(f"tiers must be 2 or 3 for method 'paper', found {tiers}")
     hidden = overlap_of(overlap, cluster)
     instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
     limit = budget_bytes(budget, instance)
@@ -70,7 +71,7 @@ def solve(
         budget_bytes=limit,
         tiers=tiers,
         method=method,
-        index_dedup=index_dedup,
+        index_dedup=instance.index_dedup,
         overlap=tuple((f"{kind}@{size}", share) for (kind, size), share in sorted(hidden.items())),
     )
     best = solve_instance(instance, limit, tiers)
@@ -157,7 +158,7 @@ def _tables(
             dim=table.dim,
             dtype=table.dtype,
             optimizer=table.optimizer,
-            features=table.features,
+            features=tuple(table.features),
             kappa_replicated=table.kappa_replicated,
             kappa_sharded=table.kappa_sharded,
             profile_digest=table.profile.digest,

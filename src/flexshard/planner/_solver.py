@@ -1,4 +1,4 @@
-"""The optimal placement within a memory budget (design, section 4).
+"""The optimal placement within a memory budget (docs/model.md).
 
 For a price λ of a byte every row takes its cheapest tier; one search over λ meets the budget. That solves the linear
 relaxation, whose dual value bounds every plan from below. Rows that cost the same at λ then fill the budget to within

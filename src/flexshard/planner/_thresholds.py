@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def thresholds(instance: Instance, levels: IntArray, price: float) -> FloatArray:
-    """W down to which rows belong to the first 1, 2, ... of some levels, when memory has a price.
+    """The w down to which rows belong to the first 1, 2, ... of some levels, when memory has a price.
 
     Line i of the levels is ``a_i + b_i·w``, with b ascending. The first j levels beat the others at w if one of them
     is at most every other: ``w >= min_{i<j} max_{k>=j} (a_i - a_k) / (b_k - b_i)``.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pulp
 
 from flexshard import units
 from flexshard.costmodels import Cost, Table, overlap_of
@@ -43,6 +42,8 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
 
     Column-wise is not among the choices: it costs what row-wise does, and sends more ids.
     """
+    import pulp  # takes longer to import than everything else of the planner
+
     tables, tiers = range(len(instance.tables)), range(instance.group_sizes.size)
     total_reads = instance.total_reads
     whole = instance.num_rows[:, None] * np.ones(len(tiers))

@@ -51,11 +51,6 @@ class LengthMoments:
         return self.total / self.num_samples
 
     @property
-    def second_moment(self) -> float:
-        """Mean of the squared length."""
-        return self.total_squares / self.num_samples
-
-    @property
     def variance(self) -> float:
         """Variance of the length (of the population)."""
         return max(0.0, (self.total_squares - self.total**2 / self.num_samples) / self.num_samples)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from flexshard._values import finite, whole
 from flexshard.errors import DataError
 from flexshard.profiling._counting import IdCounter, KeyedLengths, held_out
 from flexshard.profiling._ids import IdBatch, check_column, key_array, key_kind, read_ids
@@ -56,10 +57,11 @@ def profile_parquet(
     progress: ProgressCallback | None,
 ) -> AccessProfile:
     """See :meth:`AccessProfile.from_parquet`."""
+    holdout, seed = finite(holdout, "holdout", DataError), whole(seed, "seed", DataError, least=0)
     if not 0 <= holdout < 1:
         raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
-    if workers is not None and workers < 1:
-        raise DataError(f"workers must be at least 1, found {workers}")
+    if workers is not None:
+        workers = whole(workers, "workers", DataError)
     sources = _checked(paths, column)
     columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
     if sample_key is not None:
@@ -103,15 +105,14 @@ def profile_parquet_by(
     samples = 0
     for chunk in _with_progress(sources, [column, by], workers, progress):
         batch = read_ids(chunk, column)
-        names = pc.dictionary_encode(key_array(chunk, by)).combine_chunks()
-        codes = names.indices.to_numpy()
-        each = np.ones(codes.size, np.int64) if batch.lengths is None else batch.lengths
-        samples += codes.size
-        order = np.argsort(codes, kind="stable")
         if batch.lengths is not None:
             raise DataError(
                 f"{batch.name}: column {column!r} holds lists; told apart by {by!r}, ids must be one per row"
             )
+        names = pc.dictionary_encode(key_array(chunk, by)).combine_chunks()
+        codes = names.indices.to_numpy()
+        samples += codes.size
+        order = np.argsort(codes, kind="stable")
         ends = np.searchsorted(codes[order], np.arange(len(names.dictionary)), side="right")
         start = 0
         for code, end in enumerate(ends):
@@ -122,7 +123,7 @@ def profile_parquet_by(
                 counters[name] = IdCounter(name, limit)
                 lengths[name] = LengthMoments()
             counters[name].add(IdBatch(batch.ids[rows], None, batch.name, batch.first_row, rows))
-            lengths[name] += LengthMoments.of(each[rows])
+            lengths[name] += LengthMoments(rows.size, rows.size, rows.size, 1)
     # A sample is a row of the file, for each table: it has one id of its own table and none of the others.
     return {
         name: counters[name].profile(lengths[name] + LengthMoments(samples - lengths[name].num_samples))

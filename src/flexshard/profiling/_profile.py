@@ -355,6 +355,8 @@ class AccessProfile:
     ) -> AccessProfile:
         """A profile of a Ray dataset: partial profiles of its blocks, made where they lie, merged here.
 
+        Every row of the dataset is a sample; samples by key and held-out samples need files (:meth:`from_parquet`).
+
         Raises:
             MissingDependencyError: Ray is not installed (extra "ray").
             DataError: as :meth:`from_parquet`.
@@ -402,11 +404,6 @@ class AccessProfile:
         cumulative_rows = np.append(self._cumulative[0], max(self.num_rows, self.rows_read))
         accesses = np.concatenate([[0], np.cumsum(self.holdout.accesses)])
         return float(np.interp(rows, cumulative_rows, accesses)) / total if total else None
-
-    def count_at(self, rank: int) -> int:
-        """Access count of the row of this rank (0 is the hottest); 0 for rows never read."""
-        group = int(np.searchsorted(self._cumulative[0], rank, side="right")) - 1
-        return int(self.counts[group]) if group < self.counts.size else 0
 
     @property
     def ranked_rows(self) -> IntArray:
@@ -456,6 +453,8 @@ class AccessProfile:
         """
         from flexshard.profiling._merge import merge
 
+        if not isinstance(other, AccessProfile):
+            return NotImplemented
         return merge(self, other)
 
     def drift(self, other: AccessProfile, cuts: Sequence[float] = (0.0001, 0.001, 0.01, 0.1)) -> tuple[DriftPoint, ...]:
@@ -473,7 +472,7 @@ class AccessProfile:
         return drift(self, other, cuts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as Parquet (design, section 5), whole or not at all.
+        """Write the profile as Parquet (docs/files.md), whole or not at all.
 
         Raises:
             OutputError: it could not be written.

@@ -107,13 +107,14 @@ def histogram(counts: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _descending(counts: IntArray) -> IntArray:
-    """Stable order of descending counts: a radix sort of the small ones behind a sort of the few large ones."""
-    large = np.flatnonzero(counts >= _SMALL)
-    small = np.flatnonzero(counts < _SMALL)
-    high = large[np.argsort(-counts[large], kind="stable")]
-    # numpy sorts 16-bit keys by radix; complement turns ascending into descending and keeps ties in place.
-    keys = ~counts[small].astype(np.uint16)
-    return np.concatenate([high, small[np.argsort(keys, kind="stable")]])
+    """Stable order of descending counts: a radix sort of 16-bit keys, then a sort of the few that do not fit."""
+    keys = np.empty(counts.size, np.uint16)
+    np.minimum(counts, _SMALL - 1, out=keys, casting="unsafe")
+    # Complement turns ascending into descending and keeps ties in place; numpy sorts 16-bit keys by radix.
+    order = np.argsort(np.invert(keys, out=keys), kind="stable")
+    large = int(np.count_nonzero(counts >= _SMALL - 1))
+    order[:large] = order[:large][np.argsort(-counts[order[:large]], kind="stable")]
+    return order
 
 
 def checked_whole(values: npt.ArrayLike, name: str, *, least: int) -> IntArray:

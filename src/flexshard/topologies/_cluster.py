@@ -1,6 +1,6 @@
 """The cluster as the cost model sees it: levels of ranks, and what a collective costs at each.
 
-Design, section 5: the level of group size g holds the all-to-all inside groups of g consecutive ranks and the
+docs/files.md: the level of group size g holds the all-to-all inside groups of g consecutive ranks and the
 all-reduce across the U/g groups. Level 1 has no all-to-all, level U no all-reduce.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from flexshard._values import finite, whole
 from flexshard.errors import ClusterError
@@ -36,6 +36,8 @@ class CollectiveRate:
     note: str = ""
 
     def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise ClusterError(f"source must be one of {', '.join(get_args(Source))}, found {self.source!r}")
         object.__setattr__(self, "alpha_seconds", finite(self.alpha_seconds, "alpha", ClusterError))
         object.__setattr__(self, "bytes_per_s", finite(self.bytes_per_s, "beta", ClusterError))
         if self.alpha_seconds < 0:
@@ -55,6 +57,9 @@ class Level:
     group_size: int
     all_to_all: CollectiveRate | None = None
     all_reduce: CollectiveRate | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group_size", whole(self.group_size, "group_size", ClusterError))
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a cluster file (YAML, design section 5).
+        """Read a cluster file (YAML, docs/files.md).
 
         Raises:
             ClusterError: unreadable, of another version, or contradicting itself; names file, line and field.
@@ -136,7 +141,7 @@ class Cluster:
         return load_cluster(path)
 
     @classmethod
-    def resolve(cls, name: str) -> Cluster:
+    def resolve(cls, name: str | os.PathLike[str]) -> Cluster:
         """A cluster from what a person writes: a file, a preset, or ``preset:nodes``.
 
         Raises:
@@ -144,7 +149,7 @@ class Cluster:
         """
         from flexshard.topologies._presets import resolve_cluster
 
-        return resolve_cluster(name)
+        return resolve_cluster(os.fspath(name))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a cluster file that :meth:`load` reads back to an equal cluster."""
