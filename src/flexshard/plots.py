@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -46,10 +46,8 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         axes = figure.add_subplot()
-        x = [point.memory_bytes / scale for point in curve.points]
-        y = [point.exposed_seconds * 1e3 for point in curve.points]
-        # Between two points nothing is faster than the one that needs less memory.
-        axes.plot(x, y, "-", color="black", lw=1.4, drawstyle="steps-post", label="optimal plans (frontier)")
+        x, y = np.array(_frontier_line(curve.points)).T
+        axes.plot(x / scale, y * 1e3, "-", color="black", lw=1.4, label="optimal plans (frontier)")
         axes.axvline(curve.neutral_bytes / scale, color="gray", ls=":", lw=1)
         for point in curve.marked:
             axes.plot(
@@ -71,6 +69,19 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
         axes.set_ylabel("exposed communication per iteration [ms]")
         axes.legend(loc="upper right", fontsize=8.5, framealpha=0.95)
         _save(figure, path)
+
+
+def _frontier_line(points: Sequence[ParetoPoint]) -> list[tuple[float, float]]:
+    """Corners of the frontier: straight where rows move one by one, a step where a collective comes or goes."""
+    line: list[tuple[float, float]] = []
+    before: tuple[bool, ...] = ()
+    for point in points:
+        used = tuple(rows > 0 for rows in point.rows)
+        if line and used != before:
+            line.append((point.memory_bytes, line[-1][1]))
+        line.append((point.memory_bytes, point.exposed_seconds))
+        before = used
+    return line
 
 
 def _pareto_label(point: ParetoPoint, curve: ParetoCurve) -> str:
