@@ -7,12 +7,13 @@ TORCHREC_VENV := .venv-torchrec
 # dependencies, and they are named here.
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 
-.PHONY: help setup demo test lint format bench bench-torchrec setup-torchrec clean
+.PHONY: help setup demo test test-torchrec lint format bench bench-torchrec setup-torchrec clean
 
 help:
 	@echo "make demo                      plan generated data, print the plan, draw the Pareto picture"
 	@echo "make demo DATA=path COLUMN=id  the same on your Parquet file (KEY=session: its values are the samples)"
 	@echo "make test                      run the tests"
+	@echo "make test-torchrec             the same with TorchRec installed, and those that need it"
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
 	@echo "make bench-torchrec            measure against TorchRec's planner (installs TorchRec; takes minutes)"
@@ -59,6 +60,10 @@ $(TORCHREC_VENV)/.ready: pyproject.toml
 	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torchrec==1.8.0
 	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[dev]"
 	touch $@
+
+# The tests that need torch, TorchRec or real processes of theirs are skipped by make test; here they run.
+test-torchrec: setup-torchrec
+	$(TORCHREC_VENV)/bin/python -m pytest -n auto
 
 bench-torchrec: setup-torchrec
 	$(TORCHREC_VENV)/bin/python -m benchmarks.torchrec_planner

@@ -20,6 +20,7 @@ from flexshard import AccessProfile, Plan
 COMMANDS = {
     "profile": {"--column", "--rows", "--hash", "--sample-key", "--holdout", "--by", "--json", "--output"},
     "clusters": {"--output", "--json"},
+    "measure": {"--memory", "--reserve", "--ranks-per-node", "--sizes", "--repeats", "--output", "--json"},
     "job": {"--cluster", "--batch-size", "--dim", "--output", "--json"},
     "plan": {"--output", "--tiers", "--budget", "--method", "--json"},
     "pareto": {"--output", "--tiers", "--json"},

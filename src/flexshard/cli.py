@@ -14,6 +14,7 @@ from rich.table import Table as Grid
 from flexshard import __version__, units
 from flexshard._files import make_folder, replacing
 from flexshard._grids import new_grid
+from flexshard._launch import process_group
 from flexshard._terminal import counting_progress, emit, run, say
 from flexshard.errors import DataError, JobError
 from flexshard.planner import (
@@ -31,7 +32,7 @@ from flexshard.planner import (
 )
 from flexshard.planner import costs_grid as costs_grid_of
 from flexshard.profiling import AccessProfile, write_power_law_sequences
-from flexshard.topologies import Cluster, cluster_document, load_preset, preset_names
+from flexshard.topologies import Cluster, cluster_document, load_preset, measure_cluster, preset_names
 
 __all__ = ["app", "main"]
 
@@ -227,6 +228,36 @@ def _cluster_grid(cluster: Cluster) -> Grid:
         ]
         grid.add_row(str(level.group_size), *cells, ", ".join(dict.fromkeys(r.source for r in rates if r is not None)))
     return grid
+
+
+@app.command("measure")
+def measure_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Cluster file to write.")],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of one rank, such as '80 GB'; the GPU's by default.")
+    ] = None,
+    reserve: Annotated[str, typer.Option(help="Of it, for everything but embeddings.")] = "0 B",
+    name: Annotated[str, typer.Option(help="Name of the cluster.")] = "measured",
+    ranks_per_node: Annotated[int | None, typer.Option(help="By default torchrun's, those of one machine.")] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Buffers of one rank to time, separated by commas.")
+    ] = "64 KiB,1 MiB,8 MiB,32 MiB",
+    repeats: Annotated[int, typer.Option(min=1, help="Timings of each size; their median is used.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Time the collectives of this cluster and fit alpha and beta; run it under torchrun."""
+    with process_group() as place:
+        cluster = measure_cluster(
+            name=name,
+            memory_bytes=units.parse_bytes(memory) if memory is not None else place.device_memory_bytes(),
+            reserve_bytes=units.parse_bytes(reserve),
+            ranks_per_node=place.ranks_per_node if ranks_per_node is None else ranks_per_node,
+            sizes=[int(units.parse_bytes(size)) for size in sizes.split(",")],
+            repeats=repeats,
+        )
+        if place.rank == 0:
+            cluster.save(output)
+            emit(cluster_document(cluster), as_json=as_json, text=_cluster_grid(cluster))
 
 
 @app.command("job")

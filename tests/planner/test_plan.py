@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from flexshard.costmodels import Cost, column_wise_cost, placement_cost
 from flexshard.errors import BudgetError, JobError, PlanError
 from flexshard.planner import Job, compare, marginal_curve, whole_table_cost
 from flexshard.planner._instance import build_instance
-from flexshard.planner._torchrec import TorchRecChoice, price_choices
+from flexshard.planner._torchrec import TorchRecChoice, price_choices, torchrec_choices
 from flexshard.profiling import LengthMoments, power_law_probabilities
 from flexshard.topologies import CollectiveRate, Level
 
@@ -364,6 +365,26 @@ def test_compare_adds_the_slow_baselines(paper_cluster: Cluster) -> None:
     plan = compare(Job((items(),), paper_cluster, 4096), torchrec=False)
     assert list(plan.baselines)[-1] == "whole_table"
     assert plan.predicted.exposed_seconds <= plan.baselines["whole_table"].exposed_seconds
+
+
+@pytest.mark.skipif(find_spec("torchrec") is None, reason="TorchRec is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_torchrecs_own_planner_is_asked_and_priced(paper_cluster: Cluster) -> None:
+    tables = [
+        items(name="large"),
+        items(50, 3, 0.5, "tiny"),
+        replace(items(20_000, 30, 0.9, "half"), dtype="float16", dim=64),
+    ]
+    choices = torchrec_choices(tables, paper_cluster, batch_size=512)
+    kinds = {"data_parallel", "row_wise", "table_wise", "column_wise"}
+    assert {choice.sharding_type for choice in choices} <= kinds
+    for choice in choices:
+        assert sum(share for _, share in choice.shards) == (pytest.approx(1.0) if choice.shards else 0)
+    plan = compare(Job(tuple(tables), paper_cluster, 512))
+    priced = price_choices(tables, paper_cluster, choices, batch_size=512)
+    assert plan.baselines["torchrec"].exposed_seconds == pytest.approx(priced.exposed_seconds)
+    if priced.memory_bytes <= plan.settings.budget_bytes:
+        assert plan.predicted.exposed_seconds <= priced.exposed_seconds * (1 + 1e-9)
 
 
 def test_pricing_another_planners_choices(paper_cluster: Cluster) -> None:

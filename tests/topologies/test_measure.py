@@ -1,0 +1,102 @@
+"""Fits of alpha and beta, and a measurement of real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexshard import Cluster
+from flexshard.errors import ClusterError
+from flexshard.topologies import fit_rate
+
+SIZES = [1 << 16, 1 << 20, 1 << 23, 1 << 25]
+
+
+@given(st.floats(0, 1e-2), st.floats(1e6, 1e12))
+def test_a_line_is_found_again(alpha: float, beta: float) -> None:
+    fit = fit_rate(SIZES, [alpha + n / beta for n in SIZES])
+    assert fit.error < 1e-6
+    assert fit.bytes_per_s == pytest.approx(beta, rel=1e-4) or SIZES[-1] / beta < 1e-6 * alpha
+    assert fit.alpha_seconds == pytest.approx(alpha, rel=1e-4, abs=1e-6 * SIZES[0] / beta)
+
+
+def test_a_line_by_hand() -> None:
+    # 1 ms + n / (1 GB/s), with the largest 10 % slow: no line fits, and the error says how badly.
+    seconds = [1e-3 + n / 1e9 for n in (1e6, 2e6, 4e6)]
+    fit = fit_rate([1e6, 2e6, 4e6], seconds)
+    assert (fit.alpha_seconds, fit.bytes_per_s) == (pytest.approx(1e-3), pytest.approx(1e9))
+    bent = fit_rate([1e6, 2e6, 4e6], [*seconds[:2], 1.1 * seconds[2]])
+    assert 0.01 < bent.error < 0.1
+
+
+def test_a_negative_latency_is_none() -> None:
+    fit = fit_rate([1e6, 2e6], [1e-3, 3e-3])
+    assert fit.alpha_seconds == 0.0
+    # The one slope with the least relative errors: (1 + 2/3) / (1 + 4/9) per 1e-9.
+    assert 1 / fit.bytes_per_s == pytest.approx(1e-9 * (1 + 2 / 3) / (1 + 4 / 9))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "message"),
+    [
+        ([1e6], [1e-3], "at least two sizes"),
+        ([1e6, 1e6], [1e-3, 1e-3], "at least two sizes"),
+        ([1e6, 2e6], [1e-3, 0.0], "at least two sizes"),
+        ([1e3, 1e6], [2e-3, 1e-3], "do not grow with sizes"),
+    ],
+)
+def test_times_without_a_line(nbytes: list[float], seconds: list[float], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        fit_rate(nbytes, seconds)
+
+
+def measure(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "-m", "flexshard.cli", "measure", "-o", "cluster.yaml", *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=environment, timeout=120
+    )
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_four_gloo_processes_as_two_nodes(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    options = ("--memory", "1 GB", "--ranks-per-node", "2", "--sizes", "64 KiB,1 MiB,8 MiB", "--repeats", "5")
+    result = measure(tmp_path, *options, launcher=launcher)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("group size") == 1, "rank 0 alone prints"
+    cluster = Cluster.load(tmp_path / "cluster.yaml")
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.group_sizes) == (2, 2, (1, 2, 4))
+    for level in cluster.levels:
+        for rate in (level.all_to_all, level.all_reduce):
+            if rate is not None:
+                assert rate.source == "measured"
+                assert "gloo over 2 nodes x 2 ranks" in rate.note
+                assert 1e6 < rate.bytes_per_s < 1e11
+                assert np.isfinite(rate.alpha_seconds)
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_nodes_that_do_not_divide_the_ranks(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    result = measure(tmp_path, "--memory", "1 GB", "--ranks-per-node", "3", launcher=launcher)
+    assert result.returncode != 0
+    assert "flexshard: error: group size 3 does not divide the 2 ranks; nothing was measured" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_outside_torchrun_it_says_how_to_start_it(tmp_path: Path) -> None:
+    result = measure(tmp_path, "--memory", "1 GB")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert ("torchrun" if find_spec("torch") is not None else "needs torch") in result.stderr
+    assert not list(tmp_path.iterdir())
