@@ -69,7 +69,7 @@ def bad(folder: Path, *arguments: object, limit_bytes: int | None = None) -> str
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a profile, a job and a plan, made by the commands that a stranger would type."""
     folder = tmp_path_factory.mktemp("work")
     good(folder, "generate", "-o", "clicks.parquet", "--rows", 20_000, "--samples", 5000, "--length", 60)
@@ -84,61 +84,61 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_whole_flow_and_its_json(workplace: Path) -> None:
-    plan = Plan.load(workplace / "plan.json")
-    out = good(workplace, "plan", "job.yaml", "-o", "again.json", "--json")
+def test_the_whole_flow_and_its_json(project: Path) -> None:
+    plan = Plan.load(project / "plan.json")
+    out = good(project, "plan", "job.yaml", "-o", "again.json", "--json")
     assert json.loads(out)["fingerprint"] == plan.fingerprint
-    assert (workplace / "again.json").read_bytes() == (workplace / "plan.json").read_bytes()
-    assert "Its last row costs" in good(workplace, "explain", "plan.json")
-    assert json.loads(good(workplace, "explain", "plan.json", "items", "--json"))["boundaries"]
-    good(workplace, "plan", "job.yaml", "-o", "rich.json", "--budget=+10MiB", "--tiers", 2)
-    moved = json.loads(good(workplace, "diff", "plan.json", "rich.json", "--json"))
+    assert (project / "again.json").read_bytes() == (project / "plan.json").read_bytes()
+    assert "Its last row costs" in good(project, "explain", "plan.json")
+    assert json.loads(good(project, "explain", "plan.json", "items", "--json"))["boundaries"]
+    good(project, "plan", "job.yaml", "-o", "rich.json", "--budget=+10MiB", "--tiers", 2)
+    moved = json.loads(good(project, "diff", "plan.json", "rich.json", "--json"))
     assert moved["rows"] == sum(move["rows"] for move in moved["moves"])
-    assert "0 rows, 0 B move" in good(workplace, "diff", "plan.json", "again.json")
-    good(workplace, "plan", "job.yaml", "-o", "paper.json", "--method", "paper")
-    assert Plan.load(workplace / "paper.json").settings.method == "paper"
-    compared = json.loads(good(workplace, "compare", "job.yaml", "--no-torchrec", "--json"))
+    assert "0 rows, 0 B move" in good(project, "diff", "plan.json", "again.json")
+    good(project, "plan", "job.yaml", "-o", "paper.json", "--method", "paper")
+    assert Plan.load(project / "paper.json").settings.method == "paper"
+    compared = json.loads(good(project, "compare", "job.yaml", "--no-torchrec", "--json"))
     assert set(compared["baselines"]) == {"row_wise", "data_parallel", "paper_2_tier", "paper_3_tier", "whole_table"}
-    out = good(workplace, "pareto", "job.yaml", "-o", "pareto.png")
+    out = good(project, "pareto", "job.yaml", "-o", "pareto.png")
     assert "memory_neutral" in out
-    assert (workplace / "pareto.png").stat().st_size > 10_000
+    assert (project / "pareto.png").stat().st_size > 10_000
     for what in ("costs", "skew", "marginal"):
-        good(workplace, "plot", what, "job.yaml", "-o", f"{what}.svg")
-        assert (workplace / f"{what}.svg").read_text().startswith("<?xml")
-    assert "100.0%" in good(workplace, "drift", "items.parquet", "items.parquet")
+        good(project, "plot", what, "job.yaml", "-o", f"{what}.svg")
+        assert (project / f"{what}.svg").read_text().startswith("<?xml")
+    assert "100.0%" in good(project, "drift", "items.parquet", "items.parquet")
 
 
-def test_clusters_are_listed_shown_and_written(workplace: Path) -> None:
-    assert "gb200-nvl72" in good(workplace, "clusters")
-    shown = good(workplace, "clusters", "dgx-h100:128", "-o", "h100.yaml")
+def test_clusters_are_listed_shown_and_written(project: Path) -> None:
+    assert "gb200-nvl72" in good(project, "clusters")
+    shown = good(project, "clusters", "dgx-h100:128", "-o", "h100.yaml")
     assert "1024" in shown
     assert "Sources" in shown
-    assert yaml.safe_load((workplace / "h100.yaml").read_text())["nodes"] == 128
-    assert json.loads(good(workplace, "clusters", "h100.yaml", "--json"))["levels"][2]["group_size"] == 1024
-    assert len(json.loads(good(workplace, "clusters", "--json"))) == 9
+    assert yaml.safe_load((project / "h100.yaml").read_text())["nodes"] == 128
+    assert json.loads(good(project, "clusters", "h100.yaml", "--json"))["levels"][2]["group_size"] == 1024
+    assert len(json.loads(good(project, "clusters", "--json"))) == 9
 
 
-def test_one_profile_per_table_and_a_job_of_all(workplace: Path) -> None:
+def test_one_profile_per_table_and_a_job_of_all(project: Path) -> None:
     random = np.random.default_rng(0)
     columns = {"table": random.integers(0, 12, 20_000), "row": random.zipf(1.3, 20_000) % 300}
-    pq.write_table(pa.table(columns), workplace / "lookups.parquet")
-    out = good(workplace, "profile", "lookups.parquet", "--column", "row", "--by", "table", "-o", "tables")
+    pq.write_table(pa.table(columns), project / "lookups.parquet")
+    out = good(project, "profile", "lookups.parquet", "--column", "row", "--by", "table", "-o", "tables")
     assert "12 files" in out
-    files = sorted((workplace / "tables").iterdir())
+    files = sorted((project / "tables").iterdir())
     assert len(files) == 12
-    good(workplace, "job", *files, "-o", "many.yaml", "--cluster", "dgx-a100", "--batch-size", 65536, "--dim", 64)
-    out = good(workplace, "plan", "many.yaml", "-o", "many.json")
-    assert len(Plan.load(workplace / "many.json").tables) == 12
-    assert "12 table(s)" in good(workplace, "explain", "many.json")
-    assert "reads per sample" in good(workplace, "explain", "many.json", "7")
+    good(project, "job", *files, "-o", "many.yaml", "--cluster", "dgx-a100", "--batch-size", 65536, "--dim", 64)
+    out = good(project, "plan", "many.yaml", "-o", "many.json")
+    assert len(Plan.load(project / "many.json").tables) == 12
+    assert "12 table(s)" in good(project, "explain", "many.json")
+    assert "reads per sample" in good(project, "explain", "many.json", "7")
 
 
-def test_reuse_statistics(workplace: Path) -> None:
+def test_reuse_statistics(project: Path) -> None:
     from tests.profiling.test_profile import REUSE
 
-    (workplace / "reuse.txt").write_text(REUSE)
-    good(workplace, "profile", "reuse.txt", "--reuse", "--rows", 1000, "-o", "reuse.parquet")
-    assert AccessProfile.load(workplace / "reuse.parquet").num_accesses == 1000
+    (project / "reuse.txt").write_text(REUSE)
+    good(project, "profile", "reuse.txt", "--reuse", "--rows", 1000, "-o", "reuse.parquet")
+    assert AccessProfile.load(project / "reuse.parquet").num_accesses == 1000
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -209,11 +209,11 @@ def test_a_missing_column_option(data: Path) -> None:
     assert "--by does not go with" in bad(data, "profile", "good.parquet", *options, "-o", "out")
 
 
-def test_a_disk_that_is_full_keeps_what_was_there(workplace: Path) -> None:
-    target = workplace / "full.parquet"
+def test_a_disk_that_is_full_keeps_what_was_there(project: Path) -> None:
+    target = project / "full.parquet"
     target.write_text("precious")
     arguments = ("profile", "clicks.parquet", "--column", "items", "-o", "full.parquet")
-    assert "cannot write full.parquet: file too large" in bad(workplace, *arguments, limit_bytes=4096)
+    assert "cannot write full.parquet: file too large" in bad(project, *arguments, limit_bytes=4096)
     assert target.read_text() == "precious"
     for arguments in (
         ("plan", "job.yaml", "-o", "full.json"),
@@ -221,18 +221,18 @@ def test_a_disk_that_is_full_keeps_what_was_there(workplace: Path) -> None:
         ("generate", "-o", "full2.parquet"),
         ("clusters", "dgx-h100", "-o", "full.yaml"),
     ):
-        assert "cannot write full" in bad(workplace, *arguments, limit_bytes=300)
+        assert "cannot write full" in bad(project, *arguments, limit_bytes=300)
 
 
-def test_places_that_cannot_be_written(workplace: Path) -> None:
+def test_places_that_cannot_be_written(project: Path) -> None:
     assert "cannot write none/plan.json: no such file or directory" in bad(
-        workplace, "plan", "job.yaml", "-o", "none/plan.json"
+        project, "plan", "job.yaml", "-o", "none/plan.json"
     )
-    (workplace / "folder").mkdir(exist_ok=True)
-    assert "cannot write folder: it is a folder" in bad(workplace, "plan", "job.yaml", "-o", "folder")
-    pq.write_table(pa.table({"table": [1], "row": [0]}), workplace / "one.parquet")
+    (project / "folder").mkdir(exist_ok=True)
+    assert "cannot write folder: it is a folder" in bad(project, "plan", "job.yaml", "-o", "folder")
+    pq.write_table(pa.table({"table": [1], "row": [0]}), project / "one.parquet")
     by = ("one.parquet", "--column", "row", "--by", "table")
-    assert "cannot make the folder job.yaml/tables" in bad(workplace, "profile", *by, "-o", "job.yaml/tables")
+    assert "cannot make the folder job.yaml/tables" in bad(project, "profile", *by, "-o", "job.yaml/tables")
 
 
 def edit(folder: Path, name: str, **changes: object) -> str:
@@ -268,62 +268,62 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"table": {"replication_multiplier": float("nan")}}, "replication_multiplier must be at least 1"),
     ],
 )
-def test_jobs_that_cannot_be_planned(workplace: Path, changes: dict[str, object], expected: str) -> None:
-    name = edit(workplace, "job.yaml", **changes)
-    assert expected in bad(workplace, "plan", name, "-o", "never.json")
+def test_jobs_that_cannot_be_planned(project: Path, changes: dict[str, object], expected: str) -> None:
+    name = edit(project, "job.yaml", **changes)
+    assert expected in bad(project, "plan", name, "-o", "never.json")
 
 
-def test_a_job_is_written_only_if_it_can_be_planned(workplace: Path) -> None:
-    before = (workplace / "job.yaml").read_text()
+def test_a_job_is_written_only_if_it_can_be_planned(project: Path) -> None:
+    before = (project / "job.yaml").read_text()
     options = ("job", "items.parquet", "-o", "job.yaml", "--cluster", "dgx-a100", "--batch-size")
-    assert "job.yaml:9: tables[0]: table 'items': dim must be at least 1" in bad(workplace, *options, 4, "--dim", 0)
-    assert "job.yaml:4: batch_size" in bad(workplace, *options, 0, "--dim", 4)
-    assert (workplace / "job.yaml").read_text() == before
+    assert "job.yaml:9: tables[0]: table 'items': dim must be at least 1" in bad(project, *options, 4, "--dim", 0)
+    assert "job.yaml:4: batch_size" in bad(project, *options, 0, "--dim", 4)
+    assert (project / "job.yaml").read_text() == before
     twice = ("job", "items.parquet", "items.parquet", "-o", "twice.yaml", "--cluster", "dgx-a100")
-    assert "table 'items' is given twice" in bad(workplace, *twice, "--batch-size", 4, "--dim", 4)
+    assert "table 'items' is given twice" in bad(project, *twice, "--batch-size", 4, "--dim", 4)
 
 
-def test_paths_in_a_job_are_relative_to_it_and_do_not_change_the_plan(workplace: Path) -> None:
-    (workplace / "sub").mkdir(exist_ok=True)
-    good(workplace, "clusters", "dgx-a100:2", "-o", "mine.yaml")
+def test_paths_in_a_job_are_relative_to_it_and_do_not_change_the_plan(project: Path) -> None:
+    (project / "sub").mkdir(exist_ok=True)
+    good(project, "clusters", "dgx-a100:2", "-o", "mine.yaml")
     made = ("job", "items.parquet", "-o", "sub/job.yaml", "--cluster", "mine.yaml", "--batch-size", 64, "--dim", 8)
-    good(workplace, *made)
-    good(workplace, "plan", "sub/job.yaml", "-o", "a.json")
-    good(workplace / "sub", "plan", "job.yaml", "-o", "b.json")
-    assert (workplace / "a.json").read_bytes() == (workplace / "sub" / "b.json").read_bytes()
-    assert Plan.load(workplace / "a.json").tables["items"].profile_path == "../items.parquet"
+    good(project, *made)
+    good(project, "plan", "sub/job.yaml", "-o", "a.json")
+    good(project / "sub", "plan", "job.yaml", "-o", "b.json")
+    assert (project / "a.json").read_bytes() == (project / "sub" / "b.json").read_bytes()
+    assert Plan.load(project / "a.json").tables["items"].profile_path == "../items.parquet"
 
 
-def test_odd_names_are_shown_and_kept_apart(workplace: Path) -> None:
+def test_odd_names_are_shown_and_kept_apart(project: Path) -> None:
     columns = {"table": ["a/b", "a_b", "[red]", "$x_{$"], "row": [0, 1, 2, 3]}
-    pq.write_table(pa.table(columns), workplace / "odd.parquet")
-    out = good(workplace, "profile", "odd.parquet", "--column", "row", "--by", "table", "-o", "odd")
+    pq.write_table(pa.table(columns), project / "odd.parquet")
+    out = good(project, "profile", "odd.parquet", "--column", "row", "--by", "table", "-o", "odd")
     assert "[red]" in out
-    files = sorted((workplace / "odd").iterdir())
+    files = sorted((project / "odd").iterdir())
     assert len(files) == 4
-    good(workplace, "job", *files, "-o", "odd.yaml", "--cluster", "dgx-a100", "--batch-size", 64, "--dim", 8)
-    assert "$x_{$" in good(workplace, "plan", "odd.yaml", "-o", "odd.json")
-    good(workplace, "plot", "skew", "odd.yaml", "-o", "odd.png")
+    good(project, "job", *files, "-o", "odd.yaml", "--cluster", "dgx-a100", "--batch-size", 64, "--dim", 8)
+    assert "$x_{$" in good(project, "plan", "odd.yaml", "-o", "odd.json")
+    good(project, "plot", "skew", "odd.yaml", "-o", "odd.png")
 
 
-def test_wrong_usage_is_one_line(workplace: Path) -> None:
-    assert "Missing option '--output' / '-o'" in bad(workplace, "plan", "job.yaml").replace(
+def test_wrong_usage_is_one_line(project: Path) -> None:
+    assert "Missing option '--output' / '-o'" in bad(project, "plan", "job.yaml").replace(
         "'-o' / '--output'", "'--output' / '-o'"
     )
-    assert "Invalid value for '--tiers'" in bad(workplace, "plan", "job.yaml", "-o", "x.json", "--tiers", "many")
-    assert "No such command 'plam'" in bad(workplace, "plam")
-    assert "No such option" in bad(workplace, "plan", "job.yaml", "--colour")
-    assert "pictures are .png, .svg or .pdf" in bad(workplace, "pareto", "job.yaml", "-o", "x.txt")
+    assert "Invalid value for '--tiers'" in bad(project, "plan", "job.yaml", "-o", "x.json", "--tiers", "many")
+    assert "No such command 'plam'" in bad(project, "plam")
+    assert "No such option" in bad(project, "plan", "job.yaml", "--colour")
+    assert "pictures are .png, .svg or .pdf" in bad(project, "pareto", "job.yaml", "-o", "x.txt")
     assert "is the data itself" in bad(
-        workplace, "profile", "clicks.parquet", "--column", "items", "-o", "clicks.parquet"
+        project, "profile", "clicks.parquet", "--column", "items", "-o", "clicks.parquet"
     )
     twice = ("profile", "clicks.parquet", "clicks.parquet", "--column", "items", "-o", "x.parquet")
-    assert "is given twice" in bad(workplace, *twice)
-    (workplace / "double.yaml").write_text((workplace / "job.yaml").read_text() + "tiers: 2\n")
-    assert "tiers: this field is given twice" in bad(workplace, "plan", "double.yaml", "-o", "x.json")
+    assert "is given twice" in bad(project, *twice)
+    (project / "double.yaml").write_text((project / "job.yaml").read_text() + "tiers: 2\n")
+    assert "tiers: this field is given twice" in bad(project, "plan", "double.yaml", "-o", "x.json")
 
 
-def test_a_full_pipe_and_a_closed_one(workplace: Path) -> None:
+def test_a_full_pipe_and_a_closed_one(project: Path) -> None:
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
             [sys.executable, "-m", "flexshard.cli", "clusters"],
@@ -336,33 +336,33 @@ def test_a_full_pipe_and_a_closed_one(workplace: Path) -> None:
     assert result.stderr == "flexshard: error: cannot write to standard output: No space left on device\n"
 
 
-def test_clusters_that_do_not_divide(workplace: Path) -> None:
-    good(workplace, "clusters", "dgx-a100:2", "-o", "two.yaml")
-    text = (workplace / "two.yaml").read_text().replace("group_size: 8", "group_size: 3")
-    (workplace / "odd.yaml").write_text(text)
+def test_clusters_that_do_not_divide(project: Path) -> None:
+    good(project, "clusters", "dgx-a100:2", "-o", "two.yaml")
+    text = (project / "two.yaml").read_text().replace("group_size: 8", "group_size: 3")
+    (project / "odd.yaml").write_text(text)
     line = 1 + text[: text.index("group_size: 3")].count("\n")
     assert f"odd.yaml:{line}: levels[1]: group size 3 does not divide the 16 ranks" in bad(
-        workplace, "clusters", "odd.yaml"
+        project, "clusters", "odd.yaml"
     )
-    assert "no such file" in bad(workplace, "clusters", "none.yaml")
-    assert "neither a cluster file nor a preset" in bad(workplace, "clusters", "none")
+    assert "no such file" in bad(project, "clusters", "none.yaml")
+    assert "neither a cluster file nor a preset" in bad(project, "clusters", "none")
 
 
-def test_plans_that_cannot_be_read(workplace: Path) -> None:
-    text = (workplace / "plan.json").read_text()
-    (workplace / "old.json").write_text(text.replace('"version": 1', '"version": 0'))
-    assert "old.json: version 0 of plans is unknown" in bad(workplace, "explain", "old.json")
-    (workplace / "cut.json").write_text(text[:500])
-    assert "cut.json:" in bad(workplace, "explain", "cut.json")
-    assert "not valid JSON" in bad(workplace, "diff", "plan.json", "cut.json")
-    assert "none.json: cannot be read: no such file or directory" in bad(workplace, "explain", "none.json")
-    assert "the plan has no table 'users'; it has items" in bad(workplace, "explain", "plan.json", "users")
-    assert "there is no plot 'heat'" in bad(workplace, "plot", "heat", "job.yaml", "-o", "x.png")
+def test_plans_that_cannot_be_read(project: Path) -> None:
+    text = (project / "plan.json").read_text()
+    (project / "old.json").write_text(text.replace('"version": 1', '"version": 0'))
+    assert "old.json: version 0 of plans is unknown" in bad(project, "explain", "old.json")
+    (project / "cut.json").write_text(text[:500])
+    assert "cut.json:" in bad(project, "explain", "cut.json")
+    assert "not valid JSON" in bad(project, "diff", "plan.json", "cut.json")
+    assert "none.json: cannot be read: no such file or directory" in bad(project, "explain", "none.json")
+    assert "the plan has no table 'users'; it has items" in bad(project, "explain", "plan.json", "users")
+    assert "there is no plot 'heat'" in bad(project, "plot", "heat", "job.yaml", "-o", "x.png")
 
 
-def test_torchrec_is_named_where_it_is_missing(workplace: Path) -> None:
+def test_torchrec_is_named_where_it_is_missing(project: Path) -> None:
     import importlib.util
 
     if importlib.util.find_spec("torchrec") is not None:
         pytest.skip("TorchRec is installed")
-    assert "make setup-torchrec" in bad(workplace, "compare", "job.yaml", "--torchrec")
+    assert "make setup-torchrec" in bad(project, "compare", "job.yaml", "--torchrec")
