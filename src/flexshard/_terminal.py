@@ -14,11 +14,19 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from flexshard.errors import FlexShardError
 
-__all__ = ["counting_progress", "emit", "run", "say"]
+__all__ = ["counting_progress", "emit", "run", "say", "working"]
 
 
 def say(text: RenderableType) -> None:
@@ -64,6 +72,19 @@ def counting_progress(title: str) -> Iterator[Callable[[int, int], None]]:
             progress.update(task, completed=done, total=total, rate=rate)
 
         yield update
+
+
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """A sign of life on standard error while something takes its time; nothing where that is not a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(title, total=None)
+        yield
 
 
 def run(app: typer.Typer) -> None:

@@ -15,7 +15,7 @@ from flexshard import __version__, units
 from flexshard._files import make_folder, replacing
 from flexshard._grids import new_grid
 from flexshard._launch import process_group
-from flexshard._terminal import counting_progress, emit, run, say
+from flexshard._terminal import counting_progress, emit, run, say, working
 from flexshard.errors import DataError, JobError
 from flexshard.planner import (
     Job,
@@ -309,7 +309,8 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Decide where every row lives, and prove it."""
-    plan = _job(job, tiers, budget, method).solve()
+    with working("planning"):
+        plan = _job(job, tiers, budget, method).solve()
     plan.save(output)
     emit(plan_document(plan), as_json=as_json, text=plan_renderable(plan))
     if not as_json:
@@ -327,15 +328,16 @@ def pareto_command(
     from flexshard.plots import plot_pareto
 
     spec = _job(job, tiers, None, None)
-    curve = pareto(
-        spec.tables,
-        spec.cluster,
-        batch_size=spec.batch_size,
-        tiers=spec.tiers,
-        overlap=spec.overlap,
-        index_dedup=spec.index_dedup,
-    )
-    plot_pareto(curve, output)
+    with working("finding the frontier"):
+        curve = pareto(
+            spec.tables,
+            spec.cluster,
+            batch_size=spec.batch_size,
+            tiers=spec.tiers,
+            overlap=spec.overlap,
+            index_dedup=spec.index_dedup,
+        )
+        plot_pareto(curve, output)
     headings = ("memory per rank", "exposed", *(f"rows, g = {size}" for size in curve.group_sizes))
     grid = new_grid("Points of the frontier, and beside it", ["point"], headings)
     for point in curve.marked:
@@ -401,7 +403,8 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """Set the plan beside every baseline: the paper's, whole tables (MILP), TorchRec's own planner."""
-    plan = compare(load_job(job), torchrec=torchrec, time_limit_seconds=time_limit)
+    with working("asking the baselines"):
+        plan = compare(load_job(job), torchrec=torchrec, time_limit_seconds=time_limit)
     emit(plan_document(plan), as_json=as_json, text=costs_grid_of(plan))
 
 
@@ -454,9 +457,10 @@ def generate_command(
     as_json: AsJson = False,
 ) -> None:
     """Write power-law sequences, to try FlexShard without data."""
-    write_power_law_sequences(
-        output, rows=rows, samples=samples, mean_length=length, exponent=exponent, column=column, seed=seed
-    )
+    with working("generating"):
+        write_power_law_sequences(
+            output, rows=rows, samples=samples, mean_length=length, exponent=exponent, column=column, seed=seed
+        )
     _written(output, as_json)
 
 
