@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, SupportsFloat
 
 from flexshard.errors import FlexShardError
 
-__all__ = ["finite", "whole"]
+__all__ = ["finite", "first_repeated", "whole"]
 
 _MOST = 1 << 62
 
@@ -26,6 +27,16 @@ def whole(value: Any, name: str, error_type: type[FlexShardError], *, least: int
         shown = str(value) if abs(number) < _MOST else "a number beyond 2^62"
         raise error_type(f"{name} must be at least {least}, found {shown}")
     return number
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """The first name that stands there a second time, if any does."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def finite(value: SupportsFloat, name: str, error_type: type[FlexShardError]) -> float:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexshard import AccessProfile
 from flexshard.errors import DataError, ProfileError
-from flexshard.profiling import _sources, hash_to_rows
+from flexshard.profiling import _counting, _sources, hash_to_rows
 
 
 def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -73,6 +73,16 @@ def test_samples_by_key(tmp_path: Path) -> None:
     assert profile.num_samples == 3
     assert profile.lengths is not None
     assert (profile.lengths.total, profile.lengths.total_squares, profile.lengths.maximum) == (5, 9 + 1 + 1, 3)
+
+
+def test_keys_are_compacted_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(4)
+    path = write(tmp_path / "a.parquet", random_table(random, 3000, lists=True), row_group_size=50)
+    whole = AccessProfile.from_parquet(path, column="ids", sample_key="key", holdout=0.2)
+    monkeypatch.setattr(_counting, "_COMPACT_KEYS", 120)
+    compacted = AccessProfile.from_parquet(path, column="ids", sample_key="key", holdout=0.2)
+    assert compacted.digest == whole.digest
+    assert compacted.lengths == whole.lengths
 
 
 def random_table(random: np.random.Generator, rows: int, *, lists: bool) -> dict[str, Any]:

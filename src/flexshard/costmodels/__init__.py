@@ -1,6 +1,6 @@
 """What one placement costs: memory, bytes, seconds; for whole tables and for sets of rows."""
 
-from flexshard.costmodels._cost import QUANTILE, Collective, CollectiveKind, Cost, Overlap, overlap_of
+from flexshard.costmodels._cost import QUANTILE, Collective, CollectiveKind, Cost, Overlap, OverlapLike, overlap_of
 from flexshard.costmodels._lines import Breakpoints, RowLines, breakpoints, normalized_costs, row_lines
 from flexshard.costmodels._placement import collective, column_wise_cost, placement_cost, strategy_name, table_wise_cost
 from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct
@@ -14,6 +14,7 @@ __all__ = [
     "CollectiveKind",
     "Cost",
     "Overlap",
+    "OverlapLike",
     "RowLines",
     "Table",
     "breakpoints",

@@ -12,7 +12,7 @@ import numpy as np
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
-__all__ = ["QUANTILE", "Collective", "CollectiveKind", "Cost", "Overlap", "overlap_of"]
+__all__ = ["QUANTILE", "Collective", "CollectiveKind", "Cost", "Overlap", "OverlapLike", "overlap_of"]
 
 CollectiveKind = Literal["all_to_all", "all_reduce"]
 KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "all_reduce")
@@ -21,6 +21,7 @@ QUANTILE = 0.999
 _Z = NormalDist().inv_cdf(QUANTILE)
 
 Overlap = Mapping[tuple[CollectiveKind, int], float]
+OverlapLike = str | Mapping[str, float] | None  # as people write it
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _together(a: Collective, b: Collective) -> Collective:
     return Collective(a.kind, a.group_size, a.calls, a.nbytes + b.nbytes, a.alpha_seconds, a.bytes_per_s, a.overlap)
 
 
-def overlap_of(overlap: str | Mapping[str, float] | None, cluster: Cluster) -> dict[tuple[CollectiveKind, int], float]:
+def overlap_of(overlap: OverlapLike, cluster: Cluster) -> dict[tuple[CollectiveKind, int], float]:
     """Overlap fractions by (kind, group size) from what people write.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,10 @@ import numpy as np
 from flexshard.planner._instance import Allocation, Instance
 
 __all__ = ["fill"]
+
+
+# The running slack is a sum of differences; where rounding overdraws it, this share of the limit is left unspent.
+_SPARED = (0.0, 1e-13, 1e-12, 1e-11)
 
 
 @dataclass(frozen=True)
@@ -28,22 +32,25 @@ def fill(instance: Instance, inside: Allocation, beyond: Allocation, limit_bytes
 
     Both allocations minimise the same priced cost, so every mixture does, and the fullest is the fastest.
     """
+    steps = list(_steps(instance, inside, beyond))
+    for spared in _SPARED:
+        filled = _filled(instance, inside, steps, limit_bytes * (1 - spared))
+        if instance.memory_bytes(filled) <= limit_bytes * (1 + 1e-13):
+            return filled
+    return inside
+
+
+def _filled(instance: Instance, inside: Allocation, steps: Sequence[_Step], limit_bytes: float) -> Allocation:
     result = inside.copy()
-    slack = limit_bytes - instance.memory_bytes(inside, instance.tier_reads(inside))
-    for step in _steps(instance, inside, beyond):
+    slack = limit_bytes - instance.memory_bytes(inside)
+    for step in steps:
         if step.row_memory_bytes <= 0:
             continue
         moved = min(step.rows, int(max(slack, 0.0) / step.row_memory_bytes))
         result[step.table, step.source] -= moved
         result[step.table, step.target] += moved
         slack -= moved * step.row_memory_bytes
-    # The running slack is a sum of differences; where rounding overdrew it, give one row back.
-    return result if _fits(instance, result, limit_bytes) else inside
-
-
-def _fits(instance: Instance, allocation: Allocation, limit_bytes: float) -> bool:
-    # The tolerance covers the order of summation, which differs from that of the search.
-    return instance.memory_bytes(allocation, instance.tier_reads(allocation)) <= limit_bytes * (1 + 1e-13)
+    return result
 
 
 def _steps(instance: Instance, inside: Allocation, beyond: Allocation) -> Iterator[_Step]:

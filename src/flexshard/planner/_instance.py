@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._values import whole
-from flexshard.costmodels import Collective, Cost, Overlap, Table, collective, row_lines
+from flexshard._values import first_repeated, whole
+from flexshard.costmodels import Collective, Cost, Overlap, OverlapLike, Table, collective, overlap_of, row_lines
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
-__all__ = ["Allocation", "Instance", "build_instance"]
+__all__ = ["Allocation", "Instance", "build_instance", "memory_limit"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -136,13 +137,15 @@ class Instance:
         whole_reads = np.diff(units, axis=1, prepend=0) * self.unit_reads[:, None]
         return np.asarray(whole_reads + np.diff(partial, axis=1, prepend=0.0))
 
-    def memory_bytes(self, allocation: Allocation, reads: FloatArray) -> float:
-        """Static and expected dynamic memory per rank."""
+    def memory_bytes(self, allocation: Allocation, reads: FloatArray | None = None) -> float:
+        """Static and expected dynamic memory per rank; ``reads`` are the tiers', where they are known already."""
+        reads = self.tier_reads(allocation) if reads is None else reads
         per_byte = allocation * self.table_memory_fixed + reads * self.memory_per_read
         return float(self.row_bytes @ per_byte.sum(axis=1))
 
-    def variable_seconds(self, allocation: Allocation, reads: FloatArray) -> float:
-        """Exposed communication without latencies."""
+    def variable_seconds(self, allocation: Allocation, reads: FloatArray | None = None) -> float:
+        """Exposed communication without latencies; ``reads`` as for :meth:`memory_bytes`."""
+        reads = self.tier_reads(allocation) if reads is None else reads
         per_byte = allocation @ self.comm_fixed + reads @ self.comm_per_read
         return float(self.row_bytes @ per_byte)
 
@@ -152,8 +155,14 @@ class Instance:
 
     def exposed_seconds(self, allocation: Allocation) -> float:
         """Exposed communication: what the solver minimises."""
-        reads = self.tier_reads(allocation)
-        return self.variable_seconds(allocation, reads) + self.latency_seconds(allocation)
+        return self.variable_seconds(allocation) + self.latency_seconds(allocation)
+
+    def level_subsets(self, most: int) -> list[IntArray]:
+        """Indices of every choice of at most ``most`` levels, the smallest choices first."""
+        count = self.group_sizes.size
+        return [
+            np.array(levels) for size in range(1, min(most, count) + 1) for levels in combinations(range(count), size)
+        ]
 
     def uniform(self, group_size: int) -> Allocation:
         """Every row in one tier."""
@@ -194,13 +203,23 @@ class Instance:
         return tuple(sorted(found, key=lambda c: (c.kind, c.group_size)))
 
 
+def memory_limit(budget_bytes: float) -> float:
+    """A budget, and the share of it by which sums of float64 bytes differ with their order."""
+    return budget_bytes + 1e-12 * abs(budget_bytes)
+
+
 def build_instance(
-    tables: Sequence[Table], cluster: Cluster, *, batch_size: int, overlap: Overlap, index_dedup: bool
+    tables: Sequence[Table],
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    overlap: OverlapLike = None,
+    index_dedup: bool = False,
 ) -> Instance:
-    """Arrays of a planning problem.
+    """Arrays of a planning problem; arguments as for ``solve``.
 
     Raises:
-        JobError: no tables, two of one name, or a batch size below 1.
+        JobError: an argument that cannot be used, no tables, or two of one name.
     """
     if isinstance(tables, Table) or not all(isinstance(table, Table) for table in tables):
         raise JobError("tables must be a list of Table")
@@ -212,13 +231,13 @@ def build_instance(
     if not tables:
         raise JobError("there are no tables to plan")
     batch_size = whole(batch_size, "batch_size", JobError)
-    names = [table.name for table in tables]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise JobError(f"table {twice[0]!r} is given twice; tables need distinct names")
+    twice = first_repeated(table.name for table in tables)
+    if twice is not None:
+        raise JobError(f"table {twice!r} is given twice; tables need distinct names")
+    hidden = overlap_of(overlap, cluster)
     classes: dict[tuple[float, float], int] = {}
     table_class = [classes.setdefault((t.kappa_replicated, t.kappa_sharded), len(classes)) for t in tables]
-    lines = [row_lines(cluster, *kappas, overlap) for kappas in classes]
+    lines = [row_lines(cluster, *kappas, hidden) for kappas in classes]
     first = lines[0]
     # Data-parallel reads nothing from others, so it leads even where an overlap hides all of another's traffic.
     order = np.lexsort((np.array(first.group_sizes), first.comm_per_read, np.array(first.group_sizes) > 1))
@@ -226,7 +245,7 @@ def build_instance(
         tables,
         cluster,
         batch_size,
-        overlap,
+        hidden,
         index_dedup,
         np.array(first.group_sizes, np.int64)[order],
         np.stack([line.memory_fixed[order] for line in lines]),

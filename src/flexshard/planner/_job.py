@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flexshard._documents import load_yaml, located
 from flexshard._files import replacing
-from flexshard.costmodels import Table, overlap_of
+from flexshard.costmodels import OverlapLike, Table, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
 from flexshard.planner._plan import Plan
-from flexshard.planner._solve import OverlapLike, parse_budget, solve
+from flexshard.planner._solve import parse_budget, solve
 from flexshard.profiling import AccessProfile
 from flexshard.topologies import Cluster
 

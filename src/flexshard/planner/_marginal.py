@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Table, overlap_of
+from flexshard.costmodels import OverlapLike, Table
 from flexshard.planner._instance import build_instance
-from flexshard.planner._solve import OverlapLike
 from flexshard.topologies import Cluster
 
 __all__ = ["MarginalCurve", "marginal_curve"]
@@ -47,8 +46,7 @@ def marginal_curve(
     index_dedup: bool = False,
 ) -> MarginalCurve:
     """The curve of the paper's Figure 5 for data-parallel against row-wise; arguments as for :func:`solve`."""
-    hidden = overlap_of(overlap, cluster)
-    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
+    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup)
     sizes = instance.group_sizes.tolist()
     dp, rw = sizes.index(1), sizes.index(cluster.world_size)
     order = np.argsort(-instance.reads, kind="stable")

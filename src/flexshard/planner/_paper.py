@@ -20,7 +20,7 @@ from flexshard import units
 from flexshard.errors import BudgetError
 from flexshard.planner._bisection import bisect_floats
 from flexshard.planner._fill import fill
-from flexshard.planner._instance import Allocation, Instance
+from flexshard.planner._instance import Allocation, Instance, memory_limit
 from flexshard.planner._thresholds import allocation_of_cuts
 
 __all__ = ["solve_paper"]
@@ -50,6 +50,8 @@ def solve_paper(instance: Instance, budget_bytes: float, tiers: int) -> Allocati
     lowest = np.minimum(saving, _communication_neutral(instance, spending, row_wise))
     levels = np.array([data_parallel, row_wise] if flex is None else [data_parallel, flex, row_wise])
 
+    limit = memory_limit(budget_bytes)
+
     def shard(mark: float) -> Allocation:
         """Spend savings on rows whose w is at least ``mark``."""
         spent_down_to = np.clip(mark, lowest, saving)
@@ -58,11 +60,11 @@ def solve_paper(instance: Instance, budget_bytes: float, tiers: int) -> Allocati
         return allocation_of_cuts(instance, levels, cuts)
 
     def fits(allocation: Allocation) -> bool:
-        return instance.memory_bytes(allocation, instance.tier_reads(allocation)) <= budget_bytes * (1 + 1e-12)
+        return instance.memory_bytes(allocation) <= limit
 
     thrifty = shard(np.inf)
     if not fits(thrifty):
-        least = instance.memory_bytes(thrifty, instance.tier_reads(thrifty))
+        least = instance.memory_bytes(thrifty)
         raise BudgetError(
             f"the paper's sharding needs at least {units.format_bytes(least)} ({np.ceil(least):,.0f} bytes) per rank,"
             f" more than the budget of {units.format_bytes(budget_bytes)}; raise the budget or use more ranks",
@@ -71,7 +73,7 @@ def solve_paper(instance: Instance, budget_bytes: float, tiers: int) -> Allocati
     if fits(shard(0.0)):
         return shard(0.0)
     low, high = bisect_floats(0.0, float(saving.max()), lambda mark: fits(shard(mark)))
-    return fill(instance, shard(high), shard(low), budget_bytes * (1 + 1e-12))
+    return fill(instance, shard(high), shard(low), limit)
 
 
 def _memory_neutral(instance: Instance, level: int, row_wise: int) -> FloatArray:

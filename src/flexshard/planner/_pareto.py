@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard._values import whole
-from flexshard.costmodels import Table, overlap_of
+from flexshard.costmodels import OverlapLike, Table
 from flexshard.errors import JobError
 from flexshard.planner._instance import Allocation, Instance, build_instance
 from flexshard.planner._paper import solve_paper
-from flexshard.planner._solve import OverlapLike
 from flexshard.planner._solver import solve_instance
 from flexshard.planner._thresholds import allocate
 from flexshard.topologies import Cluster
@@ -92,20 +91,16 @@ def pareto(
         JobError: as :func:`solve`.
     """
     tiers, prices = whole(tiers, "tiers", JobError), whole(prices, "prices", JobError)
-    hidden = overlap_of(overlap, cluster)
-    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
-    count = instance.group_sizes.size
-    subsets = [
-        np.array(levels) for size in range(1, min(tiers, count) + 1) for levels in combinations(range(count), size)
-    ]
+    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup)
+    subsets = instance.level_subsets(tiers)
     curves = [
         [_point(instance, allocate(instance, levels, price)[0]) for price in _prices(instance, levels, prices)]
         for levels in subsets
     ]
+    neutral = _point(instance, instance.uniform(cluster.world_size), "row_wise")
     neutral_plan = solve_instance(instance, instance.cost(instance.uniform(cluster.world_size)).memory_bytes, tiers)
     found = [*_envelope(instance, subsets, curves), _point(instance, neutral_plan.allocation)]
     frontier = _frontier([*found, *_between(instance, _frontier(found), tiers)])
-    neutral = _point(instance, instance.uniform(cluster.world_size), "row_wise")
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
         tuple(frontier),

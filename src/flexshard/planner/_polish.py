@@ -35,7 +35,7 @@ def polish(
         start: an allocation within the limit.
         price, dual: λ and the Lagrangian bound at it, without latencies.
     """
-    value = instance.variable_seconds(start, instance.tier_reads(start))
+    value = instance.variable_seconds(start)
     gap = value - dual
     if gap <= _WORTHWHILE * abs(value) or instance.reads.size > _MOST_COUNTS:
         return start

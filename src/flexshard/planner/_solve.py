@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
 from flexshard._values import whole
-from flexshard.costmodels import Cost, Table, overlap_of, strategy_name
+from flexshard.costmodels import Cost, OverlapLike, Table, strategy_name
 from flexshard.errors import BudgetError, JobError, UnitError
 from flexshard.planner._instance import Allocation, Instance, build_instance
 from flexshard.planner._paper import solve_paper
@@ -25,8 +24,6 @@ from flexshard.topologies import Cluster
 __all__ = ["METHODS", "budget_bytes", "parse_budget", "solve"]
 
 METHODS = ("optimal", "paper")
-
-OverlapLike = str | Mapping[str, float] | None
 
 
 def solve(
@@ -62,8 +59,7 @@ def solve(
     tiers = whole(tiers, "tiers", JobError)
     if method == "paper" and tiers not in (2, 3):
         raise JobError(f"tiers must be 2 or 3 for method 'paper', found {tiers}")
-    hidden = overlap_of(overlap, cluster)
-    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
+    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup)
     limit = budget_bytes(budget, instance)
     settings = Settings(
         batch_size=instance.batch_size,
@@ -72,7 +68,7 @@ def solve(
         tiers=tiers,
         method=method,
         index_dedup=instance.index_dedup,
-        overlap=tuple((f"{kind}@{size}", share) for (kind, size), share in sorted(hidden.items())),
+        overlap=tuple((f"{kind}@{size}", share) for (kind, size), share in sorted(instance.overlap.items())),
     )
     best = solve_instance(instance, limit, tiers)
     allocation, price, next_gib = best.allocation, best.price, None
@@ -217,30 +213,28 @@ def _alternatives(
     instance: Instance, allocation: Allocation, limit: float, price: float, tiers: int, keep: int = 3
 ) -> list[tuple[Alternative, ...]]:
     """For each table, the next best sets of group sizes at the plan's price of memory."""
-    count = instance.group_sizes.size
     chosen_seconds, chosen_memory = _per_table(instance, allocation)
     spare_bytes = limit - float(chosen_memory.sum())
     used = allocation.any(axis=0)
     elsewhere = (allocation > 0).sum(axis=0) - (allocation > 0) > 0
     found: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
-    for size in range(1, min(tiers, count) + 1):
-        for levels in combinations(range(count), size):
-            other, _ = allocate(instance, np.array(levels), price if price > 0 else 1e-30)
-            seconds, memory = _per_table(instance, other)
-            # Collectives that no other table uses come and go with this one, and their latency with them.
-            after = elsewhere | (other > 0)
-            added_seconds = seconds - chosen_seconds + (after.astype(np.int64) - used) @ instance.alpha_seconds
-            added_memory = memory - chosen_memory
-            fits = added_memory <= spare_bytes
-            differs = ((other > 0) != (allocation > 0)).any(axis=1) & (after.sum(axis=1) <= tiers)
-            for index in np.flatnonzero(differs).tolist():
-                sizes = tuple(int(g) for g in instance.group_sizes[other[index] > 0])
-                priced = float(added_seconds[index] + price * added_memory[index])
-                best = found[index].get(sizes)
-                if best is None or priced < best.priced_seconds:
-                    found[index][sizes] = Alternative(
-                        sizes, float(added_seconds[index]), float(added_memory[index]), priced, bool(fits[index])
-                    )
+    for levels in instance.level_subsets(tiers):
+        other, _ = allocate(instance, levels, price if price > 0 else 1e-30)
+        seconds, memory = _per_table(instance, other)
+        # Collectives that no other table uses come and go with this one, and their latency with them.
+        after = elsewhere | (other > 0)
+        added_seconds = seconds - chosen_seconds + (after.astype(np.int64) - used) @ instance.alpha_seconds
+        added_memory = memory - chosen_memory
+        fits = added_memory <= spare_bytes
+        differs = ((other > 0) != (allocation > 0)).any(axis=1) & (after.sum(axis=1) <= tiers)
+        for index in np.flatnonzero(differs).tolist():
+            sizes = tuple(int(g) for g in instance.group_sizes[other[index] > 0])
+            priced = float(added_seconds[index] + price * added_memory[index])
+            best = found[index].get(sizes)
+            if best is None or priced < best.priced_seconds:
+                found[index][sizes] = Alternative(
+                    sizes, float(added_seconds[index]), float(added_memory[index]), priced, bool(fits[index])
+                )
     return [
         tuple(sorted(entries.values(), key=lambda entry: (entry.priced_seconds, entry.group_sizes))[:keep])
         for entries in found

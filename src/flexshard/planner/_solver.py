@@ -9,7 +9,6 @@ that is used at all, so each subset of the levels is solved, unless its bound sh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +17,13 @@ from flexshard import units
 from flexshard.errors import BudgetError
 from flexshard.planner._bisection import bisect_floats
 from flexshard.planner._fill import fill
-from flexshard.planner._instance import Allocation, Instance
+from flexshard.planner._instance import Allocation, Instance, memory_limit
 from flexshard.planner._polish import polish
 from flexshard.planner._thresholds import allocate
 
-__all__ = ["BUDGET_TOLERANCE", "Solution", "least_memory", "solve_instance"]
+__all__ = ["Solution", "least_memory", "solve_instance"]
 
 IntArray = npt.NDArray[np.int64]
-
-# Sums of float64 bytes agree to about this share whatever their order.
-BUDGET_TOLERANCE = 1e-12
 
 # Shares of the price at which rows are still looked for, to spend what the last row left over.
 _CHEAPER = (0.999, 0.99, 0.9, 0.7, 0.4, 0.1, 0.0)
@@ -52,11 +48,10 @@ class Solution:
     levels: IntArray
 
 
-def least_memory(instance: Instance) -> float:
-    """Least memory per rank of any allocation, in bytes."""
-    levels = np.arange(instance.group_sizes.size)
-    allocation, reads = allocate(instance, levels, np.inf)
-    return instance.memory_bytes(allocation, reads)
+def least_memory(instance: Instance, levels: IntArray | None = None) -> float:
+    """Least memory per rank of any allocation to some levels (all by default), in bytes."""
+    levels = np.arange(instance.group_sizes.size) if levels is None else levels
+    return instance.memory_bytes(*allocate(instance, levels, np.inf))
 
 
 def solve_instance(
@@ -70,15 +65,13 @@ def solve_instance(
     Raises:
         BudgetError: none fits; says the least budget that would.
     """
-    count = instance.group_sizes.size
-    subsets = [
-        np.array(levels) for size in range(min(max_tiers, count), 0, -1) for levels in combinations(range(count), size)
-    ]
+    # The largest subsets first: their bounds rule most of the others out.
+    subsets = sorted(instance.level_subsets(max_tiers), key=len, reverse=True)
     best: Solution | None = None
     bounds: list[float] = []
     for levels in subsets:
         latency = float(instance.alpha_seconds[levels].sum())
-        if best is not None and latency + _dual(instance, levels, best.price, budget_bytes) >= best.seconds:
+        if best is not None and latency + _bound(instance, levels, best.price, budget_bytes) >= best.seconds:
             continue
         found = _solve_levels(instance, levels, budget_bytes, start_price)
         if found is None:
@@ -107,7 +100,7 @@ def _of_used_levels(instance: Instance, best: Solution, budget_bytes: float) -> 
 
 
 def _infeasible(instance: Instance, budget_bytes: float, max_tiers: int, subsets: list[IntArray]) -> BudgetError:
-    least = min(instance.memory_bytes(*allocate(instance, levels, np.inf)) for levels in subsets)
+    least = min(least_memory(instance, levels) for levels in subsets)
     return BudgetError(
         f"no placement in at most {max_tiers} tiers fits a budget of {units.format_bytes(budget_bytes)}"
         f" ({budget_bytes:,.0f} bytes) per rank; the least that is feasible is {units.format_bytes(least)}"
@@ -116,42 +109,37 @@ def _infeasible(instance: Instance, budget_bytes: float, max_tiers: int, subsets
     )
 
 
-def _dual(instance: Instance, levels: IntArray, price: float, budget_bytes: float) -> float:
-    """Lagrangian bound at a price, without latencies."""
-    allocation, reads = allocate(instance, levels, price)
-    memory = instance.memory_bytes(allocation, reads)
-    return instance.variable_seconds(allocation, reads) + price * (memory - budget_bytes)
+def _bound(instance: Instance, levels: IntArray, price: float, limit_bytes: float) -> float:
+    """Lagrangian bound at a price, without latencies: no allocation to these levels within the limit is faster."""
+    allocated = allocate(instance, levels, price)
+    over = instance.memory_bytes(*allocated) - limit_bytes
+    return instance.variable_seconds(*allocated) + price * over
 
 
 def _solve_levels(
     instance: Instance, levels: IntArray, budget_bytes: float, start_price: float | None
 ) -> Solution | None:
-    limit = budget_bytes + BUDGET_TOLERANCE * abs(budget_bytes)
+    limit = memory_limit(budget_bytes)
     latency = float(instance.alpha_seconds[levels].sum())
     floor, ceiling = _price_range(instance)
-    free = allocate(instance, levels, floor)
-    if instance.memory_bytes(*free) <= limit:
+
+    def fits(price: float) -> bool:
+        return instance.memory_bytes(*allocate(instance, levels, price)) <= limit
+
+    if fits(floor):
         fastest = instance.variable_seconds(*allocate(instance, levels, 0.0))
-        return _solution(instance, free[0], fastest + latency, 0.0, levels)
-    tight = allocate(instance, levels, start_price or ceiling)
-    if start_price and instance.memory_bytes(*tight) <= limit:
+        return _solution(instance, allocate(instance, levels, floor)[0], fastest + latency, 0.0, levels)
+    if start_price and fits(start_price):
         ceiling = start_price  # a larger budget never raises the price
-    elif start_price:
-        tight = allocate(instance, levels, ceiling)
-    if instance.memory_bytes(*tight) > limit:
+    elif not fits(ceiling):
         return None
-    low, high = bisect_floats(
-        floor, ceiling, lambda price: instance.memory_bytes(*allocate(instance, levels, price)) <= limit
-    )
-    free, tight = allocate(instance, levels, low), allocate(instance, levels, high)
-    dual = max(
-        instance.variable_seconds(*tight) + high * (instance.memory_bytes(*tight) - limit),
-        instance.variable_seconds(*free) + low * (instance.memory_bytes(*free) - limit),
-    )
-    filled = fill(instance, tight[0], free[0], limit)
+    low, high = bisect_floats(floor, ceiling, fits)
+    dual = max(_bound(instance, levels, price, limit) for price in (low, high))
+    beyond, inside = (allocate(instance, levels, price)[0] for price in (low, high))
+    filled = fill(instance, inside, beyond, limit)
     for share in _CHEAPER:
         # A row too large for what is left blocks the rows that cost the same; smaller ones elsewhere may still fit.
-        if instance.variable_seconds(filled, instance.tier_reads(filled)) - dual <= 1e-6 * abs(dual):
+        if instance.variable_seconds(filled) - dual <= 1e-6 * abs(dual):
             break
         filled = fill(instance, filled, allocate(instance, levels, share * high)[0], limit)
     exact = polish(instance, levels, filled, high, dual, limit)

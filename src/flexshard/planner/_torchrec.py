@@ -9,9 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flexshard.costmodels import Cost, Overlap, Table, collective, overlap_of, placement_cost, table_wise_cost
+from flexshard.costmodels import (
+    Cost,
+    Overlap,
+    OverlapLike,
+    Table,
+    collective,
+    overlap_of,
+    placement_cost,
+    table_wise_cost,
+)
 from flexshard.errors import MissingDependencyError, SolverError
-from flexshard.planner._solve import OverlapLike
 from flexshard.topologies import Cluster
 
 __all__ = ["TorchRecChoice", "price_choices", "torchrec_choices", "torchrec_cost"]

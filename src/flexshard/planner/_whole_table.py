@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexshard import units
-from flexshard.costmodels import Cost, Table, overlap_of
+from flexshard.costmodels import Cost, OverlapLike, Table
 from flexshard.errors import BudgetError, SolverError
-from flexshard.planner._instance import Allocation, Instance, build_instance
-from flexshard.planner._solve import OverlapLike, budget_bytes
+from flexshard.planner._instance import Allocation, Instance, build_instance, memory_limit
+from flexshard.planner._solve import budget_bytes
 from flexshard.topologies import Cluster
 
 __all__ = ["solve_whole_tables", "whole_table_cost"]
@@ -32,8 +32,7 @@ def whole_table_cost(
         BudgetError: no such plan fits.
         SolverError: the solver found none in the time limit.
     """
-    hidden = overlap_of(overlap, cluster)
-    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=hidden, index_dedup=index_dedup)
+    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup)
     return instance.cost(solve_whole_tables(instance, budget_bytes(budget, instance), time_limit_seconds))
 
 
@@ -53,7 +52,7 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
     memory = instance.row_bytes[:, None] * (
         whole * instance.table_memory_fixed + np.outer(total_reads, instance.memory_per_read)
     )
-    if memory.min(axis=1).sum() > limit_bytes * (1 + 1e-12):
+    if memory.min(axis=1).sum() > memory_limit(limit_bytes):
         least = float(memory.min(axis=1).sum())
         raise BudgetError(
             f"no choice of whole tables fits {units.format_bytes(limit_bytes)} per rank; the least is"

@@ -153,30 +153,27 @@ class KeyedLengths:
     def __init__(self, holdout: float = 0.0, seed: int = 0) -> None:
         self.holdout, self.seed = holdout, seed
         self._parts: list[pa.Table] = []
-        self._rows = 0
+        self._rows = 0  # of all parts
+        self._most_rows = _COMPACT_KEYS
 
     def add(self, keys: pa.ChunkedArray, lengths: IntArray | None) -> None:
         """Add the lengths of rows to their keys (1 each where ``lengths`` is None)."""
         numbers = np.ones(len(keys), np.int64) if lengths is None else lengths
         part = pa.table({"key": keys.combine_chunks() if keys.num_chunks != 1 else keys.chunk(0), "length": numbers})
-        self._push(part.group_by("key").aggregate([("length", "sum")]).rename_columns(["key", "length"]))
+        self._push(_lengths_by_key(part))
 
     def _push(self, part: pa.Table) -> None:
         self._parts.append(part)
         self._rows += part.num_rows
-        if self._rows > _COMPACT_KEYS:
-            before = self._rows
-            self.table()
-            # Where compacting does not help the keys are distinct; wait for twice as many before trying again.
-            if self._rows > before // 2:
-                self._rows = 0
+        if self._rows > self._most_rows:
+            # Keys that are distinct do not become fewer: wait for as many again before the next try.
+            self._most_rows = _COMPACT_KEYS + self.table().num_rows
 
     def table(self) -> pa.Table:
         """Distinct keys and their lengths."""
         if len(self._parts) > 1:
-            whole = pa.concat_tables(self._parts).group_by("key").aggregate([("length", "sum")])
-            self._parts = [whole.rename_columns(["key", "length"])]
-        self._rows = sum(part.num_rows for part in self._parts)
+            self._parts = [_lengths_by_key(pa.concat_tables(self._parts))]
+            self._rows = self._parts[0].num_rows
         return self._parts[0]
 
     def moments(self) -> tuple[LengthMoments, LengthMoments]:
@@ -200,6 +197,10 @@ class KeyedLengths:
         for part in (self.table(), other.table()):
             result._push(part)
         return result
+
+
+def _lengths_by_key(table: pa.Table) -> pa.Table:
+    return table.group_by("key").aggregate([("length", "sum")]).rename_columns(["key", "length"])
 
 
 def held_out(keys: Any, share: float, seed: int) -> BoolArray:

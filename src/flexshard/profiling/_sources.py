@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from flexshard._values import first_repeated
 from flexshard.errors import DataError, MissingDependencyError
 
 __all__ = ["Chunk", "ParquetSource", "expand", "read_chunks"]
@@ -96,10 +97,9 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
         if not matches:
             raise DataError(f"{text}: {_nothing(text)}")
         found += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
-    names = [source.name for source in found]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise DataError(f"{twice[0]}: is given twice, and would be counted twice")
+    twice = first_repeated(source.name for source in found)
+    if twice is not None:
+        raise DataError(f"{twice}: is given twice, and would be counted twice")
     return found
 
 
