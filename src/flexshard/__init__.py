@@ -12,13 +12,17 @@ from flexshard.profiling import AccessProfile
 from flexshard.topologies import Cluster
 
 if TYPE_CHECKING:
+    from flexshard.executors import FlexShardEmbeddingCollectionSharder
+    from flexshard.planner import FlexShardPlanner
     from flexshard.plots import plot_pareto
 
 __all__ = [
     "AccessProfile",
     "Cluster",
     "Cost",
+    "FlexShardEmbeddingCollectionSharder",
     "FlexShardError",
+    "FlexShardPlanner",
     "Job",
     "ParetoCurve",
     "Plan",
@@ -39,9 +43,18 @@ except PackageNotFoundError:  # a source tree that is not installed
 
 
 def __getattr__(name: str) -> Any:
-    # matplotlib takes longer to import than everything else; only those who draw should wait for it.
+    # matplotlib takes longer to import than everything else, and TorchRec need not be there at all; only those who draw
+    # or train should wait for them.
     if name == "plot_pareto":
         from flexshard.plots import plot_pareto
 
         return plot_pareto
+    if name == "FlexShardPlanner":
+        from flexshard import planner
+
+        return planner.FlexShardPlanner
+    if name == "FlexShardEmbeddingCollectionSharder":
+        from flexshard import executors
+
+        return executors.FlexShardEmbeddingCollectionSharder
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

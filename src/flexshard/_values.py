@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Iterable
 from typing import Any, SupportsFloat
 
-from flexshard.errors import FlexShardError
+from flexshard.errors import FlexShardError, MissingDependencyError
 
-__all__ = ["finite", "first_repeated", "whole"]
+__all__ = ["finite", "first_repeated", "from_extra", "whole"]
 
 _MOST = 1 << 62
 
@@ -52,3 +53,15 @@ def finite(value: SupportsFloat, name: str, error_type: type[FlexShardError]) ->
     if number - number != 0:
         raise error_type(f"{name} must be finite, found {value!r}")
     return number
+
+
+def from_extra(module: str, name: str) -> Any:
+    """A public name of a module that needs TorchRec, imported when it is first used.
+
+    Raises:
+        MissingDependencyError: TorchRec or torch is not installed.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise MissingDependencyError(f"{name} needs TorchRec; run 'make setup-torchrec' ({error})") from error

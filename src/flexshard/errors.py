@@ -11,11 +11,13 @@
     ├── JobError               a job file or an argument of ``solve`` that cannot be used
     ├── BudgetError            no placement fits the memory budget (``least_bytes`` would)
     ├── PlanError              a plan file that is broken or of another version
+    ├── CheckpointError        a checkpoint that is incomplete, damaged or of another model
     ├── SolverError            an external solver that returned without an answer
+    ├── CommunicationError     a collective that failed or timed out while a plan was running
     ├── OutputError            a result that could not be written (nothing half-written is left)
     └── MissingDependencyError an extra that is not installed
 
-All but the last three are ``ValueError`` too, so that code which knows nothing of FlexShard can catch them. A
+All but the last four are ``ValueError`` too, so that code which knows nothing of FlexShard can catch them. A
 message says what was expected, what came, where, and what to do. The command line prints it and exits with code 2.
 """
 
@@ -23,7 +25,9 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "ClusterError",
+    "CommunicationError",
     "DataError",
     "FlexShardError",
     "JobError",
@@ -79,6 +83,14 @@ class BudgetError(FlexShardError, ValueError):
 
 class PlanError(FlexShardError, ValueError):
     """A plan file that is broken or of another version."""
+
+
+class CheckpointError(FlexShardError, ValueError):
+    """A checkpoint that is incomplete, damaged or of another model."""
+
+
+class CommunicationError(FlexShardError, RuntimeError):
+    """A collective that failed or timed out while a plan was running."""
 
 
 class SolverError(FlexShardError, RuntimeError):

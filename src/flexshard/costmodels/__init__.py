@@ -3,12 +3,22 @@
 from flexshard.costmodels._cost import QUANTILE, Collective, CollectiveKind, Cost, Overlap, OverlapLike, overlap_of
 from flexshard.costmodels._lines import Breakpoints, RowLines, breakpoints, normalized_costs, row_lines
 from flexshard.costmodels._placement import collective, column_wise_cost, placement_cost, strategy_name, table_wise_cost
+from flexshard.costmodels._reduction import (
+    REDUCTIONS,
+    SLOT_BYTES,
+    dense_reduction,
+    gathered_bytes,
+    sparse_reduction,
+    touched_rows,
+)
 from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct
 
 __all__ = [
     "DTYPE_BYTES",
     "OPTIMIZERS",
     "QUANTILE",
+    "REDUCTIONS",
+    "SLOT_BYTES",
     "Breakpoints",
     "Collective",
     "CollectiveKind",
@@ -20,11 +30,15 @@ __all__ = [
     "breakpoints",
     "collective",
     "column_wise_cost",
+    "dense_reduction",
     "expected_distinct",
+    "gathered_bytes",
     "normalized_costs",
     "overlap_of",
     "placement_cost",
     "row_lines",
+    "sparse_reduction",
     "strategy_name",
     "table_wise_cost",
+    "touched_rows",
 ]

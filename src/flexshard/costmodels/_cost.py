@@ -14,8 +14,8 @@ from flexshard.topologies import Cluster
 
 __all__ = ["QUANTILE", "Collective", "CollectiveKind", "Cost", "Overlap", "OverlapLike", "overlap_of"]
 
-CollectiveKind = Literal["all_to_all", "all_reduce"]
-KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "all_reduce")
+CollectiveKind = Literal["all_to_all", "all_reduce", "all_gather"]
+KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "all_reduce", "all_gather")
 
 QUANTILE = 0.999
 _Z = NormalDist().inv_cdf(QUANTILE)
@@ -29,9 +29,9 @@ class Collective:
     """One collective of an iteration.
 
     Attributes:
-        kind: "all_to_all" (inside groups of ``group_size``) or "all_reduce" (across them).
+        kind: "all_to_all" (inside groups of ``group_size``), "all_reduce" or "all_gather" (across them).
         group_size: g of its level.
-        calls: per iteration; 2 for the all-to-all (forward and backward), 1 for the all-reduce.
+        calls: per iteration; 2 for the all-to-all (forward and backward), 1 for the others.
         nbytes: buffer of one rank and call.
         alpha_seconds, bytes_per_s: of one call.
         overlap: share of its time that other work hides.
@@ -118,8 +118,8 @@ class Cost:
 
     @property
     def static_comm_seconds(self) -> float:
-        """Time of the all-reduces, backward only."""
-        return sum(c.seconds for c in self.collectives if c.kind == "all_reduce")
+        """Time of the all-reduces and all-gathers of copies, backward only."""
+        return sum(c.seconds for c in self.collectives if c.kind != "all_to_all")
 
     @property
     def comm_seconds(self) -> float:

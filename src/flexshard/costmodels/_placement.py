@@ -11,7 +11,7 @@ from flexshard.topologies import Cluster, CollectiveRate
 
 __all__ = ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"]
 
-_CALLS = {"all_to_all": 2, "all_reduce": 1}
+_CALLS = {"all_to_all": 2, "all_reduce": 1, "all_gather": 1}
 
 
 def strategy_name(group_size: int, world_size: int) -> str:

@@ -103,6 +103,11 @@ class Table:
         """κ_U of a row without copies (g = U): weights and fused optimizer state."""
         return 1.0 + self.state_multiplier
 
+    @property
+    def translation_bytes(self) -> int:
+        """What looking up where a row lives takes: a number of four bytes per row, of eight from 2^31 rows on."""
+        return self.rows * (4 if self.rows < 1 << 31 else 8)
+
     def reads(self, batch_size: int, *, index_dedup: bool = False) -> FloatArray:
         """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
         p = self.profile.counts / self.profile.num_samples

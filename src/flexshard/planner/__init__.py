@@ -1,4 +1,6 @@
-"""Which placement to choose: solver, Pareto curve, baselines, the plan document."""
+"""Which placement to choose: solver, Pareto curve, baselines, the plan document, the planner for TorchRec."""
+
+from typing import TYPE_CHECKING, Any
 
 from flexshard.planner._compare import compare
 from flexshard.planner._diff import Move, PlanDiff, diff
@@ -12,9 +14,16 @@ from flexshard.planner._render import costs_grid, plan_renderable
 from flexshard.planner._solve import METHODS, solve
 from flexshard.planner._whole_table import whole_table_cost
 
+if TYPE_CHECKING:
+    from flexshard.planner._sharding import FLEX_SHARD, FlexShardParameterSharding
+    from flexshard.planner._torchrec_planner import FlexShardPlanner
+
 __all__ = [
+    "FLEX_SHARD",
     "METHODS",
     "Alternative",
+    "FlexShardParameterSharding",
+    "FlexShardPlanner",
     "Job",
     "MarginalCurve",
     "Move",
@@ -40,3 +49,17 @@ __all__ = [
     "solve",
     "whole_table_cost",
 ]
+
+_NEED_TORCHREC = {
+    "FLEX_SHARD": "_sharding",
+    "FlexShardParameterSharding": "_sharding",
+    "FlexShardPlanner": "_torchrec_planner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCHREC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flexshard._values import from_extra
+
+    return from_extra(f"{__name__}.{_NEED_TORCHREC[name]}", name)

@@ -27,15 +27,26 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def _body(plan: Plan) -> dict[str, Any]:
     return {
         "job_digest": plan.job_digest,
-        "settings": asdict(plan.settings),
+        "settings": _without(asdict(plan.settings), reduction="dense", translation="loader"),
         "cluster": asdict(plan.cluster),
         "predicted": cost_document(plan.predicted),
         "lower_bound_seconds": plan.lower_bound_seconds,
         "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,
         "next_gib_seconds": plan.next_gib_seconds,
         "baselines": {name: cost_document(cost) for name, cost in plan.baselines.items()},
-        "tables": [asdict(table) for table in plan.tables.values()],
+        "tables": [_table_document(table) for table in plan.tables.values()],
     }
+
+
+def _table_document(table: TablePlan) -> dict[str, Any]:
+    document = asdict(table)
+    document["tiers"] = [_without(tier, reduction="dense") for tier in document["tiers"]]
+    return document
+
+
+def _without(document: dict[str, Any], **usual: Any) -> dict[str, Any]:
+    """Without fields that came later, where they say what holds without them: older plans keep their bytes."""
+    return {key: value for key, value in document.items() if key not in usual or value != usual[key]}
 
 
 def cost_document(cost: Cost) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from flexshard.costmodels import Collective, Cost, Overlap, OverlapLike, Table, 
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
-__all__ = ["Allocation", "Instance", "build_instance", "memory_limit"]
+__all__ = ["TRANSLATIONS", "Allocation", "Instance", "build_instance", "memory_limit"]
+
+TRANSLATIONS = ("loader", "device")
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -48,6 +50,7 @@ class Instance:
         cum_units: accesses up to and including each count, as whole numbers so that differences are exact (with index
             deduplication, w itself); shape (K,).
         unit_reads: w per unit of each table; shape (T,).
+        held_bytes: static memory of a rank that every placement needs, which the solver leaves out.
     """
 
     tables: tuple[Table, ...]
@@ -69,6 +72,7 @@ class Instance:
     cum_rows: IntArray
     cum_units: npt.NDArray[np.int64] | FloatArray
     unit_reads: FloatArray
+    held_bytes: float = 0.0
 
     # -- looking rows up
 
@@ -169,7 +173,9 @@ class Instance:
         return np.where(self.group_sizes == group_size, self.num_rows[:, None], 0)
 
     def cost(self, allocation: Allocation) -> Cost:
-        """The six metrics of an allocation, all tables together: the sum of their tiers' ``placement_cost``."""
+        """The six metrics of an allocation, all tables together: the sum of their tiers' ``placement_cost``, and what
+        every placement holds.
+        """
         tier_reads = self.tier_reads(allocation)
         variations = [table.length_variation(self.batch_size) for table in self.tables]
         known = [variation for variation in variations if variation is not None]
@@ -180,7 +186,7 @@ class Instance:
         static = float(self.row_bytes @ (allocation * self.table_memory_fixed).sum(axis=1))
         dynamic = float(self.row_bytes @ (tier_reads @ self.memory_per_read))
         return Cost(
-            static_memory_bytes=static,
+            static_memory_bytes=static + self.held_bytes,
             dynamic_memory_bytes=dynamic,
             input_ids=float(tier_reads[:, self.group_sizes > 1].sum()),
             rows_read=float(tier_reads.sum()),
@@ -215,6 +221,7 @@ def build_instance(
     batch_size: int,
     overlap: OverlapLike = None,
     index_dedup: bool = False,
+    translation: str = "loader",
 ) -> Instance:
     """Arrays of a planning problem; arguments as for ``solve``.
 
@@ -227,6 +234,8 @@ def build_instance(
         raise JobError(f"cluster must be a Cluster, found {cluster!r}; Cluster.preset and Cluster.load make one")
     if not isinstance(index_dedup, (bool, np.bool_)):
         raise JobError(f"index_dedup must be True or False, found {index_dedup!r}")
+    if translation not in TRANSLATIONS:
+        raise JobError(f"translation must be one of {', '.join(TRANSLATIONS)}, found {translation!r}")
     tables, index_dedup = tuple(tables), bool(index_dedup)
     if not tables:
         raise JobError("there are no tables to plan")
@@ -257,6 +266,7 @@ def build_instance(
         np.array([table.row_bytes for table in tables], np.float64),
         np.array([table.rows for table in tables], np.int64),
         *_concatenated(tables, batch_size, index_dedup),
+        float(sum(table.translation_bytes for table in tables)) if translation == "device" else 0.0,
     )
 
 

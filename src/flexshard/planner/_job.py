@@ -56,6 +56,8 @@ class JobSpec(_Spec):
     method: Literal["optimal", "paper"] = "optimal"
     overlap: str | dict[str, float] | None = None
     index_dedup: bool = False
+    reduction: Literal["dense", "sparse", "auto"] = "dense"
+    translation: Literal["loader", "device"] = "loader"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Job:
     method: str = "optimal"
     overlap: OverlapLike = None
     index_dedup: bool = False
+    reduction: str = "dense"
+    translation: str = "loader"
 
     def solve(self) -> Plan:
         """The plan; raises as :func:`solve`."""
@@ -82,6 +86,8 @@ class Job:
             method=self.method,
             overlap=self.overlap,
             index_dedup=self.index_dedup,
+            reduction=self.reduction,
+            translation=self.translation,
         )
 
 
@@ -112,7 +118,18 @@ def load_job(path: str | os.PathLike[str]) -> Job:
     at(["overlap"], lambda: overlap_of(spec.overlap, cluster))
     at(["budget"], lambda: parse_budget(spec.budget, 0.0, cluster))
     tables = tuple(at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables))
-    return Job(tables, cluster, spec.batch_size, spec.budget, spec.tiers, spec.method, spec.overlap, spec.index_dedup)
+    return Job(
+        tables,
+        cluster,
+        spec.batch_size,
+        spec.budget,
+        spec.tiers,
+        spec.method,
+        spec.overlap,
+        spec.index_dedup,
+        spec.reduction,
+        spec.translation,
+    )
 
 
 def _cluster(folder: Path, name: str) -> Cluster:

@@ -26,6 +26,8 @@ class Settings:
         method: "optimal" or "paper".
         index_dedup: whether reads are counted as distinct rows per batch.
         overlap: hidden share of time by collective, such as ("all_to_all@8", 0.9).
+        reduction: how gradients of copies may be brought together: "dense", "sparse" or "auto".
+        translation: where ids are translated: "loader" (host memory) or "device" (counted as static memory).
     """
 
     batch_size: int
@@ -35,6 +37,8 @@ class Settings:
     method: str
     index_dedup: bool
     overlap: tuple[tuple[str, float], ...]
+    reduction: str = "dense"
+    translation: str = "loader"
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Tier:
         covered_held_out: that share in samples that the profile has not seen; None where none were held out.
         reads: R, expected reads of its rows per rank and iteration.
         hottest_p, coldest_p: expected appearances in one sample of its first and last row.
+        reduction: how gradients of its copies are brought together: "dense" (all-reduce of all its rows) or "sparse"
+            (all-gather of those that were touched).
     """
 
     strategy: str
@@ -61,6 +67,7 @@ class Tier:
     reads: float
     hottest_p: float
     coldest_p: float
+    reduction: str = "dense"
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from flexshard import units
 from flexshard._values import whole
-from flexshard.costmodels import Cost, OverlapLike, Table, strategy_name
+from flexshard.costmodels import REDUCTIONS, Cost, OverlapLike, Table, strategy_name
 from flexshard.errors import BudgetError, JobError, UnitError
 from flexshard.planner._instance import Allocation, Instance, build_instance
 from flexshard.planner._paper import solve_paper
 from flexshard.planner._plan import Alternative, Plan, Settings, TablePlan, Tier
+from flexshard.planner._reduction import cost_with_reductions, sparse_tiers
 from flexshard.planner._solver import solve_instance
 from flexshard.planner._thresholds import allocate
 from flexshard.topologies import Cluster
@@ -36,6 +37,8 @@ def solve(
     method: str = "optimal",
     overlap: OverlapLike = None,
     index_dedup: bool = False,
+    reduction: str = "dense",
+    translation: str = "loader",
 ) -> Plan:
     """Decide where every row of every table lives, so that training communicates least within a memory budget.
 
@@ -48,6 +51,11 @@ def solve(
         tiers: most group sizes that the plan may use.
         method: "optimal", or "paper" for the published algorithm with 2 or 3 tiers.
         overlap: what other work hides; see :func:`flexshard.costmodels.overlap_of`.
+        reduction: how gradients of copies are brought together: "dense" (all-reduce), "sparse" (all-gather of the rows
+            that were touched) or "auto" (for each tier, whichever is predicted to take less). Chosen after the tiers,
+            whose proof holds for dense ones.
+        translation: where ids are translated to ranks and slots: "loader" (ahead of the model, in host memory) or
+            "device" (four bytes per row of a rank's memory, in every placement and so in the budget too).
         index_dedup: count distinct rows per batch instead of all reads.
 
     Raises:
@@ -59,7 +67,11 @@ def solve(
     tiers = whole(tiers, "tiers", JobError)
     if method == "paper" and tiers not in (2, 3):
         raise JobError(f"tiers must be 2 or 3 for method 'paper', found {tiers}")
-    instance = build_instance(tables, cluster, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup)
+    if reduction not in REDUCTIONS:
+        raise JobError(f"reduction must be one of {', '.join(REDUCTIONS)}, found {reduction!r}")
+    instance = build_instance(
+        tables, cluster, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup, translation=translation
+    )
     limit = budget_bytes(budget, instance)
     settings = Settings(
         batch_size=instance.batch_size,
@@ -69,7 +81,10 @@ def solve(
         method=method,
         index_dedup=instance.index_dedup,
         overlap=tuple((f"{kind}@{size}", share) for (kind, size), share in sorted(instance.overlap.items())),
+        reduction=reduction,
+        translation=translation,
     )
+    limit -= instance.held_bytes
     best = solve_instance(instance, limit, tiers)
     allocation, price, next_gib = best.allocation, best.price, None
     alternatives: list[tuple[Alternative, ...]] = [()] * len(instance.tables)
@@ -79,11 +94,12 @@ def solve(
         more = limit + units.GIB
         next_gib = min(best.seconds, solve_instance(instance, more, tiers, start_price=price or None).seconds)
         alternatives = _alternatives(instance, allocation, limit, price, tiers)
-    predicted = instance.cost(allocation)
+    sparse = sparse_tiers(instance, allocation, reduction)
+    predicted = cost_with_reductions(instance, allocation, sparse)
     return Plan(
         cluster=cluster,
         settings=settings,
-        tables=_tables(instance, allocation, alternatives),
+        tables=_tables(instance, allocation, sparse, alternatives),
         predicted=predicted,
         baselines=_baselines(instance, limit),
         # Two orders of one sum may differ in the last bit; a bound above the cost would read as a contradiction.
@@ -144,7 +160,10 @@ def _baselines(instance: Instance, limit: float) -> dict[str, Cost]:
 
 
 def _tables(
-    instance: Instance, allocation: Allocation, alternatives: Sequence[tuple[Alternative, ...]]
+    instance: Instance,
+    allocation: Allocation,
+    sparse: npt.NDArray[np.bool_],
+    alternatives: Sequence[tuple[Alternative, ...]],
 ) -> dict[str, TablePlan]:
     reads = instance.tier_reads(allocation)
     return {
@@ -161,7 +180,7 @@ def _tables(
             profile_path=table.profile.path,
             num_samples=table.profile.num_samples,
             avg_length=table.profile.avg_length,
-            tiers=_tiers(instance, index, allocation[index], reads[index]),
+            tiers=_tiers(instance, index, allocation[index], reads[index], sparse[index]),
             alternatives=alternatives[index],
         )
         for index, table in enumerate(instance.tables)
@@ -169,7 +188,11 @@ def _tables(
 
 
 def _tiers(
-    instance: Instance, index: int, rows: npt.NDArray[np.int64], reads: npt.NDArray[np.float64]
+    instance: Instance,
+    index: int,
+    rows: npt.NDArray[np.int64],
+    reads: npt.NDArray[np.float64],
+    sparse: npt.NDArray[np.bool_],
 ) -> tuple[Tier, ...]:
     table, world = instance.tables[index], instance.cluster.world_size
     profile = table.profile
@@ -177,8 +200,8 @@ def _tiers(
     total = float(reads.sum())
     ends = np.cumsum(rows)
     tiers = []
-    for size, end, number, read in zip(
-        instance.group_sizes.tolist(), ends.tolist(), rows.tolist(), reads.tolist(), strict=True
+    for size, end, number, read, gathered in zip(
+        instance.group_sizes.tolist(), ends.tolist(), rows.tolist(), reads.tolist(), sparse.tolist(), strict=True
     ):
         if number == 0:
             continue
@@ -199,6 +222,7 @@ def _tiers(
                 read,
                 hottest,
                 coldest,
+                "sparse" if gathered else "dense",
             )
         )
     return tuple(tiers)

@@ -1,6 +1,7 @@
 """Clusters: nodes, ranks, memory, bandwidths; presets, YAML, link graph."""
 
 from flexshard.topologies._cluster import Cluster, CollectiveRate, Level
+from flexshard.topologies._groups import LevelGroups, level_groups
 from flexshard.topologies._links import Hardware, bandwidth_bytes_per_s, link_graph, link_loads
 from flexshard.topologies._measure import Fit, fit_rate, measure_cluster
 from flexshard.topologies._presets import Preset, load_preset, preset_names, resolve_cluster
@@ -12,10 +13,12 @@ __all__ = [
     "Fit",
     "Hardware",
     "Level",
+    "LevelGroups",
     "Preset",
     "bandwidth_bytes_per_s",
     "cluster_document",
     "fit_rate",
+    "level_groups",
     "link_graph",
     "link_loads",
     "load_preset",

@@ -58,6 +58,16 @@ class Level:
     all_to_all: CollectiveRate | None = None
     all_reduce: CollectiveRate | None = None
 
+    @property
+    def all_gather(self) -> CollectiveRate | None:
+        """Across the groups, derived from the all-reduce: a ring sends each byte of the result once, not twice."""
+        if self.all_reduce is None:
+            return None
+        rate = self.all_reduce
+        return CollectiveRate(
+            rate.alpha_seconds, 2 * rate.bytes_per_s, rate.source, f"twice the all-reduce: {rate.note}"
+        )
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", whole(self.group_size, "group_size", ClusterError))
 

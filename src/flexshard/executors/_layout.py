@@ -1,0 +1,153 @@
+"""Where every row lives: the arithmetic that deals ranked rows to ranks, the same on every rank. NumPy only.
+
+Legend: T tables, G levels (group sizes in use, ascending), E rows. A *position* is a rank's place inside its group
+(rank mod g); a *slot* is a row's place in that rank's store of the level; a *bucket* is one (level, position). Tables
+lie in a level's store one after the other. ``code = first_code[bucket] + slot`` names a row's place in one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.errors import PlanError
+from flexshard.planner import Tier
+
+__all__ = ["Layout", "Piece"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows of one table that one rank holds at one level.
+
+    Attributes:
+        first_slot: where they start in the rank's store of the level.
+        ranks: their ranks in the table, hottest first; ``ranks[i]`` lies at slot ``first_slot + i``.
+    """
+
+    first_slot: int
+    ranks: range
+
+    @property
+    def slots(self) -> slice:
+        """Their part of the store."""
+        return slice(self.first_slot, self.first_slot + len(self.ranks))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tiers of several tables, dealt to U ranks.
+
+    Attributes:
+        world_size: U.
+        tables: names.
+        num_rows: E of each; shape (T,).
+        group_sizes: levels that hold any rows, ascending.
+        first_rank: of each table's tier at each level; shape (T, G).
+        rows: of each table at each level; shape (T, G).
+        sparse: whether a tier's gradients are gathered row by row instead of reduced whole; shape (T, G).
+    """
+
+    world_size: int
+    tables: tuple[str, ...]
+    num_rows: IntArray
+    group_sizes: tuple[int, ...]
+    first_rank: IntArray
+    rows: IntArray
+    sparse: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tiers: Mapping[str, Sequence[Tier]], num_rows: Mapping[str, int], world_size: int) -> Layout:
+        """Layout of tables by name, as a plan gives their tiers.
+
+        Raises:
+            PlanError: a table's tiers do not hold each of its rows once.
+        """
+        sizes = tuple(sorted({tier.group_size for table in tiers.values() for tier in table}))
+        shape = len(tiers), len(sizes)
+        first, rows, sparse = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        for index, (name, table) in enumerate(tiers.items()):
+            end = 0
+            for tier in sorted(table, key=lambda tier: tier.first_rank):
+                level = sizes.index(tier.group_size)
+                if tier.first_rank != end or rows[index, level]:
+                    raise PlanError(f"table {name!r}: the plan's tiers overlap or leave rows out; plan again")
+                end += tier.rows
+                first[index, level], rows[index, level] = tier.first_rank, tier.rows
+                sparse[index, level] = tier.reduction == "sparse"
+            if end != num_rows[name]:
+                raise PlanError(f"table {name!r}: has {num_rows[name]:,} rows, the plan places {end:,}; plan again")
+        return cls(world_size, tuple(tiers), np.array([num_rows[name] for name in tiers]), sizes, first, rows, sparse)
+
+    @cached_property
+    def _depth(self) -> IntArray:
+        """Slots that each table takes at each level: rows / g, rounded up so that all ranks agree; shape (T, G)."""
+        return -(-self.rows // np.array(self.group_sizes))
+
+    @cached_property
+    def first_slot(self) -> IntArray:
+        """Where each table starts in a level's store, tables whose gradients are reduced whole first; shape (T, G)."""
+        order = np.argsort(self.sparse, axis=0, kind="stable")
+        ends = np.cumsum(np.take_along_axis(self._depth, order, axis=0), axis=0)
+        starts = np.empty_like(ends)
+        np.put_along_axis(starts, order, ends - np.take_along_axis(self._depth, order, axis=0), axis=0)
+        return starts
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Size of a rank's store of each level, in rows."""
+        return tuple(self._depth.sum(axis=0).tolist())
+
+    @cached_property
+    def whole_slots(self) -> tuple[int, ...]:
+        """How many of these, from the start, belong to tiers whose gradients are reduced whole."""
+        return tuple((self._depth * ~self.sparse).sum(axis=0).tolist())
+
+    @cached_property
+    def first_bucket(self) -> tuple[int, ...]:
+        """First bucket of each level, and the number of all buckets."""
+        return (0, *np.cumsum(self.group_sizes).tolist())
+
+    @cached_property
+    def first_code(self) -> IntArray:
+        """First code of each bucket, and the number of all codes; shape (buckets + 1,)."""
+        return np.concatenate([[0], np.cumsum(np.repeat(self.slots, self.group_sizes))])
+
+    def codes(self, table: int, ranks: Any) -> Any:
+        """Codes of a table's rows by rank; takes and gives a NumPy array or a torch tensor of whole numbers."""
+        codes = ranks * 0
+        for level in np.flatnonzero(self.rows[table]).tolist():
+            size, slots = self.group_sizes[level], self.slots[level]
+            first = int(self.first_rank[table, level])
+            start = int(self.first_code[self.first_bucket[level]] + self.first_slot[table, level])
+            dealt = ranks - first
+            here = (dealt >= 0) & (dealt < int(self.rows[table, level]))
+            codes += here * (start + dealt % size * slots + dealt // size)
+        return codes
+
+    @cached_property
+    def code_type(self) -> type[np.int32] | type[np.int64]:
+        """The smaller of the two types that hold every code."""
+        return np.int32 if self.first_code[-1] < 1 << 31 else np.int64
+
+    def piece(self, table: int, level: int, position: int) -> Piece:
+        """Rows of a table at a level that the rank at ``position`` of each group holds."""
+        first, rows = int(self.first_rank[table, level]), int(self.rows[table, level])
+        return Piece(int(self.first_slot[table, level]), range(first + position, first + rows, self.group_sizes[level]))
+
+    def holder(self, table: int, ranks: IntArray, asking: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Which rank of ``asking``'s own group holds each row, at which level (its index) and slot; shape (n,) each."""
+        place = np.asarray(self.codes(table, ranks.astype(np.int64)))
+        bucket = np.searchsorted(self.first_code, place, side="right") - 1
+        # A level whose buckets hold nothing shares its first code with the next; the last of equals is the right one.
+        level = np.searchsorted(np.array(self.first_bucket), bucket, side="right") - 1
+        size = np.array(self.group_sizes)[level]
+        position = bucket - np.array(self.first_bucket)[level]
+        return asking // size * size + position, level, place - self.first_code[bucket]

@@ -1,0 +1,136 @@
+"""What an optimizer does to replicated rows, as FBGEMM's fused kernels do it to sharded ones.
+
+FBGEMM updates a row by the sum of its gradients of one backward pass, and leaves rows alone that were not read. For
+SGD and both Adagrads a gradient of 0 changes nothing, so all rows can be updated; Adam has to be told which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from flexshard.errors import TableError
+
+__all__ = ["OptimizerSpec", "apply_update", "new_state"]
+
+_NAMES = {
+    EmbOptimType.EXACT_SGD: "sgd",
+    EmbOptimType.EXACT_ADAGRAD: "adagrad",
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+    EmbOptimType.ADAM: "adam",
+}
+# State of each optimizer under the names that TorchRec gives it; True where a row has one number instead of D.
+_STATE: dict[str, dict[str, bool]] = {
+    "sgd": {},
+    "adagrad": {"momentum1": False},
+    "rowwise_adagrad": {"momentum1": True},
+    "adam": {"exp_avg": False, "exp_avg_sq": False},
+}
+_CHUNK_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A fused optimizer.
+
+    Attributes:
+        name: "sgd", "adagrad", "rowwise_adagrad" or "adam".
+        learning_rate, eps, beta1, beta2: as FBGEMM's; its defaults.
+        fused_params: all that was given, for FBGEMM's own kernel.
+    """
+
+    name: str
+    learning_rate: float = 0.01
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    fused_params: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
+
+    @classmethod
+    def of(cls, fused_params: Mapping[str, Any], table: str, device: torch.device) -> OptimizerSpec:
+        """From TorchRec's ``fused_params``.
+
+        Raises:
+            TableError: an optimizer or option that replicated rows cannot have, or that the device does not offer.
+        """
+        kind = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+        if isinstance(kind, str):
+            kind = next((known for known in EmbOptimType if known.value == kind), kind)
+        if kind not in _NAMES:
+            raise TableError(
+                f"table {table!r}: optimizer {getattr(kind, 'value', kind)} on {device.type} is not supported under a"
+                f" FlexShard plan; use one of {', '.join(_NAMES.values())}"
+            )
+        if kind is EmbOptimType.ADAM and device.type == "cpu":
+            raise TableError(
+                f"table {table!r}: optimizer adam is not offered by FBGEMM on {device.type}; train on CUDA or use"
+                " another optimizer"
+            )
+        if fused_params.get("weight_decay"):
+            raise TableError(
+                f"table {table!r}: optimizer {_NAMES[kind]} on {device.type} with weight_decay is not supported under"
+                " a FlexShard plan: fused kernels decay the rows that are read, dense ones all rows; leave it out"
+            )
+        known = ("learning_rate", "eps", "beta1", "beta2")
+        given = {name: float(fused_params[name]) for name in known if name in fused_params}
+        return cls(_NAMES[kind], **given, fused_params=dict(fused_params) | {"optimizer": kind})
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of its state, as TorchRec's checkpoints have them."""
+        return tuple(_STATE[self.name])
+
+    def state_width(self, name: str, dim: int) -> int:
+        """Numbers per row of a state."""
+        return 1 if _STATE[self.name][name] else dim
+
+
+def new_state(spec: OptimizerSpec, rows: int, dim: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Zeros of shape (rows, 1) or (rows, D) each, float32."""
+    return {
+        name: torch.zeros(rows, spec.state_width(name, dim), dtype=torch.float32, device=device)
+        for name in spec.state_names
+    }
+
+
+def apply_update(
+    spec: OptimizerSpec,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    *,
+    learning_rate: float,
+    step: int,
+) -> None:
+    """Update rows in place by their summed gradients.
+
+    Args:
+        weight: shape (n, D), any floating type.
+        gradient: shape (n, D); not kept.
+        state: shape (n, 1) or (n, D) each, float32.
+        learning_rate: of this step.
+        step: 1 for the first (Adam's bias correction).
+    """
+    for start in range(0, weight.shape[0], _CHUNK_ROWS):  # bounds the memory of what follows
+        part = slice(start, start + _CHUNK_ROWS)
+        grad = gradient[part].float()
+        own = {name: values[part] for name, values in state.items()}
+        if spec.name == "sgd":
+            change = grad
+        elif spec.name == "adam":
+            touched = (grad != 0).any(1, keepdim=True)
+            mean = own["exp_avg"].mul(spec.beta1).add_(grad, alpha=1 - spec.beta1)
+            square = own["exp_avg_sq"].mul(spec.beta2).addcmul_(grad, grad, value=1 - spec.beta2)
+            for values, updated in ((own["exp_avg"], mean), (own["exp_avg_sq"], square)):
+                values.copy_(torch.where(touched, updated, values))
+            corrected = (square / (1 - spec.beta2**step)).sqrt_().add_(spec.eps)
+            change = torch.where(touched, mean / (1 - spec.beta1**step) / corrected, 0.0)
+        else:
+            squares = grad * grad
+            own["momentum1"] += squares.mean(1, keepdim=True) if spec.name == "rowwise_adagrad" else squares
+            change = grad / own["momentum1"].sqrt().add_(spec.eps)
+        weight[part] -= (learning_rate * change).to(weight.dtype)

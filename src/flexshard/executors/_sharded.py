@@ -1,0 +1,373 @@
+"""TorchRec's ``EmbeddingCollection`` under a FlexShard plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
+from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+from flexshard.errors import CheckpointError, DataError
+from flexshard.executors._exchange import Counts, Dispatch, Exchange, Rows
+from flexshard.executors._fused import FlexShardFusedOptimizer
+from flexshard.executors._group import TableGroup
+from flexshard.executors._logical import from_logical, to_logical
+from flexshard.executors._translation import CodeBook, Translator, outside_message
+
+__all__ = ["FlexShardContext", "ShardedFlexShardEmbeddingCollection"]
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """One feature looked up in one table.
+
+    Attributes:
+        name: in the output ("feature", or "feature@table" where several tables look it up).
+        feature: in the input.
+        group, table: which table: index of the group, and within it.
+    """
+
+    name: str
+    feature: str
+    group: int
+    table: int
+
+
+@dataclass
+class FlexShardContext(Multistreamable):
+    """What one batch carries from its distribution to its output.
+
+    Attributes:
+        features: the batch.
+        stock: context of the tables that TorchRec shards.
+        sharding_contexts: TorchRec's, one place ahead of them for ours.
+    """
+
+    features: KeyedJaggedTensor | None = None
+    stock: EmbeddingCollectionContext | None = None
+    sharding_contexts: list[Any] = field(default_factory=list)
+    early_releasable_inputs: list[Any] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        if self.features is not None:
+            self.features.record_stream(stream)
+        if self.stock is not None:
+            self.stock.record_stream(stream)
+
+
+class _Distributed(Multistreamable):
+    """Ids of a batch at their holders, one exchange per group of tables."""
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self.exchanges = exchanges
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for exchange in self.exchanges:
+            for tensor in exchange.tensors():
+                tensor.record_stream(stream)
+
+
+class _WaitForIds(Awaitable[_Distributed]):
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        super().__init__()
+        self._exchanges = exchanges
+
+    def _wait_impl(self) -> _Distributed:
+        for exchange in self._exchanges:
+            exchange.wait_for_ids()
+        return _Distributed(self._exchanges)
+
+
+class _WaitForCounts(Awaitable[Awaitable[_Distributed]]):
+    def __init__(
+        self, module: ShardedFlexShardEmbeddingCollection, batches: Sequence[tuple[Dispatch, Counts]], error: str | None
+    ) -> None:
+        super().__init__()
+        self._module, self._batches, self._error = module, batches, error
+
+    def _wait_impl(self) -> Awaitable[_Distributed]:
+        counts = [waiting.wait() for _, waiting in self._batches]
+        if self._error is not None:
+            raise DataError(self._error)
+        for group, (_, _, status) in zip(self._module.groups, counts, strict=True):
+            self._module.raise_for(group, status)
+        return _WaitForIds(
+            [
+                group.exchange(batch, sent, received)
+                for group, (batch, _), (sent, received, _) in zip(
+                    self._module.groups, self._batches, counts, strict=True
+                )
+            ]
+        )
+
+
+class _Output(LazyAwaitable[dict[str, JaggedTensor]]):
+    def __init__(
+        self,
+        module: ShardedFlexShardEmbeddingCollection,
+        features: KeyedJaggedTensor,
+        rows: Sequence[Rows],
+        stock: LazyAwaitable[dict[str, JaggedTensor]] | None,
+    ) -> None:
+        super().__init__()
+        self._module, self._features, self._rows, self._stock = module, features, rows, stock
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        return self._module.assemble(self._features, [rows.wait() for rows in self._rows], self._stock)
+
+
+class ShardedFlexShardEmbeddingCollection(
+    ShardedEmbeddingModule[KJTList, list[Rows], dict[str, JaggedTensor], FlexShardContext],
+    FusedOptimizerModule,
+):
+    """An ``EmbeddingCollection`` whose rows live where a plan puts them.
+
+    Takes and gives what the unsharded module does. ``state_dict`` and ``load_state_dict`` hold whole tables in order of
+    id and are collective operations: every rank must call them.
+
+    Attributes:
+        groups: tables under the plan, by dtype and optimizer.
+        fingerprint: of the plan.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EmbeddingConfig],
+        groups: Sequence[TableGroup],
+        *,
+        fingerprint: str,
+        device: torch.device,
+        need_indices: bool = False,
+        translated_ids: bool = False,
+        stock: ShardedEmbeddingCollection | None = None,
+        module_sharding_plan: Any = None,
+    ) -> None:
+        super().__init__()
+        self.groups, self.fingerprint = list(groups), fingerprint
+        self.module_sharding_plan = module_sharding_plan
+        self._device, self._need_indices, self._translated_ids = device, need_indices, translated_ids
+        self._configs = list(configs)
+        self.table_groups = nn.ModuleList(groups)  # registers what self.groups lists
+        if stock is not None:
+            self.stock = stock
+        self._stock = [stock] if stock is not None else []
+        self._lookups_of, self._stock_lookups = self._find_lookups()
+        self._translator: Translator | None = None
+        self._optimizer = FlexShardFusedOptimizer(self.groups)
+
+    def _find_lookups(self) -> tuple[list[_Lookup], list[tuple[str, str]]]:
+        """Features of planned tables, and (output name, feature) of the others."""
+        places = {
+            name: (index, table)
+            for index, group in enumerate(self.groups)
+            for table, name in enumerate(group.layout.tables)
+        }
+        ours, theirs = [], []
+        for config, names in zip(self._configs, get_embedding_names_by_table(self._configs), strict=True):
+            for feature, name in zip(config.feature_names, names, strict=True):
+                if config.name in places:
+                    ours.append(_Lookup(name, feature, *places[config.name]))
+                else:
+                    theirs.append((name, feature))
+        return ours, theirs
+
+    # -- input
+
+    def create_context(self) -> FlexShardContext:
+        return FlexShardContext()
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: FlexShardContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Translate the batch's ids and start sending them.
+
+        Raises:
+            DataError: a feature is missing, or an id lies outside its table (then on every rank).
+        """
+        ctx.features = features
+        with torch.no_grad():
+            batches, error = self._dispatch(features)
+        awaitables: list[Any] = [_WaitForCounts(self, batches, error)]
+        ctx.sharding_contexts = [None]
+        for stock in self._stock:
+            ctx.stock = stock.create_context()
+            request = stock.input_dist(ctx.stock, features)
+            awaitables += request.awaitables  # type: ignore[attr-defined]
+            ctx.sharding_contexts += ctx.stock.sharding_contexts
+        return KJTListSplitsAwaitable(awaitables, ctx)
+
+    def _dispatch(self, features: KeyedJaggedTensor) -> tuple[list[tuple[Dispatch, Counts]], str | None]:
+        keys, ends, values = features.keys(), features.offset_per_key(), features.values()
+        place = {key: index for index, key in enumerate(keys)}
+        lookups: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.groups]
+        status, error = [0] * len(self.groups), None
+        for lookup in self._lookups_of:
+            book = self.groups[lookup.group].books[lookup.table]
+            if lookup.feature not in place:
+                raise DataError(
+                    f"the batch has no feature {lookup.feature!r}, which table {book.table!r} is looked up by; it has"
+                    f" {', '.join(keys)}"
+                )
+            index = place[lookup.feature]
+            ids = values[ends[index] : ends[index + 1]]
+            outside = None if self._translated_ids else book.outside(ids)
+            if outside is not None:
+                status[lookup.group] = lookup.table + 1
+                error = f"rank {dist.get_rank()}: {outside_message(lookup.feature, book, outside)}"
+                ids = ids.clamp(0, book.num_rows - 1)  # the other ranks wait for an answer of this shape
+            lookups[lookup.group].append((lookup.table, ids))
+        batches = []
+        for group, parts, word in zip(self.groups, lookups, status, strict=True):
+            codes = torch.cat([ids for _, ids in parts]) if self._translated_ids else group.codes(parts)
+            batch = group.dispatch(codes)
+            batches.append((batch, group.start(batch, word)))
+        return batches, error
+
+    def raise_for(self, group: TableGroup, status: Sequence[int]) -> None:
+        """Every rank stops where one of them had an id outside a table.
+
+        Raises:
+            DataError: naming rank and table.
+        """
+        for rank, word in enumerate(status):
+            if word:
+                raise DataError(
+                    f"rank {dist.get_rank()}: rank {rank} of the group has an id outside table"
+                    f" {group.layout.tables[word - 1]!r}; its own message names it"
+                )
+
+    # -- output
+
+    def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> list[Rows]:  # noqa: ARG002 - TorchRec's interface
+        return [exchange.start() for exchange in dist_input[0].exchanges]  # type: ignore[attr-defined]
+
+    def output_dist(self, ctx: FlexShardContext, output: list[Rows]) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        assert ctx.features is not None
+        return _Output(self, ctx.features, output, None)
+
+    def compute_and_output_dist(self, ctx: FlexShardContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        assert ctx.features is not None
+        rows = self.compute(ctx, input)
+        stock = None
+        for module in self._stock:
+            stock = module.compute_and_output_dist(ctx.stock, KJTList(list(input)[1:]))
+        return _Output(self, ctx.features, rows, stock)
+
+    def assemble(
+        self,
+        features: KeyedJaggedTensor,
+        rows: Sequence[torch.Tensor],
+        stock: LazyAwaitable[dict[str, JaggedTensor]] | None,
+    ) -> dict[str, JaggedTensor]:
+        """The module's output from the rows of each group's lookups."""
+        lengths = dict(zip(features.keys(), features.length_per_key(), strict=True))
+        parts = [
+            iter(values.split([lengths[lookup.feature] for lookup in self._lookups_of if lookup.group == index]))
+            for index, values in enumerate(rows)
+        ]
+        output = {}
+        for lookup in self._lookups_of:
+            jagged = features[lookup.feature]
+            output[lookup.name] = JaggedTensor(
+                values=next(parts[lookup.group]),
+                lengths=jagged.lengths(),
+                weights=jagged.values() if self._need_indices else None,
+            )
+        if stock is not None:
+            found = stock.wait()
+            for name, feature in self._stock_lookups:
+                # Without our tables, a feature that they share with TorchRec's goes by its own name.
+                output[name] = found[name] if name in found else found[feature]
+        return output
+
+    # -- ahead of the module
+
+    def translator(self) -> Translator:
+        """Translates ids on the host ahead of the module, for one sharded with ``translated_ids=True``.
+
+        Raises:
+            DataError: a feature is looked up in several tables, so that it has no one translation.
+        """
+        books: dict[str, CodeBook] = {}
+        for lookup in self._lookups_of:
+            if lookup.feature in books:
+                raise DataError(
+                    f"feature {lookup.feature!r} is looked up in several tables, so its ids cannot be translated"
+                    " ahead; give each table a feature of its own"
+                )
+            books[lookup.feature] = self.groups[lookup.group].books[lookup.table].to(torch.device("cpu"))
+        return Translator(books)
+
+    # -- TorchRec's plumbing
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        if not self._stock:
+            return self._optimizer
+        return CombinedOptimizer([("", self._optimizer), ("", self._stock[0].fused_optimizer)])
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        return EmbeddingCollection
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        for name, _ in self.named_parameters(prefix):
+            yield name
+
+    def reset_parameters(self) -> None:
+        """Nothing: rows were set when the module was sharded."""
+
+    # -- checkpoints
+
+    def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Tables in order of id, as ``DTensor`` of shape (E, D); every rank must call it."""
+        found = {} if destination is None else destination
+        for group in self.groups:
+            for index, table in enumerate(group.layout.tables):
+                found[f"{prefix}embeddings.{table}.weight"] = to_logical(group, index, "weight")
+        for stock in self._stock:
+            stock.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
+        return found
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,  # noqa: ARG002 - as of nn.Module
+    ) -> _IncompatibleKeys:
+        """Take tables as ``state_dict`` gives them, or as whole tensors; every rank must call it.
+
+        Raises:
+            CheckpointError: a table is missing (if ``strict``) or has another shape.
+        """
+        left = dict(state_dict)
+        missing = []
+        for group in self.groups:
+            for index, table in enumerate(group.layout.tables):
+                key = f"embeddings.{table}.weight"
+                if key in left:
+                    from_logical(group, index, "weight", left.pop(key))
+                else:
+                    missing.append(key)
+        if missing and strict:
+            raise CheckpointError(
+                f"the checkpoint has no {missing[0]}; load it with strict=False to keep what is there"
+            )
+        for stock in self._stock:
+            more = stock.load_state_dict(left, strict=strict)
+            return _IncompatibleKeys(missing + more.missing_keys, more.unexpected_keys)
+        return _IncompatibleKeys(missing, list(left))

@@ -1,0 +1,120 @@
+"""From ids to codes: which rank holds a row, at which level and slot, in one number per row.
+
+A ranked table has its codes listed, four bytes a row; a table without a ranking needs none, its codes are computed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import DataError
+from flexshard.executors._layout import Layout
+
+__all__ = ["CodeBook", "Translator"]
+
+
+class CodeBook:
+    """Codes of one table's rows.
+
+    Args:
+        layout: where rows live.
+        table: index of the table in the layout.
+        bijection: its ranking.
+        device: where ids will be.
+    """
+
+    def __init__(self, layout: Layout, table: int, bijection: IndexBijection, device: torch.device) -> None:
+        self.table = layout.tables[table]
+        self.num_rows = int(layout.num_rows[table])
+        self._layout, self._index = layout, table
+        self._type = torch.int32 if layout.code_type is np.int32 else torch.int64
+        self._codes: torch.Tensor | None = None
+        if not bijection.is_identity:
+            listed = np.empty(self.num_rows, layout.code_type)
+            step = 1 << 22
+            for start in range(0, self.num_rows, step):  # bounds the memory of int64 in between
+                ids = bijection.row_at[start : start + step]
+                ranks = np.arange(start, min(start + step, self.num_rows), dtype=np.int64)
+                listed[ids] = layout.codes(table, ranks)
+            self._codes = torch.from_numpy(listed).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the listed codes."""
+        return 0 if self._codes is None else self._codes.numel() * self._codes.element_size()
+
+    def to(self, device: torch.device) -> CodeBook:
+        """The same on another device."""
+        moved = CodeBook.__new__(CodeBook)
+        moved.__dict__.update(self.__dict__)
+        if self._codes is not None:
+            moved._codes = self._codes.to(device)
+        return moved
+
+    def outside(self, ids: torch.Tensor) -> int | None:
+        """An id that the table does not have, if there is one."""
+        if ids.numel() == 0:
+            return None
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low >= 0 and high < self.num_rows:
+            return None
+        return low if low < 0 else high
+
+    def codes(self, ids: torch.Tensor) -> torch.Tensor:
+        """Codes of ids, shape (n,) each. Ids must lie in the table."""
+        if self._codes is not None:
+            return self._codes.index_select(0, ids)
+        codes: torch.Tensor = self._layout.codes(self._index, ids.long())
+        return codes.to(self._type)
+
+
+class Translator:
+    """Turns a batch's ids into codes ahead of time, such as in a data loader's worker. Pickles.
+
+    Give its output to a module that was sharded with ``translated_ids=True``.
+    """
+
+    def __init__(self, books: dict[str, CodeBook]) -> None:
+        self._books = books
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum({book.table: book.nbytes for book in self._books.values()}.values())
+
+    def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with codes for ids; features of no planned table stay as they are.
+
+        Raises:
+            DataError: an id outside its table.
+        """
+        ends = features.offset_per_key()
+        parts = []
+        for index, name in enumerate(features.keys()):
+            ids = features.values()[ends[index] : ends[index + 1]]
+            book = self._books.get(name)
+            if book is None:
+                parts.append(ids.long())
+                continue
+            outside = book.outside(ids)
+            if outside is not None:
+                raise DataError(outside_message(name, book, outside))
+            parts.append(book.codes(ids).long())
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=torch.cat(parts) if parts else features.values(),
+            lengths=features.lengths(),
+            weights=features.weights_or_none(),
+            stride=features.stride(),
+        )
+
+
+def outside_message(feature: str, book: CodeBook, found: int) -> str:
+    """One line for an id that its table does not have."""
+    return (
+        f"feature {feature!r}: id {found} is outside table {book.table!r}, which has rows 0 to {book.num_rows - 1};"
+        " hash or drop such ids, or plan a larger table"
+    )

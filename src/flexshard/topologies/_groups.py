@@ -1,0 +1,81 @@
+"""Process groups of the levels of a cluster: inside each group of g ranks, and across its copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LevelGroups", "level_groups"]
+
+
+@dataclass(frozen=True)
+class LevelGroups:
+    """The two process groups of one level that a rank is in.
+
+    Attributes:
+        group_size: g.
+        inside: the g consecutive ranks that its rows are split over (all-to-all); None for g = 1.
+        across: the U/g ranks that hold the same rows (all-reduce); None for g = U.
+        position: of this rank inside: rank mod g.
+        copy: which copy this rank holds: rank div g.
+    """
+
+    group_size: int
+    inside: Any | None
+    across: Any | None
+    position: int
+    copy: int
+
+
+_made: dict[tuple[Any, int, int], LevelGroups] = {}
+
+
+def level_groups(group_sizes: Sequence[int], process_group: Any = None) -> dict[int, LevelGroups]:
+    """Groups of every level, each with the timeout of ``process_group``; every rank must call it alike.
+
+    Args:
+        group_sizes: g's, each a divisor of the number of ranks.
+        process_group: what they split; the default process group if None.
+
+    Groups are made once and shared afterwards. The two of a level are groups of their own, so that their collectives
+    may overlap.
+    """
+    import torch.distributed as dist
+
+    parent = dist.group.WORLD if process_group is None else process_group
+    world, rank = dist.get_world_size(parent), dist.get_rank(parent)
+    members = dist.get_process_group_ranks(parent)
+    timeout = _timeout(parent)
+
+    def make(ranks: range) -> Any:
+        return dist.new_group([members[r] for r in ranks], timeout=timeout, use_local_synchronization=True)
+
+    found = {}
+    for size in group_sizes:
+        key = (parent, size, world)
+        if key not in _made:
+            first, position = rank // size * size, rank % size
+            _made[key] = LevelGroups(
+                size,
+                make(range(first, first + size)) if size > 1 else None,
+                make(range(position, world, size)) if size < world else None,
+                position,
+                rank // size,
+            )
+        found[size] = _made[key]
+    return found
+
+
+def _timeout(group: Any) -> Any:
+    """How long collectives of a group wait; new groups would otherwise wait for the library's default."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() and "nccl" in str(_backend(group)) else "cpu")
+    return group._get_backend(device).options._timeout
+
+
+def _backend(group: Any) -> Any:
+    import torch.distributed as dist
+
+    return dist.get_backend(group)

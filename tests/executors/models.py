@@ -1,0 +1,260 @@
+"""A model with every oddity that collections allow, its batches, and the unsharded run that sharded ones must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.streamable import Pipelineable
+
+import flexshard
+from flexshard.costmodels import strategy_name
+from flexshard.executors import FlexShardEmbeddingCollectionSharder
+from flexshard.planner import FlexShardPlanner, Plan, Tier
+from flexshard.topologies import Cluster, CollectiveRate, Level
+
+LEARNING_RATE, EPS, DENSE_LEARNING_RATE = 0.5, 1e-8, 0.1
+# Rows, features: several of one table, one of two tables, a table smaller than the number of ranks.
+WIDE = {"goods": (997, ["clicked", "shown"]), "shops": (211, ["shop"]), "days": (5, ["day", "shop"])}
+NARROW = {"users": (64, ["user"])}
+DIMS = {"wide": 16, "narrow": 4}
+FEATURES = ["shown", "user", "day", "unused", "clicked", "shop"]  # an order of its own, and one that nobody looks up
+ROWS = {"shown": 997, "clicked": 997, "shop": 5, "day": 5, "user": 64, "unused": 3}
+
+
+@dataclass
+class Batch(Pipelineable):
+    """Ids and labels."""
+
+    features: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(self.features.to(device, non_blocking=non_blocking), self.labels.to(device))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+    def pin_memory(self) -> Batch:
+        return self
+
+
+def make_batch(step: int, rank: int, *, size: int = 24) -> Batch:
+    """Skewed ids with repetitions; sizes differ by rank, rank 1 lacks a feature, and rank 2 now and then all."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    size = size + 3 * rank
+    empty = rank == 2 and step % 3 == 1
+    lengths, values = [], []
+    for feature in FEATURES:
+        length = torch.randint(0, 9, (size,), generator=generator)
+        if empty or (rank == 1 and feature == "day"):
+            length.zero_()
+        lengths.append(length)
+        drawn = torch.rand(int(length.sum()), generator=generator)
+        values.append((drawn.pow(4) * ROWS[feature]).long().clamp_(max=ROWS[feature] - 1))
+    features = KeyedJaggedTensor(FEATURES, torch.cat(values), lengths=torch.cat(lengths))
+    return Batch(features, torch.randint(0, 2, (size,), generator=generator).float())
+
+
+class Model(nn.Module):
+    """Two collections of different width, and a linear layer over sums of their rows."""
+
+    def __init__(self, dtype: DataType = DataType.FP32) -> None:
+        super().__init__()
+        self.wide = _collection(WIDE, DIMS["wide"], dtype)
+        self.narrow = _collection(NARROW, DIMS["narrow"], dtype)
+        self.outputs = ["clicked", "shown", "shop@shops", "day", "shop@days"]
+        self.over = nn.Linear(DIMS["wide"] * len(self.outputs) + DIMS["narrow"], 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, narrow = self.wide(batch.features), self.narrow(batch.features)
+        pooled = [_pool(wide[name]) for name in self.outputs] + [_pool(narrow["user"])]
+        logits = self.over(torch.cat(pooled, 1)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, logits
+
+
+def _pool(rows: Any) -> torch.Tensor:
+    return torch.segment_reduce(rows.values(), "sum", lengths=rows.lengths())
+
+
+def _collection(tables: dict[str, tuple[int, list[str]]], dim: int, dtype: DataType) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=list(features), data_type=dtype
+            )
+            for name, (rows, features) in tables.items()
+        ]
+    )
+
+
+def new_model(dtype: DataType = DataType.FP32) -> Model:
+    """The same weights every time."""
+    torch.manual_seed(7)
+    return Model(dtype)
+
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=LEARNING_RATE), EmbOptimType.EXACT_SGD),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, lr=LEARNING_RATE, eps=EPS), EmbOptimType.EXACT_ADAGRAD),
+    "rowwise_adagrad": (lambda p: RowWiseAdagrad(p, lr=LEARNING_RATE, eps=EPS), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+}
+
+
+@dataclass
+class Reference:
+    """The unsharded run: outputs by step and rank, weights and states by table at its end."""
+
+    outputs: list[list[torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    over: torch.Tensor
+
+
+def reference(optimizer: str, steps: int, world: int, *, dtype: DataType = DataType.FP32) -> Reference:
+    """Train on the batches of all ranks at once in one process, ranks averaged as data-parallel training does."""
+    model = new_model(dtype)
+    tables = {f"{part}.{name}": model.get_submodule(part).embeddings[name].weight for part, name in table_names()}
+    sparse = OPTIMIZERS[optimizer][0](list(tables.values()))
+    dense = torch.optim.SGD(model.over.parameters(), lr=DENSE_LEARNING_RATE)
+    outputs = []
+    for step in range(steps):
+        sparse.zero_grad()
+        dense.zero_grad()
+        found = [model(make_batch(step, rank)) for rank in range(world)]
+        (sum(loss for loss, _ in found) / world).backward()  # type: ignore[union-attr]
+        sparse.step()
+        dense.step()
+        outputs.append([logits.detach() for _, logits in found])
+    states = {}
+    for name, weight in tables.items():
+        for key in ("sum",):
+            if key in sparse.state.get(weight, {}):
+                states[name] = sparse.state[weight][key].view(weight.shape[0], -1)
+    return Reference(outputs, {n: w.detach() for n, w in tables.items()}, states, model.over.weight.detach())
+
+
+def table_names() -> list[tuple[str, str]]:
+    """(collection, table) of every table."""
+    return [("wide", name) for name in WIDE] + [("narrow", name) for name in NARROW]
+
+
+def profile_of(name: str, seed: int = 0) -> flexshard.AccessProfile:
+    """Counts in an order that has nothing to do with ids; some rows are never read."""
+    rows = (WIDE | NARROW)[name][0]
+    generator = np.random.default_rng([seed, rows])
+    counts = np.floor(1000.0 / (1 + np.arange(rows))).astype(np.int64)
+    return flexshard.AccessProfile.from_counts(generator.permutation(counts), num_samples=100, num_rows=rows)
+
+
+def small_cluster(nodes: int, ranks_per_node: int, sizes: tuple[int, ...] = ()) -> Cluster:
+    """Levels 1, W, U and ``sizes``."""
+    world = nodes * ranks_per_node
+    rate = CollectiveRate(1e-5, 1e9)
+    levels = tuple(
+        Level(size, rate if size > 1 else None, rate if size < world else None)
+        for size in sorted({1, ranks_per_node, world, *sizes})
+    )
+    return Cluster("test", nodes, ranks_per_node, float(1 << 30), 0.0, levels)
+
+
+def plan_of(
+    cluster: Cluster, split: dict[str, list[tuple[int, int, str]]], *, seed: int = 0, dtype: str = "float32", **how: Any
+) -> Plan:
+    """A plan with given tiers: (group size, rows, reduction) of each table, hottest first."""
+    tables = [
+        flexshard.Table(name, (WIDE | NARROW)[name][0], DIMS[part], profile_of(name, seed), dtype=dtype)
+        for part, name in table_names()
+    ]
+    plan = flexshard.solve(tables, cluster, batch_size=24, budget="1GiB", tiers=len(cluster.levels), **how)
+    placed = {}
+    for name, table in plan.tables.items():
+        tiers, first = [], 0
+        for size, rows, reduction in split[name]:
+            if rows:
+                kind = strategy_name(size, cluster.world_size)
+                tiers.append(Tier(kind, size, rows, first, 0.0, None, 0.0, 0.0, 0.0, reduction))
+            first += rows
+        placed[name] = replace(table, tiers=tuple(tiers))
+    return replace(plan, tables=placed)
+
+
+def random_split(cluster: Cluster, generator: np.random.Generator) -> dict[str, list[tuple[int, int, str]]]:
+    """Random tiers of every table, some of them empty, in random order of group sizes."""
+    split = {}
+    for name, (rows, _) in (WIDE | NARROW).items():
+        sizes = generator.permutation(cluster.group_sizes).tolist()
+        cuts = np.sort(generator.integers(0, rows + 1, len(sizes) - 1)).tolist()
+        counts = np.diff([0, *cuts, rows]).tolist()
+        kinds = generator.choice(["dense", "sparse"], len(sizes)).tolist()
+        split[name] = list(zip(sizes, counts, kinds, strict=True))
+    return split
+
+
+def shard(
+    plan: Plan | None,
+    optimizer: str = "sgd",
+    *,
+    seed: int = 0,
+    dtype: DataType = DataType.FP32,
+    sharder: dict[str, Any] | None = None,
+    model: Model | None = None,
+    **planner: Any,
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """The model under a plan, as a user's script would have it."""
+    fused = {"optimizer": OPTIMIZERS[optimizer][1], "learning_rate": LEARNING_RATE, "eps": EPS}
+    if dtype is not DataType.FP32:
+        fused["stochastic_rounding"] = False
+    sharders = [FlexShardEmbeddingCollectionSharder(fused, **(sharder or {}))]
+    model = new_model(dtype) if model is None else model
+    profiles = {name: profile_of(name, seed) for _, name in table_names()}
+    chooser = FlexShardPlanner(plan, **({"profiles": profiles} | planner))
+    parallel = DistributedModelParallel(
+        model, plan=chooser.collective_plan(model, sharders), sharders=sharders, device=torch.device("cpu")
+    )
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(parallel.named_parameters())),
+        lambda p: torch.optim.SGD(p, lr=DENSE_LEARNING_RATE),
+    )
+    return parallel, CombinedOptimizer([parallel.fused_optimizer, dense])
+
+
+def train(parallel: Any, optimizer: Any, rank: int, steps: range) -> list[torch.Tensor]:
+    """An ordinary loop; the logits of every step."""
+    outputs = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss, logits = parallel(make_batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        outputs.append(logits.detach())
+    return outputs
+
+
+def differences(parallel: Any, outputs: list[torch.Tensor], rank: int, expected: Reference) -> dict[str, float]:
+    """Largest absolute difference of outputs, weights and states to the reference's."""
+    found = {"outputs": 0.0, "weights": 0.0, "states": 0.0}
+    for mine, theirs in zip(outputs, expected.outputs, strict=True):
+        found["outputs"] = max(found["outputs"], float((mine - theirs[rank]).abs().max()))
+    weights = {n: w for n, w in parallel.state_dict().items() if "embeddings" in n}
+    states = parallel.fused_optimizer.state_dict()["state"]
+    for name, weight in expected.weights.items():
+        part, table = name.split(".")
+        key = f"{part}.embeddings.{table}.weight"
+        found["weights"] = max(found["weights"], float((weights[key].full_tensor() - weight).abs().max()))
+        if name in expected.states:
+            state = states[key][f"{table}.momentum1"].full_tensor()
+            found["states"] = max(found["states"], float((state - expected.states[name]).abs().max()))
+    found["weights"] = max(found["weights"], float((parallel.module.over.weight - expected.over).abs().max()))
+    return found
