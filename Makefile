@@ -1,28 +1,30 @@
-# Every target sets up what it needs in .venv (or .venv-torchrec) first, and only once.
+# Every target sets up what it needs in .venv first, and only once.
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
-TORCHREC_VENV := .venv-torchrec
 # TorchRec's own metadata asks for the CUDA build of FBGEMM whatever the machine, so it is installed without its
-# dependencies, and they are named here.
+# dependencies, and they are named here. Planning alone needs none of it: pip install flexshard.
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 
-.PHONY: help setup demo test test-torchrec lint format bench bench-torchrec setup-torchrec clean
+.PHONY: help setup demo test lint format bench bench-torchrec bench-cluster clean
 
 help:
-	@echo "make demo                      plan generated data, print the plan, draw the Pareto picture"
-	@echo "make demo DATA=path COLUMN=id  the same on your Parquet file (KEY=session: its values are the samples)"
+	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
+	@echo "make demo DATA=path COLUMN=id  plan your Parquet file (KEY=session: its values are the samples)"
 	@echo "make test                      run the tests"
-	@echo "make test-torchrec             the same with TorchRec installed, and those that need it"
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
-	@echo "make bench-torchrec            measure against TorchRec's planner (installs TorchRec; takes minutes)"
+	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding (takes minutes)"
+	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FlexShard needs Python 3.11 or later; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0 $(FBGEMM)==1.8.0 \
+		tensordict torchmetrics==1.0.3 tqdm pyre-extensions psutil
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torchrec==1.8.0
 	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[dev]"
 	touch $@
 
@@ -51,22 +53,12 @@ bench: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.solver
 	$(VENV)/bin/python -m benchmarks.profiling
 
-setup-torchrec: $(TORCHREC_VENV)/.ready
+bench-torchrec: setup
+	$(VENV)/bin/python -m benchmarks.torchrec_planner
+	$(VENV)/bin/python -m benchmarks.torchrec_row_wise
 
-$(TORCHREC_VENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(TORCHREC_VENV)
-	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0 $(FBGEMM)==1.8.0 \
-		tensordict torchmetrics==1.0.3 tqdm pyre-extensions psutil
-	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torchrec==1.8.0
-	$(TORCHREC_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[dev]"
-	touch $@
-
-# The tests that need torch, TorchRec or real processes of theirs are skipped by make test; here they run.
-test-torchrec: setup-torchrec
-	$(TORCHREC_VENV)/bin/python -m pytest -n auto
-
-bench-torchrec: setup-torchrec
-	$(TORCHREC_VENV)/bin/python -m benchmarks.torchrec_planner
+bench-cluster: setup
+	$(VENV)/bin/python -m benchmarks.cluster
 
 clean:
-	rm -rf $(VENV) $(TORCHREC_VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

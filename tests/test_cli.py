@@ -365,4 +365,4 @@ def test_torchrec_is_named_where_it_is_missing(project: Path) -> None:
 
     if importlib.util.find_spec("torchrec") is not None:
         pytest.skip("TorchRec is installed")
-    assert "make setup-torchrec" in bad(project, "compare", "job.yaml", "--torchrec")
+    assert "make setup" in bad(project, "compare", "job.yaml", "--torchrec")

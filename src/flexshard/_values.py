@@ -64,4 +64,4 @@ def from_extra(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise MissingDependencyError(f"{name} needs TorchRec; run 'make setup-torchrec' ({error})") from error
+        raise MissingDependencyError(f"{name} needs TorchRec; run 'make setup' ({error})") from error

@@ -264,9 +264,7 @@ class Rows:
 
     def wait(self) -> torch.Tensor:
         """Rows of the batch's lookups, float32; shape (lookups, D)."""
-        rows: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-            self._exchange, self._transfers, *self._found
-        )
+        rows: torch.Tensor = _Gather.apply(self._exchange, self._transfers, *self._found)
         return rows
 
 

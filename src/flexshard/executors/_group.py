@@ -90,7 +90,7 @@ class TableGroup(nn.Module):
 
     def level_stores(self) -> list[RowStore]:
         """The stores with their own type."""
-        return list(self.stores)  # type: ignore[arg-type]
+        return list(self.stores)
 
     def codes(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Codes of (table index, ids in the table) one after the other; shape (lookups,)."""

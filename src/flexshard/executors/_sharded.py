@@ -190,9 +190,7 @@ class ShardedFlexShardEmbeddingCollection(
     def create_context(self) -> FlexShardContext:
         return FlexShardContext()
 
-    def input_dist(  # type: ignore[override]
-        self, ctx: FlexShardContext, features: KeyedJaggedTensor
-    ) -> Awaitable[Awaitable[KJTList]]:
+    def input_dist(self, ctx: FlexShardContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Translate the batch's ids and start sending them.
 
         Raises:
@@ -206,7 +204,7 @@ class ShardedFlexShardEmbeddingCollection(
         for stock in self._stock:
             ctx.stock = stock.create_context()
             request = stock.input_dist(ctx.stock, features)
-            awaitables += request.awaitables  # type: ignore[attr-defined]
+            awaitables += request.awaitables
             ctx.sharding_contexts += ctx.stock.sharding_contexts
         return KJTListSplitsAwaitable(awaitables, ctx)
 
@@ -253,7 +251,7 @@ class ShardedFlexShardEmbeddingCollection(
     # -- output
 
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> list[Rows]:  # noqa: ARG002 - TorchRec's interface
-        return [exchange.start() for exchange in dist_input[0].exchanges]  # type: ignore[attr-defined]
+        return [exchange.start() for exchange in dist_input[0].exchanges]
 
     def output_dist(self, ctx: FlexShardContext, output: list[Rows]) -> LazyAwaitable[dict[str, JaggedTensor]]:
         assert ctx.features is not None
@@ -343,7 +341,7 @@ class ShardedFlexShardEmbeddingCollection(
             stock.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         return found
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self,
         state_dict: Mapping[str, Any],
         strict: bool = True,

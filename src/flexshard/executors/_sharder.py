@@ -68,7 +68,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return self._stock.compute_kernels(sharding_type, compute_device_type)
 
-    def shard(  # type: ignore[override]
+    def shard(
         self,
         module: EmbeddingCollection,
         params: Mapping[str, ParameterSharding],

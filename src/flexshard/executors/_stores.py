@@ -117,12 +117,12 @@ class ShardedStore(RowStore):
             **given,
         )
         for parameter in self._kernel.parameters():  # keeps optimizers of the dense part off it
-            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
 
     def rows(self, slots: torch.Tensor, gate: Gate) -> torch.Tensor:
         slots = slots.long()
         found = self._kernel(slots, slots.new_tensor([0, slots.numel()]))
-        gated: torch.Tensor = _Gated.apply(found, gate)  # type: ignore[no-untyped-call]
+        gated: torch.Tensor = _Gated.apply(found, gate)
         return gated
 
     @property
@@ -191,7 +191,7 @@ class ReplicatedStore(RowStore):
     ) -> None:
         super().__init__(group_size, spec)
         self.weight = nn.Parameter(torch.zeros(slots, dim, dtype=dtype, device=device))
-        self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+        self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]
         self._state = new_state(spec, slots, dim, device)
         self._across, self._tables, self._whole = across, tables, whole_slots
         self._learning_rate, self._steps = spec.learning_rate, 0
@@ -200,7 +200,7 @@ class ReplicatedStore(RowStore):
 
     def rows(self, slots: torch.Tensor, gate: Gate) -> torch.Tensor:
         slots = slots.long()  # index_add is several times slower with int32
-        found: torch.Tensor = _ReplicatedLookup.apply(self.weight, slots, self, gate)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _ReplicatedLookup.apply(self.weight, slots, self, gate)
         return found
 
     @property
@@ -235,7 +235,7 @@ class ReplicatedStore(RowStore):
             cold = slots >= self._whole
             touched = _TouchedRows(slots[cold], gradient[cold], self._across, self._label)
         self._open = dense, touched
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _accumulate(self, slots: torch.Tensor, gradient: torch.Tensor) -> None:
         assert self._gradient is not None

@@ -69,9 +69,7 @@ def torchrec_choices(tables: Sequence[Table], cluster: Cluster, *, batch_size: i
         from torchrec.distributed.planner.types import PlannerError
         from torchrec.modules.embedding_configs import DataType
     except ImportError as error:
-        raise MissingDependencyError(
-            f"TorchRec's planner needs TorchRec; run 'make setup-torchrec' ({error})"
-        ) from error
+        raise MissingDependencyError(f"TorchRec's planner needs TorchRec; run 'make setup' ({error})") from error
     # TorchRec has no tables of float64; they count as float32 there.
     kinds = {"float64": "FP32", "float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
     groups: dict[int, list[Any]] = {}

@@ -98,7 +98,7 @@ class FlexShardPlanner(ShardingPlanner):
         """
         return self._with_rankings(self._decide(module, sharders))
 
-    def collective_plan(  # type: ignore[override]
+    def collective_plan(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], pg: dist.ProcessGroup | None = None
     ) -> ShardingPlan:
         """Rank 0's plan on every rank; every rank must call it.
@@ -259,10 +259,10 @@ class FlexShardPlanner(ShardingPlanner):
         result = {}
         for fqn, shardings in decided.plan.items():
             result[fqn] = type(shardings)()
-            for name, how in shardings.items():  # type: ignore[attr-defined]
+            for name, how in shardings.items():
                 if isinstance(how, FlexShardParameterSharding):
                     how = replace(how, ranked_rows=self._ranking(fqn, name, how.table))
-                result[fqn][name] = how  # type: ignore[index]
+                result[fqn][name] = how
         return ShardingPlan(result)
 
     def _ranking(self, fqn: str, name: str, table: TablePlan | None) -> Any:
