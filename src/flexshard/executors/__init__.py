@@ -3,8 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from flexshard.executors._layout import Layout, Piece
+from flexshard.executors._observation import Observation, ObservedCollective
+from flexshard.executors._replay import Lookups, Replay, Traffic, deal, replay
 
 if TYPE_CHECKING:
+    from flexshard.executors._checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+    from flexshard.executors._observer import Observer
+    from flexshard.executors._reshard import Resharded, reshard
     from flexshard.executors._sharded import ShardedFlexShardEmbeddingCollection
     from flexshard.executors._sharder import FlexShardEmbeddingCollectionSharder
     from flexshard.executors._translation import Translator
@@ -12,15 +17,34 @@ if TYPE_CHECKING:
 __all__ = [
     "FlexShardEmbeddingCollectionSharder",
     "Layout",
+    "Lookups",
+    "Observation",
+    "ObservedCollective",
+    "Observer",
     "Piece",
+    "Replay",
+    "Resharded",
     "ShardedFlexShardEmbeddingCollection",
+    "Traffic",
     "Translator",
+    "deal",
+    "full_state_dict",
+    "load_checkpoint",
+    "replay",
+    "reshard",
+    "save_checkpoint",
 ]
 
 _NEED_TORCHREC = {
     "FlexShardEmbeddingCollectionSharder": "_sharder",
+    "Observer": "_observer",
+    "Resharded": "_reshard",
     "ShardedFlexShardEmbeddingCollection": "_sharded",
     "Translator": "_translation",
+    "full_state_dict": "_checkpoint",
+    "load_checkpoint": "_checkpoint",
+    "reshard": "_reshard",
+    "save_checkpoint": "_checkpoint",
 }
 
 

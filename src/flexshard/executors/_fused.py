@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,27 +16,27 @@ __all__ = ["FlexShardFusedOptimizer"]
 class _LogicalState:
     """A state in a checkpoint: gathered when it is saved, dealt out when it is loaded."""
 
-    def __init__(self, group: TableGroup, table: int, name: str) -> None:
-        self._group, self._table, self._name = group, table, name
+    def __init__(self, groups: list[TableGroup], group: int, table: int, name: str) -> None:
+        self._groups, self._group, self._table, self._name = groups, group, table, name
 
     def state_dict(self) -> Any:
-        return to_logical(self._group, self._table, self._name)
+        return to_logical(self._groups[self._group], self._table, self._name)
 
     def load_state_dict(self, value: Any) -> None:
-        from_logical(self._group, self._table, self._name, value)
+        from_logical(self._groups[self._group], self._table, self._name, value)
 
 
 class _Steps:
     """Updates so far, which Adam's bias correction needs."""
 
-    def __init__(self, group: TableGroup) -> None:
-        self._group = group
+    def __init__(self, groups: list[TableGroup], group: int) -> None:
+        self._groups, self._group = groups, group
 
     def state_dict(self) -> torch.Tensor:
-        return torch.tensor([self._group.level_stores()[0].steps])
+        return torch.tensor([self._groups[self._group].level_stores()[0].steps])
 
     def load_state_dict(self, value: Any) -> None:
-        for store in self._group.level_stores():
+        for store in self._groups[self._group].level_stores():
             store.set_steps(int(value))
 
 
@@ -47,12 +46,13 @@ class FlexShardFusedOptimizer(FusedOptimizer):
     ``state_dict`` holds every state by table and original id; it is a collective operation, as loading is.
     """
 
-    def __init__(self, groups: Sequence[TableGroup]) -> None:
-        self._groups = list(groups)
+    def __init__(self, groups: list[TableGroup]) -> None:
+        """``groups`` is kept, so that resharding may put others in their places."""
+        self._groups = groups
         params: dict[str, Any] = {}
         state: dict[Any, Any] = {}
         param_groups = []
-        for group in groups:
+        for place, group in enumerate(groups):
             keys = []
             for index, table in enumerate(group.layout.tables):
                 # Stands for the table, whose rows lie in several tensors.
@@ -60,10 +60,11 @@ class FlexShardFusedOptimizer(FusedOptimizer):
                 params[f"embeddings.{table}.weight"] = key
                 keys.append(key)
                 states: dict[str, Any] = {
-                    f"{table}.{name}": _LogicalState(group, index, name) for name in group.traits.spec.state_names
+                    f"{table}.{name}": _LogicalState(groups, place, index, name)
+                    for name in group.traits.spec.state_names
                 }
                 if group.traits.spec.name == "adam":
-                    states[f"{table}.step"] = _Steps(group)
+                    states[f"{table}.step"] = _Steps(groups, place)
                 state[key] = states
             param_groups.append({"params": keys, "lr": group.traits.spec.learning_rate})
         super().__init__(params, state, param_groups)

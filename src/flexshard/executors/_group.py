@@ -88,6 +88,12 @@ class TableGroup(nn.Module):
             layout.tables,
         )
 
+    def with_layout(self, layout: Layout, bijections: Sequence[IndexBijection]) -> TableGroup:
+        """The same tables in another layout, rows and states still empty."""
+        return TableGroup(
+            layout, self.traits, bijections, process_group=self.process_group, device=self.device, codecs=self._codecs
+        )
+
     def level_stores(self) -> list[RowStore]:
         """The stores with their own type."""
         return list(self.stores)

@@ -310,6 +310,19 @@ class ShardedFlexShardEmbeddingCollection(
             books[lookup.feature] = self.groups[lookup.group].books[lookup.table].to(torch.device("cpu"))
         return Translator(books)
 
+    # -- resharding
+
+    def configs_of(self, group: TableGroup) -> list[EmbeddingConfig]:
+        """Configurations of a group's tables."""
+        return [config for config in self._configs if config.name in group.layout.tables]
+
+    def replace_group(self, index: int, group: TableGroup, fingerprint: str) -> None:
+        """Put a group in another layout in a group's place."""
+        self.groups[index] = group
+        self.table_groups[index] = group
+        self.fingerprint = fingerprint
+        self._optimizer.step()  # learning rates
+
     # -- TorchRec's plumbing
 
     @property

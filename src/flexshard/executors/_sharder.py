@@ -25,7 +25,7 @@ from flexshard.executors._optimizers import OptimizerSpec
 from flexshard.executors._sharded import ShardedFlexShardEmbeddingCollection
 from flexshard.planner import FlexShardParameterSharding
 
-__all__ = ["FlexShardEmbeddingCollectionSharder"]
+__all__ = ["FlexShardEmbeddingCollectionSharder", "check_world"]
 
 _DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
@@ -86,7 +86,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         if not planned:
             return self._stock.shard(module, dict(params), env, device, module_fqn)
         device = torch.device("cpu") if device is None else device
-        _check_world(planned, env, module_fqn)
+        check_world(planned, env.process_group, module_fqn)
         weights = {name: module.embeddings[name].weight for name in planned}
         configs = {config.name: config for config in module.embedding_configs()}
         members: dict[GroupTraits, list[str]] = {}
@@ -155,17 +155,23 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         return self._stock.shard(part, {c.name: params[c.name] for c in others}, env, device, module_fqn)
 
 
-def _check_world(planned: Mapping[str, FlexShardParameterSharding], env: ShardingEnv, fqn: str | None) -> None:
+def check_world(planned: Mapping[str, FlexShardParameterSharding], process_group: Any, fqn: str | None) -> None:
+    """Whether the plan is for this job, and the same on every rank.
+
+    Raises:
+        PlanError: it is not.
+    """
+    world = dist.get_world_size(process_group)
     how = next(iter(planned.values()))
     where = f"collection {fqn!r}" if fqn else "the collection"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", how.ranks_per_node))
-    if how.world_size != env.world_size or how.ranks_per_node != local:
+    if how.world_size != world or how.ranks_per_node != local:
         raise PlanError(
             f"{where}: the plan is for {how.world_size} ranks, {how.ranks_per_node} per node; the job has"
-            f" {env.world_size}, {local} per node: plan for this cluster"
+            f" {world}, {local} per node: plan for this cluster"
         )
-    words: list[Any] = [None] * env.world_size
-    dist.all_gather_object(words, how.fingerprint, group=env.process_group)
+    words: list[Any] = [None] * world
+    dist.all_gather_object(words, how.fingerprint, group=process_group)
     different = [rank for rank, word in enumerate(words) if word != words[0]]
     if different:
         raise PlanError(

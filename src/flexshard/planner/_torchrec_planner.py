@@ -145,32 +145,9 @@ class FlexShardPlanner(ShardingPlanner):
             self._plan = self._solve(tables, collections, kinds)
         plan, used, result = self._plan, set(), {}
         for fqn, part in collections.items():
-            shardings = EmbeddingModuleShardingPlan()
-            for config in part.embedding_configs():
-                name = self._name(fqn, config.name, plan.tables)
-                if name is None:
-                    warnings.warn(
-                        f"table {config.name!r} of {fqn or 'the model'} has no profile in the plan; it is split"
-                        " row-wise over all ranks",
-                        UserWarning,
-                        stacklevel=4,
-                    )
-                    table = _row_wise(config, plan)
-                else:
-                    used.add(name)
-                    table = plan.tables[name]
-                    _check_table(name, table, config)
-                shardings[config.name] = FlexShardParameterSharding(
-                    sharding_type=FLEX_SHARD,
-                    compute_kernel="fused",
-                    ranks=list(range(plan.cluster.world_size)),
-                    table=table,
-                    world_size=plan.cluster.world_size,
-                    ranks_per_node=plan.cluster.ranks_per_node,
-                    fingerprint=plan.fingerprint,
-                    index_dedup=plan.settings.index_dedup,
-                )
-            result[fqn] = shardings
+            shardings, named = self._shardings(fqn, part.embedding_configs(), plan)
+            used |= named
+            result[fqn] = EmbeddingModuleShardingPlan(shardings)
         left = [name for name in plan.tables if name not in used]
         if left:
             raise PlanError(
@@ -178,6 +155,47 @@ class FlexShardPlanner(ShardingPlanner):
             )
         result.update(self._others(module, sharders, tables))
         return ShardingPlan(result)
+
+    def shardings_of(self, fqn: str, configs: Sequence[EmbeddingConfig]) -> dict[str, FlexShardParameterSharding]:
+        """Shardings of one collection's tables under the plan, with their rankings.
+
+        Raises:
+            PlanError: as :meth:`plan`.
+        """
+        assert self._plan is not None
+        shardings, _ = self._shardings(fqn, configs, self._plan)
+        return {name: replace(how, ranked_rows=self._ranking(fqn, name, how.table)) for name, how in shardings.items()}
+
+    def _shardings(
+        self, fqn: str, configs: Sequence[EmbeddingConfig], plan: Plan
+    ) -> tuple[dict[str, FlexShardParameterSharding], set[str]]:
+        """Shardings of a collection's tables, and which of the plan's tables they are."""
+        shardings, used = {}, set()
+        for config in configs:
+            name = self._name(fqn, config.name, plan.tables)
+            if name is None:
+                warnings.warn(
+                    f"table {config.name!r} of {fqn or 'the model'} has no profile in the plan; it is split row-wise"
+                    " over all ranks",
+                    UserWarning,
+                    stacklevel=5,
+                )
+                table = _row_wise(config, plan)
+            else:
+                used.add(name)
+                table = plan.tables[name]
+                _check_table(name, table, config)
+            shardings[config.name] = FlexShardParameterSharding(
+                sharding_type=FLEX_SHARD,
+                compute_kernel="fused",
+                ranks=list(range(plan.cluster.world_size)),
+                table=table,
+                world_size=plan.cluster.world_size,
+                ranks_per_node=plan.cluster.ranks_per_node,
+                fingerprint=plan.fingerprint,
+                index_dedup=plan.settings.index_dedup,
+            )
+        return shardings, used
 
     @staticmethod
     def _name(fqn: str, table: str, known: Mapping[str, Any]) -> str | None:

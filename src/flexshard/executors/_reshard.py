@@ -1,0 +1,147 @@
+"""From one plan to another while a job is running: only rows that change tier or rank travel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import PlanError
+from flexshard.executors._collectives import Label
+from flexshard.executors._group import TableGroup
+from flexshard.executors._layout import Layout
+from flexshard.executors._logical import ask_rows
+from flexshard.executors._sharded import ShardedFlexShardEmbeddingCollection
+from flexshard.executors._sharder import check_world
+from flexshard.planner import FlexShardPlanner, Plan
+from flexshard.profiling import AccessProfile
+
+__all__ = ["Resharded", "reshard"]
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What moved, over all ranks.
+
+    Attributes:
+        rows: row copies that came from another rank.
+        nbytes: their weights and optimizer states, as they travelled (float32).
+        kept: row copies that the rank had already.
+    """
+
+    rows: int
+    nbytes: int
+    kept: int
+
+
+@torch.no_grad()
+def reshard(
+    model: nn.Module,
+    new_plan: Plan,
+    *,
+    profiles: Mapping[str, AccessProfile | str | os.PathLike[str]] | None = None,
+    base: str | os.PathLike[str] = ".",
+) -> Resharded:
+    """Put every planned table of a running model where another plan wants it; every rank must call it.
+
+    Weights and optimizer states go on as they are. Call it between steps, with no batch under way: a pipeline that
+    prefetches has to be drained first.
+
+    Args:
+        model: with modules sharded by :class:`FlexShardEmbeddingCollectionSharder`.
+        new_plan: for the same tables and ranks.
+        profiles, base: rankings of its rows, as :class:`flexshard.FlexShardPlanner` takes them.
+
+    Raises:
+        PlanError: the plan is for other tables, rows or ranks, or differs between ranks; nothing has moved then.
+    """
+    modules = {
+        name: part for name, part in model.named_modules() if isinstance(part, ShardedFlexShardEmbeddingCollection)
+    }
+    if not modules:
+        raise PlanError("the model has no module under a FlexShard plan; shard it first")
+    planner = FlexShardPlanner(new_plan, profiles=profiles, base=Path(base))
+    changes = []
+    for name, module in modules.items():
+        for index, group in enumerate(module.groups):
+            shardings = planner.shardings_of(_plain_name(name), module.configs_of(group))
+            check_world(shardings, group.process_group, name)
+            changes.append((module, index, _new_group(group, shardings)))
+    rows = kept = nbytes = 0
+    for module, index, group in changes:
+        moved = _move(module.groups[index], group)
+        rows, kept, nbytes = rows + moved.rows, kept + moved.kept, nbytes + moved.nbytes
+        module.replace_group(index, group, new_plan.fingerprint)
+    totals = torch.tensor([rows, nbytes, kept], device=changes[0][2].device)
+    dist.all_reduce(totals, group=changes[0][2].process_group)
+    return Resharded(*totals.tolist())
+
+
+def _plain_name(name: str) -> str:
+    """A module's name in the model as it was before it was wrapped."""
+    parts = name.split(".")
+    while parts and parts[0] in ("_dmp_wrapped_module", "module"):
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def _new_group(old: TableGroup, shardings: Mapping[str, Any]) -> TableGroup:
+    tables = old.layout.tables
+    layout = Layout.of(
+        {name: shardings[name].table.tiers for name in tables},
+        {name: shardings[name].table.rows for name in tables},
+        old.layout.world_size,
+    )
+    bijections = []
+    for name in tables:
+        ranked = shardings[name].ranked_rows
+        rows = np.zeros(0, np.int64) if ranked is None else np.asarray(ranked, np.int64)
+        bijections.append(IndexBijection(rows, shardings[name].table.rows))
+    return old.with_layout(layout, bijections)
+
+
+def _move(old: TableGroup, new: TableGroup) -> Resharded:
+    """Fill the new group's stores from the old one's, wherever those are."""
+    rank = dist.get_rank(old.process_group)
+    names = ["weight", *old.traits.spec.state_names]
+    stores = old.level_stores()
+    packed = [torch.cat([_values(store, name).float() for name in names], dim=1) for store in stores]
+    first = np.concatenate([[0], np.cumsum([len(rows) for rows in packed])])
+    flat = torch.cat(packed)
+    moved = kept = 0
+    for table, name in enumerate(old.layout.tables):
+        label = Label(old.layout.world_size, "reshard", (name,))
+        for level, store in enumerate(new.level_stores()):
+            piece = new.layout.piece(table, level, new.groups[store.group_size].position)
+            ids = new.ids_of(table, piece.ranks)
+            before = np.asarray(old.bijections[table].ranks(ids), np.int64)
+            holder, held_level, slot = old.layout.holder(table, before, rank)
+            place = torch.from_numpy(first[held_level] + slot).to(old.device)
+            here = torch.from_numpy(holder == rank).to(old.device)
+            rows = flat.new_empty(len(ids), flat.shape[1])
+            rows[here] = flat[place[here]]
+            away = torch.from_numpy(holder).to(old.device)[~here]
+            rows[~here] = ask_rows(place[~here], away, lambda asked: flat[asked], old.process_group, label)
+            kept, moved = kept + int(here.sum()), moved + int((~here).sum())
+            column = 0
+            for part in names:
+                target = _values(store, part)
+                width = target.shape[1]
+                target[piece.slots].copy_(rows[:, column : column + width])
+                column += width
+    for store in new.level_stores():
+        store.set_steps(stores[0].steps)
+    return Resharded(moved, moved * flat.shape[1] * 4, kept)
+
+
+def _values(store: Any, name: str) -> torch.Tensor:
+    values: torch.Tensor = store.values if name == "weight" else store.states()[name]
+    return values

@@ -1,0 +1,203 @@
+"""A checkpoint holds the logical table: saved under one plan, loaded under another, moved while running."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+
+import torch
+
+from flexshard.errors import CheckpointError, PlanError
+from tests.executors import models, ranks
+from tests.executors.test_numerics import TOLERANCE, largest
+
+RowsOf = dict[str, list[tuple[int, int, str]]]
+
+
+def split_for(cluster: Any, seed: int) -> RowsOf:
+    return models.random_split(cluster, np.random.default_rng(seed))
+
+
+def first_half(rank: int, cluster: Any, seed: int, folder: str, optimizer: str) -> None:
+    from flexshard.executors import save_checkpoint
+
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, seed), seed=seed), optimizer, seed=seed)
+    for step in range(5):
+        optim.zero_grad()
+        parallel(models.make_batch(step, rank))[0].backward()
+        optim.step()
+    save_checkpoint(folder, parallel, optim)
+
+
+def second_half(rank: int, cluster: Any, seed: int, folder: str, optimizer: str) -> dict[str, float]:
+    from flexshard.executors import load_checkpoint
+
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, seed), seed=seed), optimizer, seed=seed)
+    load_checkpoint(folder, parallel, optim)
+    outputs = models.train(parallel, optim, rank, range(5, 10))
+    expected = models.reference(optimizer, 10, cluster.world_size)
+    return models.differences(parallel, outputs, rank, replace(expected, outputs=expected.outputs[5:]))
+
+
+@pytest.mark.parametrize("optimizer", models.OPTIMIZERS)
+def test_training_goes_on_under_another_plan_and_ranking(tmp_path: Path, optimizer: str) -> None:
+    folder = str(tmp_path / "checkpoint")
+    ranks.run(2, 2, first_half, models.small_cluster(2, 2), 1, folder, optimizer)
+    found = largest(ranks.run(1, 4, second_half, models.small_cluster(1, 4), 2, folder, optimizer))
+    for key, difference in found.items():
+        assert difference <= TOLERANCE[optimizer][key], found
+
+
+def save_four(rank: int, folder: str) -> list[Any]:
+    from flexshard.executors import full_state_dict, save_checkpoint
+
+    cluster = models.small_cluster(2, 2)
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "rowwise_adagrad")
+    models.train(parallel, optim, rank, range(3))
+    save_checkpoint(folder, parallel, optim)
+    torch.save(full_state_dict(parallel), f"{folder}/export.pt") if rank == 0 else full_state_dict(parallel)
+    return state_of(parallel)
+
+
+def state_of(parallel: Any) -> list[Any]:
+    states = parallel.fused_optimizer.state_dict()["state"]
+    weights = {k: v.full_tensor().numpy() for k, v in parallel.state_dict().items() if "embeddings" in k}
+    return [weights, {n: t.full_tensor().numpy() for s in states.values() for n, t in s.items()}]
+
+
+def load_other(rank: int, nodes: int, per_node: int, folder: str) -> list[Any]:
+    from flexshard.executors import load_checkpoint
+
+    cluster = models.small_cluster(nodes, per_node)
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 9), seed=4), "rowwise_adagrad", seed=4)
+    load_checkpoint(folder, parallel, optim)
+    return state_of(parallel)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (4, 2)])
+def test_any_number_of_ranks_loads_it(tmp_path: Path, shape: tuple[int, int]) -> None:
+    folder = str(tmp_path)
+    saved = ranks.run(2, 2, save_four, folder)[0]
+    loaded = ranks.run(*shape, load_other, *shape, folder)[0]
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[key], after[key]) for key in before)
+    unsharded = models.new_model()
+    unsharded.load_state_dict(torch.load(tmp_path / "export.pt"))
+    exported = unsharded.wide.embeddings["goods"].weight.detach().numpy()
+    assert np.array_equal(exported, saved[0]["wide.embeddings.goods.weight"])
+
+
+def killed_while_saving(rank: int, folder: str) -> Any:
+    """The second save ends in the middle of its files."""
+    import os
+
+    import torch.distributed.checkpoint as dcp
+
+    from flexshard.executors import save_checkpoint
+
+    cluster = models.small_cluster(2, 1)
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    save_checkpoint(folder, parallel, optim)
+    whole = dcp.save
+
+    def half(*args: Any, **kwargs: Any) -> None:
+        whole(*args, **kwargs)
+        os._exit(9)
+
+    dcp.save = half
+    save_checkpoint(folder, parallel, optim)
+
+
+def load_two(rank: int, folder: str) -> None:
+    from flexshard.executors import load_checkpoint
+
+    cluster = models.small_cluster(2, 1)
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    load_checkpoint(folder, parallel, optim)
+
+
+def test_a_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    found = ranks.run(2, 1, killed_while_saving, folder, expect_failures=True)
+    assert all("code 9" in str(error) for error in found)
+    assert (tmp_path / "checkpoint" / "latest").read_text().strip() == "save-1"
+    ranks.run(2, 1, load_two, folder)
+
+
+def test_a_truncated_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    found = ranks.run(2, 1, load_two, str(folder), expect_failures=True)
+    assert all(isinstance(error, CheckpointError) for error in found)
+    assert "no checkpoint is here" in str(found[0])
+    ranks.run(2, 2, save_four, str(folder))
+    file = max((folder / "save-1").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    found = ranks.run(2, 1, load_two, str(folder), expect_failures=True)
+    assert all(isinstance(error, CheckpointError) and file.name in str(error) for error in found), found
+
+
+def resharded(rank: int, optimizer: str) -> tuple[dict[str, float], Any, Any]:
+    from flexshard.executors import reshard
+
+    cluster = models.small_cluster(2, 2)
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 21)), optimizer)
+    outputs = models.train(parallel, optim, rank, range(5))
+    other = models.plan_of(cluster, split_for(cluster, 22), seed=5)
+    profiles = {name: models.profile_of(name, 5) for _, name in models.table_names()}
+    moved = reshard(parallel, other, profiles=profiles)
+    outputs += models.train(parallel, optim, rank, range(5, 10))
+    again = reshard(parallel, other, profiles=profiles)
+    assert parallel.module.wide.fingerprint == other.fingerprint
+    expected = models.reference(optimizer, 10, 4)
+    return models.differences(parallel, outputs, rank, expected), moved, again
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
+def test_resharding_a_running_job(optimizer: str) -> None:
+    found = ranks.run(2, 2, resharded, optimizer)
+    for key, difference in largest([rank[0] for rank in found]).items():
+        assert difference <= TOLERANCE[optimizer][key]
+    _, moved, again = found[0]
+    assert moved.rows > 0
+    assert moved.kept > 0
+    assert (again.rows, again.nbytes) == (0, 0)  # the same plan moves nothing
+
+
+def rows_that_move(rank: int) -> int:
+    from flexshard.executors import reshard
+
+    cluster = models.small_cluster(2, 2)
+    before: RowsOf = {name: [(4, rows, "dense")] for name, (rows, _) in (models.WIDE | models.NARROW).items()}
+    after = {name: [(1, 2, "dense"), (4, tiers[0][1] - 2, "dense")] for name, tiers in before.items()}
+    parallel, _ = models.shard(models.plan_of(cluster, before), "sgd")
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    return reshard(parallel, models.plan_of(cluster, after), profiles=profiles).rows
+
+
+def test_only_rows_that_change_place_travel() -> None:
+    # The two hottest rows of each of four tables go to the three ranks that lack them. The others' ranks start at 2
+    # instead of 0, so that row k moves from rank k mod 4 to (k - 2) mod 4: all of them.
+    sizes = [rows for rows, _ in (models.WIDE | models.NARROW).values()]
+    assert ranks.run(2, 2, rows_that_move)[0] == sum(2 * 3 + rows - 2 for rows in sizes)
+
+
+def wrong_plan(rank: int) -> None:
+    from flexshard.executors import reshard
+
+    cluster = models.small_cluster(2, 1)
+    parallel, _ = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    other = models.small_cluster(2, 2)
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    reshard(parallel, models.plan_of(other, split_for(other, 3)), profiles=profiles)
+
+
+def test_resharding_to_a_plan_for_other_ranks_is_refused() -> None:
+    found = ranks.run(2, 1, wrong_plan, expect_failures=True)
+    assert all(isinstance(error, PlanError) and "the plan is for 4 ranks" in str(error) for error in found), found
