@@ -26,9 +26,10 @@ COMMANDS = {
     "pareto": {"--output", "--tiers", "--json"},
     "plot": {"--output", "--table", "--json"},
     "explain": {"--json"},
-    "compare": {"--torchrec", "--time-limit", "--json"},
+    "compare": {"--torchrec", "--time-limit", "--row-wise", "--output", "--json"},
     "diff": {"--json"},
     "drift": {"--json"},
+    "replay": {"--column", "--steps", "--profile", "--json"},
     "generate": {"--rows", "--samples", "--length", "--exponent", "--seed", "--output", "--json"},
 }
 
@@ -361,8 +362,10 @@ def test_plans_that_cannot_be_read(project: Path) -> None:
 
 
 def test_torchrec_is_named_where_it_is_missing(project: Path) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("torchrec") is not None:
-        pytest.skip("TorchRec is installed")
-    assert "make setup" in bad(project, "compare", "job.yaml", "--torchrec")
+    script = (
+        "import sys; sys.modules['torchrec'] = None; from flexshard.cli import main;"
+        "sys.argv = ['flexshard', 'compare', 'job.yaml', '--torchrec']; main()"
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=project, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert "make setup" in found.stderr

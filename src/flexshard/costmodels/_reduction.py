@@ -6,6 +6,9 @@ copy touched. Legend: g group size, M = U/g copies, B batch size per rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import NormalDist
+
 import numpy as np
 
 from flexshard.costmodels._cost import Collective, Overlap
@@ -18,22 +21,36 @@ REDUCTIONS = ("dense", "sparse", "auto")
 SLOT_BYTES = 4
 
 
-def touched_rows(table: Table, batch_size: int, group_size: int, first_rank: int, rows: int) -> float:
-    """Expected number of rows of a tier, per rank, that its group reads in an iteration.
+def touched_rows(table: Table, batch_size: int, group_size: int, first_rank: int, rows: int) -> tuple[float, float]:
+    """Mean and variance of the number of rows of a tier, per rank, that its group reads in an iteration.
 
-    A row of probability p is read by some of the g·B samples of its group with probability ``1 - (1-p)^(gB)``; the g
-    ranks hold equal shares.
+    A row of probability p is read by some of the g·B samples of its group with probability q = ``1 - (1-p)^(gB)``; the
+    g ranks hold equal shares.
     """
     profile = table.profile
     ends = np.cumsum(profile.rows)
     inside = np.clip(ends, first_rank, first_rank + rows) - np.clip(ends - profile.rows, first_rank, first_rank + rows)
-    p = profile.counts / profile.num_samples
-    return float(expected_distinct(p, batch_size * group_size) @ inside) / group_size
+    q = expected_distinct(profile.counts / profile.num_samples, batch_size * group_size)
+    return float(q @ inside) / group_size, float((q * (1 - q)) @ inside) / group_size
 
 
-def gathered_bytes(table: Table, cluster: Cluster, group_size: int, touched: float) -> float:
-    """Buffer of the all-gather: slot and gradient of every touched row of every copy."""
-    return cluster.world_size / group_size * touched * (table.row_bytes + SLOT_BYTES)
+def gathered_bytes(
+    cluster: Cluster, group_size: int, touched: Sequence[tuple[float, float]], row_bytes: Sequence[float]
+) -> float:
+    """Buffer of the all-gather: slot and gradient of every touched row of every copy.
+
+    All copies send as many entries as the one that touched most: of M copies, about Blom's estimate of the largest of M
+    normal numbers above the mean.
+
+    Args:
+        touched: mean and variance of each table's touched rows, as :func:`touched_rows` gives them.
+        row_bytes: of each table.
+    """
+    copies = cluster.world_size // group_size
+    entry = np.asarray(row_bytes, np.float64) + SLOT_BYTES
+    mean, variance = np.asarray(touched, np.float64).reshape(-1, 2).T
+    above = NormalDist().inv_cdf((copies - 0.375) / (copies + 0.25)) if copies > 1 else 0.0
+    return float(copies * (mean @ entry + above * np.sqrt(variance @ entry**2)))
 
 
 def dense_reduction(cluster: Cluster, group_size: int, nbytes: float, overlap: Overlap) -> Collective:

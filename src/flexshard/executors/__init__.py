@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexshard.executors._layout import Layout, Piece
 from flexshard.executors._observation import Observation, ObservedCollective
+from flexshard.executors._predicted import Comparison, ComparisonLine, compare_observed, predicted_bytes
 from flexshard.executors._replay import Lookups, Replay, Traffic, deal, replay
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from flexshard.executors._translation import Translator
 
 __all__ = [
+    "Comparison",
+    "ComparisonLine",
     "FlexShardEmbeddingCollectionSharder",
     "Layout",
     "Lookups",
@@ -27,9 +30,11 @@ __all__ = [
     "ShardedFlexShardEmbeddingCollection",
     "Traffic",
     "Translator",
+    "compare_observed",
     "deal",
     "full_state_dict",
     "load_checkpoint",
+    "predicted_bytes",
     "replay",
     "reshard",
     "save_checkpoint",

@@ -36,10 +36,14 @@ class _Step:
     seconds: float = 0.0
 
 
-class _Timed:
-    """A collective's handle that notes when it is over and how long its caller stood waiting."""
+class _Timed(dist.Work):
+    """A collective's handle that notes when it is over and how long its caller stood waiting.
+
+    TorchRec waits only for what is a ``dist.Work``.
+    """
 
     def __init__(self, work: Any, call: _Call) -> None:
+        super().__init__()
         self._work, self._call = work, call
 
     def wait(self, *args: Any) -> Any:
@@ -49,8 +53,11 @@ class _Timed:
         finally:
             self._call.blocked += time.perf_counter() - start
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
 
 
 class Observer:

@@ -34,8 +34,16 @@ def sparse_tiers(instance: Instance, allocation: Allocation, reduction: str) -> 
         assert rates.all_reduce is not None
         assert rates.all_gather is not None
         dense = allocation[:, level] * instance.row_bytes / size / rates.all_reduce.bytes_per_s
-        gathered = _gathered(instance, allocation, possible, level) / rates.all_gather.bytes_per_s
-        options = (np.zeros_like(possible[:, level]), possible[:, level], possible[:, level] & (gathered < dense))
+        gathered = [
+            _gathered_bytes(instance, allocation, np.arange(len(instance.tables)) == t, level)
+            for t in range(len(instance.tables))
+        ]
+        gathered_seconds = np.array(gathered) / rates.all_gather.bytes_per_s
+        options = (
+            np.zeros_like(possible[:, level]),
+            possible[:, level],
+            possible[:, level] & (gathered_seconds < dense),
+        )
         chosen[:, level] = min(
             options, key=lambda option: sum(c.seconds for c in _reductions(instance, allocation, option, level))
         )
@@ -66,25 +74,18 @@ def _reductions(instance: Instance, allocation: Allocation, sparse: BoolArray, l
         reduced = float(instance.row_bytes[~sparse] @ rows[~sparse]) / size
         found.append(dense_reduction(instance.cluster, size, reduced, instance.overlap))
     if sparse.any():
-        gathered = float(_gathered(instance, allocation, sparse[:, None].repeat(allocation.shape[1], 1), level).sum())
+        gathered = _gathered_bytes(instance, allocation, sparse, level)
         found.append(sparse_reduction(instance.cluster, size, gathered, instance.overlap))
     return tuple(found)
 
 
-def _gathered(instance: Instance, allocation: Allocation, wanted: BoolArray, level: int) -> npt.NDArray[np.float64]:
-    """Bytes that each wanted table would gather at a level; shape (T,)."""
+def _gathered_bytes(instance: Instance, allocation: Allocation, wanted: BoolArray, level: int) -> float:
+    """Bytes that the wanted tables (shape (T,)) gather together at a level."""
     size = int(instance.group_sizes[level])
     first = np.cumsum(allocation, axis=1) - allocation
-    return np.array(
-        [
-            gathered_bytes(
-                table,
-                instance.cluster,
-                size,
-                touched_rows(table, instance.batch_size, size, int(first[t, level]), int(allocation[t, level])),
-            )
-            if wanted[t, level]
-            else 0.0
-            for t, table in enumerate(instance.tables)
-        ]
-    )
+    chosen = np.flatnonzero(wanted & (allocation[:, level] > 0)).tolist()
+    touched = [
+        touched_rows(instance.tables[t], instance.batch_size, size, int(first[t, level]), int(allocation[t, level]))
+        for t in chosen
+    ]
+    return gathered_bytes(instance.cluster, size, touched, instance.row_bytes[chosen].tolist())

@@ -21,7 +21,7 @@ from flexshard.profiling._profile import AccessProfile, Holdout
 from flexshard.profiling._ranking import checked_whole
 from flexshard.profiling._sources import Chunk, ParquetSource, expand, read_chunks
 
-__all__ = ["ProgressCallback", "profile_arrays", "profile_parquet", "profile_parquet_by"]
+__all__ = ["ProgressCallback", "profile_arrays", "profile_parquet", "profile_parquet_by", "read_samples"]
 
 ProgressCallback = Callable[[int, int], None]
 PathLike = str | os.PathLike[str]
@@ -176,3 +176,32 @@ def _sample_ids(chunk: Chunk, sample_key: str | None) -> pa.ChunkedArray | npt.N
         return key_array(chunk, sample_key)
     rows = np.arange(chunk.first_row, chunk.first_row + chunk.table.num_rows, dtype=np.uint64)
     return rows + (np.uint64(zlib.crc32(PurePath(chunk.source.name).name.encode())) << np.uint64(32))
+
+
+def read_samples(
+    paths: PathLike | Sequence[PathLike], column: str, *, limit: int | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids of consecutive samples, and how many each sample has.
+
+    Args:
+        paths, column: as for :meth:`AccessProfile.from_parquet`.
+        limit: most samples to read.
+
+    Returns:
+        ids, shape (accesses,), and lengths, shape (samples,).
+
+    Raises:
+        DataError: as :meth:`AccessProfile.from_parquet`.
+    """
+    sources = _checked(paths, column)
+    ids, lengths, number = [], [], 0
+    for chunk in read_chunks(sources, [column], 1):
+        batch = read_ids(chunk, column)
+        own = np.ones(batch.num_samples, np.int64) if batch.lengths is None else batch.lengths.astype(np.int64)
+        keep = own.size if limit is None else min(own.size, limit - number)
+        lengths.append(own[:keep])
+        ids.append(batch.ids[: int(own[:keep].sum())].astype(np.int64))
+        number += keep
+        if number == limit:
+            break
+    return np.concatenate(ids or [np.zeros(0, np.int64)]), np.concatenate(lengths or [np.zeros(0, np.int64)])

@@ -1,0 +1,5 @@
+"""``python -m flexshard.cli``."""
+
+from flexshard.cli import main
+
+main()

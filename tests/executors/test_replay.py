@@ -1,0 +1,112 @@
+"""Replay by hand, at size, and with bad input; NumPy only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import flexshard
+from flexshard import AccessProfile, Cluster, Table
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import DataError, PlanError
+from flexshard.executors import Layout, Lookups, deal, replay
+from flexshard.planner import Plan, Tier
+
+
+def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int]) -> Plan:
+    from dataclasses import replace
+
+    cluster = Cluster.preset("a100-4x8-roce", nodes=nodes)
+    assert cluster.ranks_per_node == ranks_per_node
+    profile = AccessProfile.from_counts(np.arange(rows, 0, -1), num_samples=rows)
+    plan = flexshard.solve([Table("t", rows, 4, profile)], cluster, batch_size=2)
+    tiers, first = [], 0
+    for size, number in sizes.items():
+        tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0))
+        first += number
+    return replace(plan, tables={"t": replace(plan.tables["t"], tiers=tuple(tiers))})
+
+
+def test_by_hand() -> None:
+    # 16 ranks in two nodes; row k has rank k. Rows 0, 1 are on every rank, 2 to 9 in every node, 10 to 99 once.
+    plan = plan_for(2, 8, 100, {1: 2, 8: 8, 16: 90})
+    # Rank 0 asks for row 0 (its own), 3 (position 1 of its node) and 12 (rank 2); rank 9 for row 10 (rank 0) twice.
+    step = {"t": Lookups(np.array([0, 3, 12, 10, 10]), np.array([0, 0, 0, 9, 9]))}
+    found = replay(plan, [step], {"t": IndexBijection.identity(100)})
+    flex, everywhere = found.find("embeddings", 8), found.find("embeddings", 16)
+    assert flex is not None
+    assert everywhere is not None
+    row = 4 * 4
+    assert flex.received[0].tolist() == [row] + [0] * 15
+    assert flex.sent[0].tolist() == [0, row] + [0] * 14
+    assert everywhere.received[0, [0, 9]].tolist() == [row, 2 * row]
+    assert everywhere.sent[0, [0, 2]].tolist() == [2 * row, row]
+    # Between nodes: ids (4 bytes) and gradients of rank 9 to rank 0, and rows back.
+    assert found.scale_out_bytes[0, 9] == 2 * (4 + row)
+    assert found.scale_out_bytes[0, 0] == 2 * row
+    assert found.scale_out_bytes.sum() == 2 * (4 + 2 * row)
+    replicas = found.find("replicas", 8)
+    assert replicas is not None
+    assert replicas.sent[0, 5] == row  # 8 rows over 8 positions
+    assert found.rows_served[0].tolist() == [3, 1, 1] + [0] * 13  # row 0 for itself, row 10 twice; rows 3; 12
+    assert found.dynamic_memory_bytes[0, 0] == (3 + 2) * row
+
+
+def test_no_row_is_lost_at_a_thousand_ranks() -> None:
+    rows = 50_000
+    plan = plan_for(128, 8, rows, {1: 100, 8: 10_000, 1024: rows - 10_100})
+    generator = np.random.default_rng(1)
+    ids, owners = generator.integers(0, rows, 200_000), generator.integers(0, 1024, 200_000)
+    ranking = IndexBijection(generator.permutation(rows), rows)
+    found = replay(plan, [{"t": Lookups(ids, owners)}], {"t": ranking})
+    assert found.rows_served.sum() == ids.size
+    for content in ("ids", "embeddings", "gradients"):
+        for size in (8, 1024):
+            traffic = found.find(content, size)
+            assert traffic is not None
+            assert traffic.sent.sum() == traffic.received.sum() > 0
+
+
+@pytest.mark.parametrize("sizes", [{1: 7, 2: 20, 4: 73}, {4: 100}, {2: 3, 1: 97}, {1: 100}, {4: 1, 2: 98, 1: 1}])
+def test_every_row_has_one_place_per_copy(sizes: dict[int, int]) -> None:
+    tiers, first = [], 0
+    for size, number in sizes.items():
+        tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0))
+        first += number
+    layout = Layout.of({"a": tiers, "b": tiers}, {"a": 100, "b": 100}, 4)
+    codes = np.concatenate([layout.codes(table, np.arange(100)) for table in (0, 1)])
+    assert np.unique(codes).size == 200
+    for table in (0, 1):
+        for asking in range(4):
+            holder, level, slot = layout.holder(table, np.arange(100), asking)
+            for rank in range(4):
+                for index, size in enumerate(layout.group_sizes):
+                    piece = layout.piece(table, index, rank % size)
+                    mine = (holder == rank) & (level == index)
+                    if mine.any():  # the rank is of the asking rank's group
+                        assert np.flatnonzero(mine).tolist() == list(piece.ranks)
+                        assert slot[mine].tolist() == list(range(piece.slots.start, piece.slots.stop))
+
+
+def test_samples_are_dealt_in_turn() -> None:
+    values, lengths = np.arange(10), np.array([1, 2, 0, 3, 1, 1, 2])
+    steps = list(deal({"t": (values, lengths)}, world_size=2, batch_size=1))
+    assert [step["t"].ids.tolist() for step in steps] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [step["t"].ranks.tolist() for step in steps] == [[0, 1, 1], [1, 1, 1], [0, 1]]
+    with pytest.raises(DataError, match="7 samples are less than one step"):
+        list(deal({"t": (values, lengths)}, world_size=4, batch_size=2))
+
+
+def test_bad_input_is_named() -> None:
+    plan = plan_for(2, 8, 100, {1: 2, 8: 8, 16: 90})
+    ranking = {"t": IndexBijection.identity(100)}
+    with pytest.raises(DataError, match="id 100 is outside 0 to 99"):
+        replay(plan, [{"t": Lookups(np.array([100]), np.array([0]))}], ranking)
+    with pytest.raises(DataError, match="rank 16 is outside 0 to 15"):
+        replay(plan, [{"t": Lookups(np.array([0]), np.array([16]))}], ranking)
+    with pytest.raises(PlanError, match="no table 'x'"):
+        replay(plan, [{"x": Lookups(np.array([0]), np.array([0]))}], ranking)
+    with pytest.raises(PlanError, match="its tiers need a ranking"):
+        replay(plan, [{}], {})
+    with pytest.raises(DataError, match="no batches"):
+        replay(plan, [], ranking)

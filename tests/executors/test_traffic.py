@@ -1,0 +1,161 @@
+"""Bytes that a plan predicts are the bytes that go over the wire: exactly for given batches, closely for a profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+
+import torch
+
+import flexshard
+from flexshard.executors import Lookups, compare_observed, predicted_bytes, replay
+from flexshard.topologies import Cluster, CollectiveRate, Level
+from tests.executors import models, ranks
+
+STEPS = 4
+
+
+def steps_of(world: int) -> list[dict[str, Lookups]]:
+    """What the ranks look up in the model's batches."""
+    found = []
+    for step in range(STEPS):
+        tables = {}
+        for _, name in models.table_names():
+            ids, owners = [], []
+            for rank in range(world):
+                features = models.make_batch(step, rank).features
+                for feature in (models.WIDE | models.NARROW)[name][1]:
+                    values = features[feature].values().numpy()
+                    ids.append(values)
+                    owners.append(np.full(len(values), rank))
+            tables[name] = Lookups(np.concatenate(ids), np.concatenate(owners))
+        found.append(tables)
+    return found
+
+
+def observed(rank: int, plan: Any) -> tuple[list[dict[Any, Any]], Any]:
+    from flexshard.executors import Observer
+
+    parallel, optim = models.shard(plan, "sgd")
+    with Observer() as observer:
+        for step in range(STEPS):
+            optim.zero_grad()
+            parallel(models.make_batch(step, rank))[0].backward()
+            optim.step()
+            observer.step()
+    return observer.calls(), observer.result(fingerprint=plan.fingerprint)
+
+
+@pytest.mark.parametrize("index_dedup", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2)], ids=["2x2", "4x2"])
+def test_replayed_bytes_are_those_on_the_wire(shape: tuple[int, int], index_dedup: bool) -> None:
+    cluster = models.small_cluster(*shape)
+    split = models.random_split(cluster, np.random.default_rng([3, *shape]))
+    plan = models.plan_of(cluster, split, index_dedup=index_dedup)
+    rankings = {name: models.profile_of(name) for _, name in models.table_names()}
+    expected = replay(plan, steps_of(cluster.world_size), rankings)
+    planned = {(t.kind, t.group_size, t.content): t for t in expected.traffic}
+    for rank, (calls, _) in enumerate(ranks.run(*shape, observed, plan)):
+        for step, found in enumerate(calls):
+            assert found.keys() == planned.keys()
+            for key, counted in found.items():
+                one = planned[key]
+                assert counted == (one.calls, one.sent[step, rank], one.received[step, rank]), (rank, step, key)
+
+
+def sequences(rank: int, step: int, p: np.ndarray, batch_size: int, length: int) -> np.ndarray:
+    return np.random.default_rng([step, rank]).choice(p.size, batch_size * length, p=p / p.sum())
+
+
+def run_one_table(rank: int, plan: Any, p: np.ndarray, length: int, steps: int, profile: Any) -> Any:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+    from flexshard.executors import Observer
+
+    table = plan.tables["goods"]
+    config = EmbeddingConfig(name="goods", num_embeddings=table.rows, embedding_dim=table.dim, feature_names=["f"])
+    model = EmbeddingCollection(tables=[config])
+    sharders = [FlexShardEmbeddingCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})]
+    sharding = FlexShardPlanner(plan, profiles={"goods": profile}).collective_plan(model, sharders)
+    parallel = DistributedModelParallel(model, plan=sharding, sharders=sharders, device=torch.device("cpu"))
+    size = plan.settings.batch_size
+    with Observer() as observer:
+        for step in range(steps):
+            ids = torch.from_numpy(sequences(rank, step, p, size, length))
+            batch = KeyedJaggedTensor(["f"], ids, lengths=torch.full((size,), length))
+            parallel(batch)["f"].values().sum().backward()
+            observer.step()
+    return observer.result(fingerprint=plan.fingerprint)
+
+
+@pytest.mark.parametrize("reduction", ["dense", "sparse"])
+def test_a_profile_predicts_within_two_percent_over_100_steps(reduction: str) -> None:
+    rows, length, batch_size = 2000, 5, 64
+    p = 1.0 / (1 + np.random.default_rng(0).permutation(rows)) ** 0.8
+    # A profile of other samples than those that run.
+    counts = np.bincount(np.random.default_rng(9).choice(rows, 1_000_000, p=p / p.sum()), minlength=rows)
+    profile = flexshard.AccessProfile.from_counts(counts, num_samples=1_000_000 // length)
+    fast, slow = CollectiveRate(0.0, 8e9), CollectiveRate(0.0, 1e9)
+    levels = Level(1, None, slow), Level(2, fast, slow), Level(4, slow, None)
+    cluster = Cluster("three tiers pay", 2, 2, float(1 << 30), 0.0, levels)
+    table = flexshard.Table("goods", rows, 8, profile, optimizer="sgd")
+    plan = flexshard.solve([table], cluster, batch_size=batch_size, budget="+8KiB", reduction=reduction)
+    assert len(plan.tables["goods"].tiers) == 3
+    found = ranks.run(2, 2, run_one_table, plan, p, length, 100, profile)[0]
+    expected = predicted_bytes(plan)
+    assert {(c.kind, c.group_size, c.content) for c in found.collectives} == expected.keys()
+    comparison = compare_observed(plan, found)
+    for line in comparison.lines:
+        if line.unit == "bytes":
+            assert line.error is not None
+            assert abs(line.error) < 0.02, (line, line.error)
+    assert abs(comparison.reduction_predicted - comparison.reduction_observed) < 0.01
+
+
+def row_wise_of_torchrec(rank: int, steps: int) -> tuple[float, float]:
+    """Bytes per step of TorchRec's own row-wise sharding, and of ours with all rows row-wise."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingPlan
+
+    from flexshard.executors import Observer
+
+    def total(parallel: Any) -> float:
+        with Observer() as observer:
+            for step in range(steps):
+                parallel(models.make_batch(step, rank))[0].backward()
+                observer.step()
+        return sum(c.bytes for c in observer.result().collectives)
+
+    model = models.new_model()
+    sharder = EmbeddingCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+    how = {
+        part: construct_module_sharding_plan(
+            model.get_submodule(part),
+            {name: row_wise(compute_kernel="fused") for of, name in models.table_names() if of == part},
+            sharder,
+            local_size=2,
+            world_size=4,
+            device_type="cpu",
+        )
+        for part in ("wide", "narrow")
+    }
+    theirs = DistributedModelParallel(model, plan=ShardingPlan(how), sharders=[sharder], device=torch.device("cpu"))
+    cluster = models.small_cluster(2, 2)
+    whole = {name: [(4, rows, "dense")] for name, (rows, _) in (models.WIDE | models.NARROW).items()}
+    ours, _ = models.shard(models.plan_of(cluster, whole), "sgd")
+    return total(theirs), total(ours)
+
+
+def test_all_row_wise_sends_less_than_torchrecs_own() -> None:
+    theirs, ours = ranks.run(2, 2, row_wise_of_torchrec, STEPS)[0]
+    assert ours < theirs
