@@ -222,10 +222,10 @@ class Exchange:
         """Send the lookups' gradients to the holders; what is returned is filled in when the gates open."""
         # As TorchRec does it: ranks average their losses.
         scale = 1.0 / self._layout.world_size if get_gradient_division() else 1.0
-        flat = gradient.new_zeros(self._batch.slots.numel(), gradient.shape[1])
+        flat = gradient.new_empty(self._batch.slots.numel(), gradient.shape[1])
         place = self._batch.place.long()
         if self._batch.shared:
-            flat.index_add_(0, place, gradient, alpha=scale)
+            flat.zero_().index_add_(0, place, gradient, alpha=scale)
         else:
             flat.index_copy_(0, place, gradient).mul_(scale)
         flat = flat.to(dtype)

@@ -101,6 +101,8 @@ class TableGroup(nn.Module):
     def codes(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Codes of (table index, ids in the table) one after the other; shape (lookups,)."""
         parts = [self.books[table].codes(ids) for table, ids in lookups]
+        if not parts:
+            return self._first_code.new_empty(0)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def dispatch(self, codes: torch.Tensor) -> Dispatch:

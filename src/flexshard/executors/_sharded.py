@@ -216,10 +216,12 @@ class ShardedFlexShardEmbeddingCollection(
         for lookup in self._lookups_of:
             book = self.groups[lookup.group].books[lookup.table]
             if lookup.feature not in place:
-                raise DataError(
-                    f"the batch has no feature {lookup.feature!r}, which table {book.table!r} is looked up by; it has"
-                    f" {', '.join(keys)}"
+                status[lookup.group] = -(lookup.table + 1)
+                error = (
+                    f"rank {dist.get_rank()}: the batch has no feature {lookup.feature!r}, which table {book.table!r}"
+                    f" is looked up by; it has {', '.join(keys)}"
                 )
+                continue
             index = place[lookup.feature]
             ids = values[ends[index] : ends[index + 1]]
             outside = None if self._translated_ids else book.outside(ids)
@@ -230,7 +232,7 @@ class ShardedFlexShardEmbeddingCollection(
             lookups[lookup.group].append((lookup.table, ids))
         batches = []
         for group, parts, word in zip(self.groups, lookups, status, strict=True):
-            codes = torch.cat([ids for _, ids in parts]) if self._translated_ids else group.codes(parts)
+            codes = torch.cat([ids for _, ids in parts]) if self._translated_ids and parts else group.codes(parts)
             batch = group.dispatch(codes)
             batches.append((batch, group.start(batch, word)))
         return batches, error
@@ -243,9 +245,10 @@ class ShardedFlexShardEmbeddingCollection(
         """
         for rank, word in enumerate(status):
             if word:
+                what = "an id outside" if word > 0 else "no feature for"
                 raise DataError(
-                    f"rank {dist.get_rank()}: rank {rank} of the group has an id outside table"
-                    f" {group.layout.tables[word - 1]!r}; its own message names it"
+                    f"rank {dist.get_rank()}: rank {rank} of the group has {what} table"
+                    f" {group.layout.tables[abs(word) - 1]!r}; its own message names it"
                 )
 
     # -- output

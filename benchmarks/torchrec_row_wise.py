@@ -1,0 +1,136 @@
+"""All rows row-wise: a step of our sharded module against one of TorchRec's own, in real gloo processes.
+
+Both train the same model on the same batches in turn, ours in one block of steps and TorchRec's in the next, so that
+a busy machine slows both; the figure is the median over blocks of the ratio of their medians.
+
+    python -m benchmarks.torchrec_row_wise
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
+
+import flexshard
+from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+from flexshard.executors import Observer
+from flexshard.topologies import CollectiveRate, Level
+
+ROWS, DIM, TABLES, BATCH, LENGTH = 100_000, 64, 4, 256, 20
+BLOCKS, STEPS = 12, 8
+FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
+
+
+def collection() -> EmbeddingCollection:
+    torch.manual_seed(0)
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(name=f"t{i}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[f"f{i}"])
+            for i in range(TABLES)
+        ]
+    )
+
+
+def batches(rank: int, number: int) -> list[KeyedJaggedTensor]:
+    generator = np.random.default_rng(rank)
+    p = 1.0 / np.arange(1, ROWS + 1) ** 0.8
+    made = []
+    for _ in range(number):
+        ids = torch.from_numpy(generator.choice(ROWS, TABLES * BATCH * LENGTH, p=p / p.sum()))
+        lengths = torch.full((TABLES * BATCH,), LENGTH)
+        made.append(KeyedJaggedTensor([f"f{i}" for i in range(TABLES)], ids, lengths=lengths))
+    return made
+
+
+def theirs(world: int) -> DistributedModelParallel:
+    model, sharder = collection(), EmbeddingCollectionSharder(dict(FUSED))
+    how = {f"t{i}": row_wise(compute_kernel="fused") for i in range(TABLES)}
+    plan = construct_module_sharding_plan(model, how, sharder, local_size=world, world_size=world, device_type="cpu")
+    return DistributedModelParallel(
+        model, plan=ShardingPlan({"": plan}), sharders=[sharder], device=torch.device("cpu")
+    )
+
+
+def ours(world: int, *, ranked: bool) -> DistributedModelParallel:
+    model, sharders = collection(), [FlexShardEmbeddingCollectionSharder(dict(FUSED))]
+    # All-reduce is so slow here that row-wise is the best plan.
+    slow, fast = CollectiveRate(1.0, 1e6), CollectiveRate(0.0, 1e12)
+    cluster = flexshard.Cluster("all row-wise", 1, world, 1e12, 0.0, (Level(1, None, slow), Level(world, fast, None)))
+    counts = np.arange(ROWS, 0, -1)
+    profile = flexshard.AccessProfile.from_counts(counts, num_samples=ROWS)
+    tables = [flexshard.Table(f"t{i}", ROWS, DIM, profile) for i in range(TABLES)]
+    plan = flexshard.solve(tables, cluster, batch_size=BATCH, tiers=1)
+    assert all(tier.strategy == "row_wise" for table in plan.tables.values() for tier in table.tiers)
+    profiles = {f"t{i}": profile for i in range(TABLES)} if ranked else {}
+    sharding = FlexShardPlanner(plan, profiles=profiles).collective_plan(model, sharders)
+    return DistributedModelParallel(model, plan=sharding, sharders=sharders, device=torch.device("cpu"))
+
+
+def step(model: Any, batch: KeyedJaggedTensor) -> None:
+    found = model(batch)
+    sum((found[f"f{i}"].values() ** 2).sum() for i in range(TABLES)).backward()
+
+
+def rank_main(rank: int, world: int, store: str) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    models = {"TorchRec": theirs(world), "ours": ours(world, ranked=True), "ours, unranked": ours(world, ranked=False)}
+    data = batches(rank, STEPS)
+    sent = {}
+    for name, model in models.items():
+        with Observer() as observer:
+            for batch in data:
+                step(model, batch)
+                observer.step()
+        sent[name] = sum(c.bytes for c in observer.result().collectives)
+        calls = sum(c.calls for c in observer.result().collectives)
+        if rank == 0:
+            print(f"{name}: {calls:.0f} collectives and {sent[name]:,.0f} bytes per rank and step", flush=True)
+    medians: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(BLOCKS):
+        for name, model in models.items():
+            times = []
+            for batch in data:
+                dist.barrier()
+                start = time.perf_counter()
+                step(model, batch)
+                dist.barrier()
+                times.append(time.perf_counter() - start)
+            medians[name].append(statistics.median(times))
+    if rank == 0:
+        print(f"{world} gloo processes, {TABLES} tables of {ROWS:,} x {DIM}, {BATCH} samples x {LENGTH} ids per table")
+        for name, values in medians.items():
+            ratios = [value / base for value, base in zip(values, medians["TorchRec"], strict=True)]
+            ms, ratio = statistics.median(values) * 1e3, statistics.median(ratios)
+            print(f"{name}: {ms:.1f} ms per step, {ratio:.3f} of TorchRec's")
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> int:
+    world = 4
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, args=(world, f"{folder}/store"), nprocs=world)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""When things go wrong every rank ends, soon, with one clear error."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from flexshard.errors import CommunicationError, DataError, JobError, PlanError, TableError
+from tests.executors import models, ranks
+
+
+def plan_for(nodes: int = 2, ranks_per_node: int = 1, seed: int = 30) -> Any:
+    cluster = models.small_cluster(nodes, ranks_per_node)
+    return models.plan_of(cluster, models.random_split(cluster, np.random.default_rng(seed)))
+
+
+def shard_only(rank: int, plan: Any) -> None:
+    models.shard(plan)
+
+
+def refused(plan: Any, *, nodes: int = 2, ranks_per_node: int = 1) -> str:
+    found = ranks.run(nodes, ranks_per_node, shard_only, plan, expect_failures=True)
+    assert all(isinstance(error, PlanError) for error in found), found
+    return str(found[-1])
+
+
+def test_plans_for_something_else() -> None:
+    plan = plan_for()
+    goods = plan.tables["goods"]
+
+    def changed(**fields: Any) -> Any:
+        return replace(plan, tables=plan.tables | {"goods": replace(goods, **fields)})
+
+    assert "table 'goods': the plan is for rows 998, the model has 997" in refused(changed(rows=998))
+    assert "table 'goods': the plan is for dim 32, the model has 16" in refused(changed(dim=32))
+    assert "table 'goods': the plan is for dtype float16, the model has float32" in refused(changed(dtype="float16"))
+    assert "table 'goods': the plan is for features x, the model has clicked, shown" in refused(
+        changed(features=("x",))
+    )
+    assert "profile is not the one that the plan was made from" in refused(changed(profile_digest="0" * 64))
+    renamed = replace(plan, tables={"other": replace(goods, name="other")} | dict(plan.tables))
+    assert "the plan has table 'other', which no EmbeddingCollection of the model has" in refused(renamed)
+    assert "the plan is for 4 ranks, 1 per node; the job has 2" in refused(plan_for(4, 1))
+    assert "the plan is for 2 ranks, 2 per node; the job has 2, 1 per node" in refused(plan_for(1, 2))
+
+
+def with_plan_of_its_own(rank: int, plans: list[Any], collective: bool) -> None:
+    if collective:
+        models.shard(plans[rank])
+        return
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+
+    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD})]
+    model = models.new_model()
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    plan = FlexShardPlanner(plans[rank], profiles=profiles).plan(model, sharders)
+    DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("collective", [True, False])
+def test_ranks_with_different_plans(collective: bool) -> None:
+    plans = [plan_for(seed=30), plan_for(seed=31)]
+    found = ranks.run(2, 1, with_plan_of_its_own, plans, collective, expect_failures=True)
+    for error in found:
+        assert isinstance(error, PlanError)
+        assert plans[1].fingerprint[:12] in str(error)
+        assert "rank 1" in str(error)
+        assert "goods" in str(error)
+
+
+def look_up_outside(rank: int, plan: Any, pipelined: bool) -> None:
+    parallel, optim = models.shard(plan)
+    batch = models.make_batch(0, rank)
+    if rank == 1:
+        batch.features.values()[0] = 997  # "shown", which is looked up in goods
+    if not pipelined:
+        parallel(batch)
+        return
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    pipeline = TrainPipelineSparseDist(parallel, optim, torch.device("cpu"))
+    batches = iter([models.make_batch(1, rank), batch, models.make_batch(2, rank)])
+    for _ in range(3):
+        pipeline.progress(batches)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_an_id_outside_its_table_stops_every_rank(pipelined: bool) -> None:
+    found = ranks.run(2, 2, look_up_outside, plan_for(2, 2), pipelined, expect_failures=True)
+    assert all(isinstance(error, DataError) for error in found), found
+    assert "rank 1: feature 'shown': id 997 is outside table 'goods', which has rows 0 to 996" in str(found[1])
+    for rank in (0, 2, 3):
+        assert "rank 1 of the group has an id outside table 'goods'" in str(found[rank])
+
+
+def without_a_feature(rank: int, plan: Any) -> None:
+    from torchrec import KeyedJaggedTensor
+
+    parallel, _ = models.shard(plan)
+    batch = models.make_batch(0, rank).features
+    if rank == 1:
+        batch = KeyedJaggedTensor(["shown"], torch.zeros(1, dtype=torch.long), lengths=torch.ones(1, dtype=torch.long))
+    parallel.module.wide(batch)
+
+
+def test_a_missing_feature() -> None:
+    found = ranks.run(2, 1, without_a_feature, plan_for(), expect_failures=True)
+    assert all(
+        "the batch has no feature 'clicked', which table 'goods' is looked up by" in str(error) for error in found
+    )
+
+
+def die(rank: int, plan: Any) -> None:
+    parallel, optim = models.shard(plan)
+    models.train(parallel, optim, rank, range(2))
+    if rank == 1:
+        parallel(models.make_batch(2, rank))  # in the middle of the step
+        os._exit(7)
+    models.train(parallel, optim, rank, range(2, 4))
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_step() -> None:
+    start = time.monotonic()
+    found = ranks.run(2, 2, die, plan_for(2, 2), timeout=8.0, expect_failures=True)
+    assert time.monotonic() - start < 40
+    assert "ended with code 7" in str(found[1])
+    for rank in (0, 2, 3):
+        assert isinstance(found[rank], (CommunicationError, RuntimeError)), found
+    told = [error for error in found if isinstance(error, CommunicationError)]
+    assert told
+    for error in told:
+        assert "of tables" in str(error)
+        assert "a rank ended, or did not answer within the process group's timeout" in str(error)
+
+
+def be_late(rank: int, plan: Any) -> float:
+    parallel, optim = models.shard(plan)
+    models.train(parallel, optim, rank, range(1))
+    if rank == 0:
+        time.sleep(12)
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(CommunicationError, match="exchanging counts of tables goods, shops, days with ranks 0, 1 fail"):
+        parallel(models.make_batch(1, rank))
+    return time.monotonic() - start
+
+
+def test_a_process_group_that_times_out() -> None:
+    found = ranks.run(2, 1, be_late, plan_for(), timeout=3.0)
+    assert 2 < found[1] < 8
+
+
+def shard_with(rank: int, fused: dict[str, Any]) -> None:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+
+    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder(fused)]
+    model = models.new_model()
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    plan = FlexShardPlanner(plan_for(), profiles=profiles).collective_plan(model, sharders)
+    DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+
+
+def test_optimizers_that_are_not_offered() -> None:
+    for optimizer, word in ((EmbOptimType.ADAM, "adam"), (EmbOptimType.LAMB, "lamb")):
+        found = ranks.run(2, 1, shard_with, {"optimizer": optimizer}, expect_failures=True)
+        for error in found:
+            assert isinstance(error, TableError)
+            assert f"table 'goods': optimizer {word}" in str(error)
+            assert "on cpu" in str(error)
+    found = ranks.run(
+        2, 1, shard_with, {"optimizer": EmbOptimType.EXACT_SGD, "weight_decay": 0.1}, expect_failures=True
+    )
+    assert "weight_decay" in str(found[0])
+
+
+def solve_in_the_script(rank: int) -> tuple[str, list[str]]:
+    """Profiles and a cluster instead of a plan; one table has no profile, and there is an EmbeddingBagCollection."""
+    import warnings
+
+    from torch import nn
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder(fused), EmbeddingBagCollectionSharder(fused)]
+    model = nn.Module()
+    model.inner = models.new_model()
+    model.bags = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="tags", embedding_dim=8, num_embeddings=100, feature_names=["tag"])]
+    )
+    profiles = {name: models.profile_of(name) for _, name in models.table_names() if name != "days"}
+    planner = FlexShardPlanner(profiles=profiles, cluster=models.small_cluster(2, 1), batch_size=24, budget="1GiB")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = planner.collective_plan(model, sharders)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    assert type(parallel.module.bags).__name__ == "ShardedEmbeddingBagCollection"
+    logits = parallel.module.inner(models.make_batch(0, rank))[1]
+    expected = models.reference("sgd", 1, 2).outputs[0][rank]
+    assert float((logits - expected).abs().max()) < 1e-6
+    assert planner.solved is not None
+    return planner.solved.fingerprint, [str(w.message) for w in said if "has no profile" in str(w.message)]
+
+
+def test_solving_in_the_script_and_leaving_the_rest_to_torchrec() -> None:
+    found = ranks.run(2, 1, solve_in_the_script)
+    assert found[0][0] == found[1][0]
+    assert any("table 'days' of inner.wide has no profile" in text for text in found[0][1])
+
+
+def test_a_planner_needs_something_to_plan_with() -> None:
+    from flexshard import FlexShardPlanner
+
+    with pytest.raises(JobError, match="needs a plan, or profiles, a cluster and a batch_size"):
+        FlexShardPlanner(profiles={})
