@@ -1,4 +1,5 @@
-"""From access data to a proven placement plan, with the commands that a user would type.
+"""From access data to a proven plan, and from a plan to a model that trains under it, with the commands that a user
+would type.
 
 make demo                              on power-law sequences that it generates
 make demo DATA=clicks.parquet COLUMN=item_id
@@ -8,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
+
+from clicks import read_log
 
 OUTPUT = Path("demo")
 SHAPE = ("--rows", 2_000_000, "--samples", 60_000, "--length", 400, "--exponent", 0.8)
@@ -43,9 +48,69 @@ def main() -> None:
     flexshard("plan", job, "-o", plan)
     flexshard("explain", plan)
     flexshard("pareto", job, "-o", f"{OUTPUT}/pareto.png")
-    print(
-        f"\nDone in {time.perf_counter() - start:.0f} s. Now look at {OUTPUT}/pareto.png, or edit {job} and plan again."
+    pictures = f"{OUTPUT}/pareto.png"
+    if given.data is None:
+        train()
+        pictures += f" and {OUTPUT}/reduction.png"
+    print(f"\nDone in {time.perf_counter() - start:.0f} s. Now look at {pictures}, or edit {job} and plan again.")
+
+
+def train() -> None:
+    """Profile the lookups of a sequence model, plan them, and train it on four processes with and without the plan."""
+    print("\nNow a model: the next click of a session, on four processes that stand for two nodes with two GPUs each.")
+    log, lookups, profile, job, plan, observed, row_wise = (
+        f"{OUTPUT}/{name}"
+        for name in (
+            "log.parquet",
+            "lookups.parquet",
+            "articles.profile.parquet",
+            "model.job.yaml",
+            "model.plan.json",
+            "observed.json",
+            "observed_row_wise.json",
+        )
     )
+    show([sys.executable, "examples/clicks.py", log, "--items", "20000", "--sessions", "24000"])
+    model = ["examples/next_click.py", log, "--sessions", "16000"]
+    show([sys.executable, *model, "--lookups", lookups])
+    articles = read_log(Path(log), 1).num_items
+    flexshard("profile", lookups, "--column", "articles", "--rows", articles, "-o", profile)
+    flexshard("job", profile, "--cluster", "examples/cluster_2x2.yaml", "--batch-size", 64, "--dim", 64, "-o", job)
+    flexshard("plan", job, "-o", plan)
+    on_two_nodes([*model, "--observed", row_wise])
+    on_two_nodes([*model, "--plan", plan, "--observed", observed])
+    print(
+        "\nWhat was predicted, and what went over the wire (one machine has no network, so bytes count here, not time):"
+    )
+    flexshard("compare", plan, observed, "--row-wise", row_wise, "-o", f"{OUTPUT}/reduction.png")
+
+
+def on_two_nodes(arguments: list[str]) -> None:
+    """Run a script or module with torchrun, once for each of two nodes of two processes on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shape = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    print(f"\n$ torchrun --nnodes 2 --nproc-per-node 2 {shlex.join(arguments)}", flush=True)
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *shape, "--node-rank", str(node), *arguments],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [node.communicate()[1] for node in nodes]
+    if any(node.returncode for node in nodes):
+        sys.exit("\n".join(said))
+
+
+def show(command: list[str]) -> None:
+    """Show a command and run it; stop where it fails."""
+    print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
+    if subprocess.run(command, check=False).returncode != 0:
+        sys.exit(1)
 
 
 def count(data: str, column: str, sample_key: str | None, profile: str) -> None:

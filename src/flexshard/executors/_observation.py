@@ -25,7 +25,7 @@ class ObservedCollective:
         content: "counts", "ids", "embeddings", "gradients", "replicas", "touched" or "touched_rows".
         calls, bytes: mean over ranks and steps; bytes of the buffer that is sent.
         fullest_bytes: of the fullest buffer of a step, sent or received, mean over steps.
-        seconds: of the slowest rank, mean over steps.
+        seconds: of the slowest rank, median over steps.
         exposed_seconds: in which Python stood waiting, mean over ranks and steps.
         bytes_by_step: mean over ranks of each step.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -74,9 +75,15 @@ class Observer:
     Bytes are whole buffers, a rank's own part included. A collective's seconds run from its start until it is over
     (which on CUDA needs ``TORCH_NCCL_ENABLE_TIMING``); its exposed seconds are those in which Python stood waiting.
     DDP's own gradient reduction starts in C++ and is not seen: it is none of the plan's.
+
+    Args:
+        blocking: run every collective by itself, after a barrier of its group: the time of the collective alone, as
+            ``flexshard measure`` times it, without waiting for ranks that come late and without sharing a link with
+            others. The step is slower, then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocking: bool = False) -> None:
+        self._blocking = blocking
         self._steps: list[_Step] = []
         self._now = _Step()
         self._saved: dict[str, Any] = {}
@@ -111,9 +118,16 @@ class Observer:
             own = label_of_call()
             content = own.content if own is not None else ("ids" if not dtype.is_floating_point else "embeddings")
             size = own.group_size if own is not None else dist.get_world_size(group)
+            if self._blocking:
+                self._barrier(group)
             noted = _Call((kind, size, content), sent, received, time.perf_counter())
             self._now.calls.append(noted)
             work = original(*args, **kwargs)
+            if self._blocking and work is not None:
+                work.wait()
+                noted.end = time.perf_counter()
+                noted.blocked = noted.end - noted.start
+                return work
             if work is None or not hasattr(work, "wait"):
                 noted.end = time.perf_counter()
                 noted.blocked = noted.end - noted.start
@@ -123,14 +137,21 @@ class Observer:
 
         return call
 
-    def result(self, process_group: Any = None, *, fingerprint: str = "") -> Observation:
-        """Means over all ranks; every rank must call it, after the last :meth:`step`.
+    def _barrier(self, group: Any) -> None:
+        """Until all ranks of a group are here, by its own functions, which are not watched."""
+        one = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        self._saved["all_reduce"](one, group=group)
+
+    def result(self, process_group: Any = None, *, fingerprint: str = "", skip: int = 0) -> Observation:
+        """Of all ranks together; every rank must call it, after the last :meth:`step`.
 
         Args:
             fingerprint: of the plan that ran, so that it is not compared with another.
+            skip: first steps to leave out, such as those that warm up.
         """
+        own = self._steps[skip:]
         every: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(every, [_sums(step) for step in self._steps], group=process_group)
+        dist.all_gather_object(every, [_sums(step) for step in own], group=process_group)
         if len({len(steps) for steps in every}) != 1:
             raise RuntimeError("ranks observed different numbers of steps; call step() on every rank after each step")
         keys = sorted({key for steps in every for _, calls in steps for key in calls})
@@ -152,12 +173,12 @@ class Observer:
                     calls=mean[0],
                     bytes=mean[1],
                     fullest_bytes=sum(fullest) / number,
-                    seconds=sum(slowest) / number,
+                    seconds=statistics.median(slowest),
                     exposed_seconds=mean[4],
                     bytes_by_step=tuple(by_step),
                 )
             )
-        lengths = [max(steps[i][0] for steps in every) for i in range(len(self._steps))]
+        lengths = [max(steps[i][0] for steps in every) for i in range(len(own))]
         return Observation(fingerprint, len(every), tuple(lengths), tuple(collectives))
 
     def calls(self) -> list[dict[Key, tuple[int, int, int]]]:

@@ -1,0 +1,1 @@
+"""Plans on a cluster of network namespaces: predicted beside observed."""

@@ -1,0 +1,106 @@
+"""Row-wise, the paper's plans and ours on a cluster of network namespaces: step time, and communication predicted and
+observed.
+
+    sudo .venv/bin/python -m benchmarks.cluster          # needs iproute2; about ten minutes
+
+Four nodes of two ranks; each node's link and loopback are limited so that bandwidths have the ratios of the paper's
+cluster and communication dominates. The cluster is measured first, as 'flexshard measure' does it, and everything is
+planned for what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.network import Network, NetworkError, network
+from benchmarks.cluster.workloads import GLOBO, WORKLOADS
+from benchmarks.timing import machine
+from flexshard import Cluster, units
+from flexshard._grids import as_text, new_grid
+
+RANK = "benchmarks.cluster.rank"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inter-mbit", type=float, default=200.0, help="of each node's link")
+    parser.add_argument("--intra-mbit", type=float, default=400.0, help="of each node's loopback")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of every plan that count")
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    args = parser.parse_args()
+    shape = Network(4, 2, args.inter_mbit, args.intra_mbit)
+    print(f"{machine()}; 4 nodes x 2 ranks, links of {args.inter_mbit:g} and loopbacks of {args.intra_mbit:g} Mbit/s")
+    try:
+        with tempfile.TemporaryDirectory() as folder, network(shape) as cluster:
+            file = Path(folder) / "cluster.yaml"
+            cluster.run(RANK, ["measure", str(file)], timeout_s=300)
+            print_cluster(Cluster.load(file))
+            for name in args.workloads:
+                if name == "globo" and not GLOBO.exists():
+                    print("globo_clicks.parquet is not here; left out")
+                    continue
+                result = Path(folder) / f"{name}.json"
+                how = ["--workload", name, "--result", str(result), "--rounds", str(args.rounds)]
+                cluster.run(RANK, ["train", str(file), *how], timeout_s=1200)
+                print_workload(name, json.loads(result.read_text()))
+    except NetworkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def print_cluster(cluster: Cluster) -> None:
+    for level in cluster.levels:
+        for kind in ("all_to_all", "all_reduce"):
+            rate = getattr(level, kind)
+            if rate is not None:
+                beta = units.format_bandwidth(rate.bytes_per_s)
+                print(f"  {kind}@{level.group_size}: {units.format_seconds(rate.alpha_seconds)} + bytes / {beta}")
+
+
+def print_workload(name: str, results: dict[str, Any]) -> None:
+    base = results["row-wise (TorchRec)"]
+    numbers = ["communication", "predicted", "error", "faster", "predicted", "ids", "step, alone", "step", "waits"]
+    grid = new_grid(f"{name}: seconds per step, medians", ["plan", "rows by group"], numbers)
+    for plan, found in results.items():
+        seen, expected = found["observed_comm_seconds"], found["predicted_comm_seconds"]
+        grid.add_row(
+            plan,
+            " ".join(f"{size}:{rows:,}" for size, rows in found["rows"].items()),
+            f"{seen:.2f}",
+            f"{expected:.2f}",
+            f"{seen / expected - 1:+.0%}",
+            f"{base['observed_comm_seconds'] / seen:.2f}x",
+            f"{base['predicted_comm_seconds'] / expected:.2f}x",
+            f"{found['observed_input_seconds']:.2f}",
+            f"{found['blocking_step_seconds']:.2f}",
+            f"{found['step_seconds']:.2f}",
+            f"{found['observed_exposed_seconds']:.2f}",
+        )
+    print(as_text(grid, 170))
+    for title, expected, seen in (
+        ("without overlap", "predicted_comm_seconds", "blocking_step_seconds"),
+        ("as it runs", "observed_exposed_seconds", "step_seconds"),
+    ):
+        for what, key in (("by communication", expected), ("by step time", seen)):
+            print(f"order {title}, {what}: {' < '.join(sorted(results, key=lambda plan: results[plan][key]))}")
+    headings = ["bytes", "predicted s", "s, alone", "s, as it runs", "of it waiting"]
+    lines = new_grid(f"{name}: per collective", ["plan", "collective"], headings)
+    for plan, found in results.items():
+        for c, free in zip(found["observed"], found["free"], strict=True):
+            want = [p for p in found["predicted"] if (p["kind"], p["group_size"]) == (c["kind"], c["group_size"])]
+            timed = want and c["content"] not in ("ids", "counts", "touched")
+            expected_seconds = f"{want[0]['seconds'] / want[0]['calls'] * c['calls']:.3f}" if timed else "-"
+            label = f"{c['kind']}@{c['group_size']} {c['content']}"
+            times = (f"{value:.3f}" for value in (c["seconds"], free["seconds"], free["exposed_seconds"]))
+            lines.add_row(plan, label, units.format_bytes(c["bytes"]), expected_seconds, *times)
+    print(as_text(lines, 150), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""What the ranks look up: user histories, and the skew of two of the paper's models on a million rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+
+from benchmarks.published import published_table
+from flexshard import AccessProfile
+
+__all__ = ["WORKLOADS", "Workload"]
+
+IntArray = npt.NDArray[np.int64]
+ROWS = 1_000_000
+GLOBO = Path(__file__).resolve().parents[3] / "shared" / "data" / "globo_clicks.parquet"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One table and its batches.
+
+    Attributes:
+        name: of the workload.
+        rows: E.
+        batch_size: B, samples per rank.
+        profile: with ranked rows.
+        batch: (rank, step) to ids and lengths of B samples.
+    """
+
+    name: str
+    rows: int
+    batch_size: int
+    profile: AccessProfile
+    batch: Callable[[int, int], tuple[IntArray, IntArray]]
+
+
+def published(model: str, batch_size: int = 200) -> Workload:
+    """A published model's distribution, its 10 or 30 million rows taken together to a million; ids say nothing of p."""
+    table = published_table(model)
+    ends = np.concatenate([[0], np.cumsum(table.profile.rows)])
+    reads = np.concatenate([[0.0], np.cumsum(table.profile.counts * table.profile.rows / table.profile.num_samples)])
+    p = np.diff(np.interp(np.linspace(0, table.rows, ROWS + 1), ends, reads))
+    length = round(float(p.sum()))
+    place = np.random.default_rng(0).permutation(ROWS)
+    cumulative = np.cumsum(p) / p.sum()
+    counts = np.zeros(ROWS, np.int64)
+    samples = 1_000_000
+    counts[place] = np.round(p / p.sum() * length * samples)
+    profile = AccessProfile.from_counts(counts, num_samples=samples)
+
+    def batch(rank: int, step: int) -> tuple[IntArray, IntArray]:
+        drawn = np.random.default_rng([rank, step]).random(batch_size * length)
+        ids = place[np.minimum(np.searchsorted(cumulative, drawn, side="right"), ROWS - 1)]
+        return ids, np.full(batch_size, length, np.int64)
+
+    return Workload(f"{model}-like", ROWS, batch_size, profile, batch)
+
+
+def globo(batch_size: int = 4096) -> Workload:
+    """Clicks of each user, in order of time; profiled on all, a rank draws users at random."""
+    table = pq.read_table(GLOBO, columns=["user_id", "item_id", "timestamp"])
+    user, item, times = (column.to_numpy() for column in table.columns)
+    order = np.lexsort((times, user))
+    items, ids = np.unique(item[order], return_inverse=True)
+    _, lengths = np.unique(user[order], return_counts=True)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    counts = np.bincount(ids, minlength=len(items))
+    profile = AccessProfile.from_counts(counts, num_samples=len(lengths))
+
+    def batch(rank: int, step: int) -> tuple[IntArray, IntArray]:
+        users = np.random.default_rng([rank, step]).integers(0, len(lengths), batch_size)
+        return np.concatenate([ids[ends[u] : ends[u + 1]] for u in users.tolist()]), lengths[users]
+
+    return Workload("globo_clicks", len(items), batch_size, profile, batch)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "RM-2": lambda: published("RM-2"),
+    "RM-1": lambda: published("RM-1"),
+    "globo": globo,
+}
