@@ -369,3 +369,62 @@ def test_torchrec_is_named_where_it_is_missing(project: Path) -> None:
     found = subprocess.run([sys.executable, "-c", script], cwd=project, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "make setup" in found.stderr
+
+
+def observed_file(folder: Path, plan: Plan, name: str, scale: float = 1.0, **fields: object) -> None:
+    """An observation that agrees with a plan's prediction but for a factor."""
+    from flexshard.executors import Observation, ObservedCollective, predicted_bytes
+
+    collectives = tuple(
+        ObservedCollective(kind, size, content, 1.0, scale * nbytes, scale * nbytes, 0.01, 0.004, (scale * nbytes,))
+        for (kind, size, content), nbytes in sorted(predicted_bytes(plan).items())
+    )
+    found = Observation(plan.fingerprint, plan.cluster.world_size, (0.1, 0.2, 0.3), collectives)
+    document = found.document() | fields
+    (folder / name).write_text(json.dumps(document))
+
+
+def test_compare_sets_a_plan_beside_what_ran(project: Path, tmp_path: Path) -> None:
+    plan = Plan.load(project / "plan.json")
+    observed_file(project, plan, "observed.json", 1.01)
+    out = good(project, "compare", "plan.json", "observed.json", "-o", tmp_path / "figure6.png")
+    assert "+1.0%" in out
+    assert (tmp_path / "figure6.png").stat().st_size > 5000
+    found = json.loads(good(project, "compare", "plan.json", "observed.json", "--json"))["plan"]
+    assert found["reduction_observed"] == pytest.approx(1 - 1.01 * (1 - found["reduction_predicted"]))
+    assert set(found["overlap"].values()) == {0.6}
+    assert all(line["error"] == pytest.approx(0.01) for line in found["lines"] if line["unit"] == "bytes")
+
+    assert "every plan needs what was observed of it" in bad(
+        project, "compare", "plan.json", "observed.json", "plan.json"
+    )
+    assert "not an observation" in bad(project, "compare", "plan.json", "plan.json")
+    observed_file(project, plan, "other.json", fingerprint="f" * 64)
+    assert "the observation is of plan ffffffffffff" in bad(project, "compare", "plan.json", "other.json")
+    observed_file(project, plan, "other.json", world_size=3)
+    assert "the observation is of 3 ranks, the plan is for 16" in bad(project, "compare", "plan.json", "other.json")
+    observed_file(project, plan, "other.json", version=9)
+    assert "version 9 of observations is unknown" in bad(project, "compare", "plan.json", "other.json")
+    (project / "other.json").write_text((project / "observed.json").read_text()[:200])
+    assert "other.json: not valid JSON" in bad(project, "compare", "plan.json", "other.json")
+    assert "go with a plan and what was observed" in bad(project, "compare", "job.yaml", "-o", "x.png")
+    (project / "other.json").unlink()
+    (project / "observed.json").unlink()
+
+
+def test_replay_counts_what_a_plan_would_move(project: Path) -> None:
+    job = yaml.safe_load((project / "job.yaml").read_text()) | {"batch_size": 256}
+    (project / "small.yaml").write_text(yaml.safe_dump(job))
+    good(project, "plan", "small.yaml", "-o", "small.json")
+    replay = ("replay", "small.json", "clicks.parquet", "--column")
+    assert "imbalance" in good(project, *replay, "items")
+    found = json.loads(good(project, *replay, "items", "--json"))
+    assert found["steps"] == 5000 // (16 * 256)
+    assert found["world_size"] == 16
+    assert all(c["bytes"] > 0 for c in found["collectives"] if c["content"] == "embeddings")
+    assert "no column 'x'" in bad(project, *replay, "x")
+    assert "the plan has no table 'x'" in bad(project, *replay, "x=items")
+    assert "none.parquet" in bad(project, *replay, "items", "--profile", "none.parquet")
+    assert "5,000 samples are less than one step" in bad(project, "replay", "plan.json", *replay[2:], "items")
+    (project / "small.yaml").unlink()
+    (project / "small.json").unlink()

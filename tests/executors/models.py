@@ -255,6 +255,6 @@ def differences(parallel: Any, outputs: list[torch.Tensor], rank: int, expected:
         found["weights"] = max(found["weights"], float((weights[key].full_tensor() - weight).abs().max()))
         if name in expected.states:
             state = states[key][f"{table}.momentum1"].full_tensor()
-            found["states"] = max(found["states"], float((state - expected.states[name]).abs().max()))
+            found["states"] = max(found["states"], float((state - expected.states[name].view(state.shape)).abs().max()))
     found["weights"] = max(found["weights"], float((parallel.module.over.weight - expected.over).abs().max()))
     return found

@@ -13,7 +13,7 @@ pytest.importorskip("torchrec")
 
 import torch
 
-from flexshard.errors import CheckpointError, PlanError
+from flexshard.errors import CheckpointError, OutputError, PlanError
 from tests.executors import models, ranks
 from tests.executors.test_numerics import TOLERANCE, largest
 
@@ -201,3 +201,130 @@ def wrong_plan(rank: int) -> None:
 def test_resharding_to_a_plan_for_other_ranks_is_refused() -> None:
     found = ranks.run(2, 1, wrong_plan, expect_failures=True)
     assert all(isinstance(error, PlanError) and "the plan is for 4 ranks" in str(error) for error in found), found
+
+
+def plan_of_other_tables(rank: int) -> None:
+    from flexshard.executors import reshard
+
+    cluster = models.small_cluster(2, 1)
+    plan = models.plan_of(cluster, split_for(cluster, 3))
+    parallel, _ = models.shard(plan, "sgd")
+    tables = {"other" if name == "goods" else name: table for name, table in plan.tables.items()}
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    reshard(parallel, replace(plan, tables=tables), profiles=profiles)
+
+
+def test_resharding_to_a_plan_for_other_tables_is_refused() -> None:
+    found = ranks.run(2, 1, plan_of_other_tables, expect_failures=True)
+    assert all("the plan has no table 'goods'" in str(error) for error in found), found
+
+
+def resharded_to_dedup(rank: int) -> tuple[float, float]:
+    """Bytes of rows that are sent, by a model resharded to a plan with index deduplication and by a fresh one."""
+    from flexshard.executors import Observer, reshard
+
+    cluster = models.small_cluster(2, 1)
+    whole: RowsOf = {name: [(2, rows, "dense")] for name, (rows, _) in (models.WIDE | models.NARROW).items()}
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    dedup = models.plan_of(cluster, whole, index_dedup=True)
+    moved, _ = models.shard(models.plan_of(cluster, whole), "sgd")
+    reshard(moved, dedup, profiles=profiles)
+    fresh, _ = models.shard(dedup, "sgd")
+    sent = []
+    for parallel in (moved, fresh):
+        with Observer() as observer, torch.no_grad():
+            parallel(models.make_batch(0, rank))
+            observer.step()
+        sent.append(sum(c.bytes for c in observer.result().of("all_to_all", 2, "embeddings")))
+    return sent[0], sent[1]
+
+
+def test_resharding_takes_over_index_deduplication() -> None:
+    moved, fresh = ranks.run(2, 1, resharded_to_dedup)[0]
+    assert moved == fresh
+
+
+def save_where_nothing_can_be(rank: int) -> None:
+    from flexshard.executors import save_checkpoint
+
+    cluster = models.small_cluster(2, 1)
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    save_checkpoint("/proc/nothing/here", parallel, optim)
+
+
+def test_a_folder_that_cannot_be_made_stops_every_rank_at_once() -> None:
+    found = ranks.run(2, 1, save_where_nothing_can_be, timeout=30.0, limit=25.0, expect_failures=True)
+    assert all(isinstance(error, OutputError) and "/proc/nothing/here" in str(error) for error in found), found
+
+
+def stock_and_ours(rank: int, folder: str) -> tuple[float, float]:
+    """A checkpoint of TorchRec's row-wise sharding loaded into ours, and ours into TorchRec's."""
+    import torch.distributed.checkpoint as dcp
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingPlan
+
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": models.LEARNING_RATE}
+    cluster = models.small_cluster(2, 1)
+    ours, _ = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "rowwise_adagrad")
+    model, sharder = models.new_model(), EmbeddingCollectionSharder(fused)
+    how = {
+        part: construct_module_sharding_plan(
+            model.get_submodule(part),
+            {name: row_wise(compute_kernel="fused") for of, name in models.table_names() if of == part},
+            sharder,
+            local_size=1,
+            world_size=2,
+            device_type="cpu",
+        )
+        for part in ("wide", "narrow")
+    }
+    theirs = DistributedModelParallel(model, plan=ShardingPlan(how), sharders=[sharder], device=torch.device("cpu"))
+
+    def logits(parallel: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = parallel(models.make_batch(9, rank))[1]
+            return found.clone()
+
+    def steps(parallel: Any) -> None:
+        for step in range(3):
+            parallel(models.make_batch(step, rank))[0].backward()
+
+    differences = []
+    for number, (source, target) in enumerate(((theirs, ours), (ours, theirs))):
+        steps(source)
+        place = f"{folder}/{number}"
+        dcp.save({"model": source.state_dict(), "opt": source.fused_optimizer.state_dict()}, checkpoint_id=place)
+        state = {"model": target.state_dict(), "opt": target.fused_optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=place)
+        target.load_state_dict(state["model"])
+        target.fused_optimizer.load_state_dict(state["opt"])
+        steps(source)
+        steps(target)
+        differences.append(float((logits(source) - logits(target)).abs().max()))
+    return differences[0], differences[1]
+
+
+def test_checkpoints_go_both_ways_between_torchrec_and_us(tmp_path: Path) -> None:
+    for found in ranks.run(2, 1, stock_and_ours, str(tmp_path)):
+        assert max(found) < 1e-4
+
+
+def plain_names(rank: int) -> tuple[list[str], float]:
+    """The names that an unsharded model has; plain modules' state_dict and load_state_dict."""
+    cluster = models.small_cluster(2, 1)
+    parallel, _ = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    state = parallel.module.state_dict()
+    doubled = {name: value * 2 for name, value in state.items()}
+    parallel.module.load_state_dict(doubled)
+    after = parallel.module.state_dict()["wide.embeddings.goods.weight"].full_tensor()
+    names = [name for name, _ in parallel.module.named_parameters()]
+    return names, float((after - 2 * state["wide.embeddings.goods.weight"].full_tensor()).abs().max())
+
+
+def test_names_and_states_are_those_of_the_unsharded_model() -> None:
+    names, difference = ranks.run(2, 1, plain_names)[0]
+    assert sorted(names) == sorted(name for name, _ in models.new_model().named_parameters())
+    assert difference == 0.0

@@ -18,6 +18,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from flexshard.errors import CommunicationError, DataError, JobError, PlanError, TableError
 from tests.executors import models, ranks
 
+ALL_TABLES = models.WIDE | models.NARROW
+
 
 def plan_for(nodes: int = 2, ranks_per_node: int = 1, seed: int = 30) -> Any:
     cluster = models.small_cluster(nodes, ranks_per_node)
@@ -96,13 +98,59 @@ def look_up_outside(rank: int, plan: Any, pipelined: bool) -> None:
         pipeline.progress(batches)
 
 
+def look_up_where_groups_are_small(rank: int) -> None:
+    """No tier spans all ranks, and the bad id is met in one node."""
+    cluster = models.small_cluster(2, 2)
+    split = {n: [(1, rows // 2, "dense"), (2, rows - rows // 2, "dense")] for n, (rows, _) in ALL_TABLES.items()}
+    parallel, _ = models.shard(models.plan_of(cluster, split))
+    batch = models.make_batch(0, rank)
+    if rank == 3:
+        batch.features.values()[0] = -1
+    parallel(batch)
+
+
+def test_a_bad_id_stops_the_ranks_of_other_groups_too() -> None:
+    found = ranks.run(2, 2, look_up_where_groups_are_small, expect_failures=True)
+    assert all(isinstance(error, DataError) and "goods" in str(error) for error in found), found
+
+
+def look_up_floats(rank: int, plan: Any) -> None:
+    from torchrec import KeyedJaggedTensor
+
+    parallel, _ = models.shard(plan)
+    plain = models.make_batch(0, rank).features
+    values = plain.values().float() if rank == 1 else plain.values()
+    parallel.module.wide(KeyedJaggedTensor(plain.keys(), values, lengths=plain.lengths()))
+
+
+def test_ids_that_are_no_whole_numbers() -> None:
+    found = ranks.run(2, 1, look_up_floats, plan_for(), expect_failures=True)
+    assert "ids of table 'goods' must be whole numbers, found torch.float32" in str(found[1])
+    assert "rank 1 of the group has bad ids of table 'goods'" in str(found[0])
+
+
+def profile_on_one_rank(rank: int, plan: Any) -> None:
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+
+    profiles = {name: "none.parquet" if rank else models.profile_of(name) for _, name in models.table_names()}
+    FlexShardPlanner(plan, profiles=profiles).collective_plan(
+        models.new_model(), [FlexShardEmbeddingCollectionSharder({})]
+    )
+
+
+def test_a_profile_that_one_rank_cannot_read_stops_all() -> None:
+    found = ranks.run(2, 1, profile_on_one_rank, plan_for(), expect_failures=True)
+    assert all("none.parquet" in str(error) for error in found), found
+    assert str(found[0]).startswith("rank 1: ")
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_an_id_outside_its_table_stops_every_rank(pipelined: bool) -> None:
     found = ranks.run(2, 2, look_up_outside, plan_for(2, 2), pipelined, expect_failures=True)
     assert all(isinstance(error, DataError) for error in found), found
     assert "rank 1: feature 'shown': id 997 is outside table 'goods', which has rows 0 to 996" in str(found[1])
     for rank in (0, 2, 3):
-        assert "rank 1 of the group has an id outside table 'goods'" in str(found[rank])
+        assert "rank 1 of the group has bad ids of table 'goods'" in str(found[rank])
 
 
 def without_a_feature(rank: int, plan: Any) -> None:
@@ -117,9 +165,9 @@ def without_a_feature(rank: int, plan: Any) -> None:
 
 def test_a_missing_feature() -> None:
     found = ranks.run(2, 1, without_a_feature, plan_for(), expect_failures=True)
-    assert all(
-        "the batch has no feature 'clicked', which table 'goods' is looked up by" in str(error) for error in found
-    )
+    assert all(isinstance(error, DataError) for error in found)
+    assert "rank 1 of the group has no feature for table 'goods'" in str(found[0])
+    assert "rank 1: the batch has no feature 'clicked', which table 'goods' is looked up by" in str(found[1])
 
 
 def die(rank: int, plan: Any) -> None:

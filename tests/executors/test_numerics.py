@@ -180,6 +180,27 @@ def test_half_precision_rows() -> None:
     assert found["weights"] < 1e-2, found
 
 
+def small_gradients(rank: int, cluster: Any, split: Any, scale: float) -> float:
+    """How far half-precision rows move under gradients of this scale; row-wise Adagrad's steps do not depend on it."""
+    model = models.new_model(DataType.FP16)
+    start = model.wide.embeddings["goods"].weight.detach().float().clone()
+    plan = models.plan_of(cluster, split, dtype="float16")
+    parallel, optim = models.shard(plan, "rowwise_adagrad", dtype=DataType.FP16, model=model)
+    for step in range(4):
+        optim.zero_grad()
+        (parallel(models.make_batch(step, rank))[0] * scale).backward()
+    moved = parallel.state_dict()["wide.embeddings.goods.weight"].full_tensor().float() - start
+    return float(moved.abs().mean())
+
+
+def test_small_gradients_of_half_precision_rows_are_not_lost() -> None:
+    cluster = models.small_cluster(2, 2)
+    split = models.random_split(cluster, np.random.default_rng(12))
+    usual = ranks.run(2, 2, small_gradients, cluster, split, 1.0)[0]
+    small = ranks.run(2, 2, small_gradients, cluster, split, 1e-2)[0]
+    assert small == pytest.approx(usual, rel=0.02)
+
+
 def with_codecs(rank: int, cluster: Any, split: Any) -> dict[str, float]:
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 

@@ -47,7 +47,8 @@ def observed(rank: int, plan: Any) -> tuple[list[dict[Any, Any]], Any]:
             parallel(models.make_batch(step, rank))[0].backward()
             optim.step()
             observer.step()
-    return observer.calls(), observer.result(fingerprint=plan.fingerprint)
+    together = parallel.module.wide.collections() + parallel.module.narrow.collections()
+    return observer.calls(), together
 
 
 @pytest.mark.parametrize("index_dedup", [False, True])
@@ -57,9 +58,10 @@ def test_replayed_bytes_are_those_on_the_wire(shape: tuple[int, int], index_dedu
     split = models.random_split(cluster, np.random.default_rng([3, *shape]))
     plan = models.plan_of(cluster, split, index_dedup=index_dedup)
     rankings = {name: models.profile_of(name) for _, name in models.table_names()}
-    expected = replay(plan, steps_of(cluster.world_size), rankings)
+    ran = ranks.run(*shape, observed, plan)
+    expected = replay(plan, steps_of(cluster.world_size), rankings, collections=ran[0][1])
     planned = {(t.kind, t.group_size, t.content): t for t in expected.traffic}
-    for rank, (calls, _) in enumerate(ranks.run(*shape, observed, plan)):
+    for rank, (calls, _) in enumerate(ran):
         for step, found in enumerate(calls):
             assert found.keys() == planned.keys()
             for key, counted in found.items():

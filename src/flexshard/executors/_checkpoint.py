@@ -48,28 +48,41 @@ def save_checkpoint(
     name = f"save-{_number(before) + 1}"
     target = folder / name
     problem = None
-    try:
-        if rank == 0:
+    if rank == 0:
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)  # of a save that was killed
-        dist.barrier(process_group)
+            if target.exists():  # of a save that was killed
+                shutil.rmtree(target)
+        except OSError as error:
+            problem = error
+    _agree(problem, folder, process_group)
+    try:
         dcp.save(_state(model, optimizer), checkpoint_id=str(target), process_group=process_group)
+        if rank == 0:
+            sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
+            listed = {"format": FORMAT, "version": VERSION, "files": sizes}
+            write_text(target / _FILES, json.dumps(listed, indent=1) + "\n")
+            write_text(folder / _LATEST, name + "\n")
+            if before is not None:
+                shutil.rmtree(folder / before, ignore_errors=True)
     except (OSError, dcp.api.CheckpointException) as error:
-        problem = str(error).strip().splitlines()[0]
-    problems: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(problems, problem, group=process_group)
-    failed = next((text for text in problems if text), None)
-    if failed is None and rank == 0:
-        sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
-        listed = {"format": FORMAT, "version": VERSION, "files": sizes}
-        write_text(target / _FILES, json.dumps(listed, indent=1) + "\n")
-        write_text(folder / _LATEST, name + "\n")
-        if before is not None:
-            shutil.rmtree(folder / before, ignore_errors=True)
-    dist.barrier(process_group)
-    if failed is not None:
+        problem = error
         if rank == 0:
             shutil.rmtree(target, ignore_errors=True)
+    _agree(problem, folder, process_group)
+
+
+def _agree(problem: Exception | None, folder: Path, process_group: Any) -> None:
+    """Go on only if no rank has a problem.
+
+    Raises:
+        OutputError: on every rank, with the first rank's problem.
+    """
+    problems: list[Any] = [None] * dist.get_world_size(process_group)
+    text = None if problem is None else str(problem).strip().splitlines()[0]
+    dist.all_gather_object(problems, text, group=process_group)
+    failed = next((text for text in problems if text), None)
+    if failed is not None:
         raise OutputError(f"{folder}: the checkpoint could not be written; the previous one is untouched ({failed})")
 
 
@@ -98,7 +111,7 @@ def load_checkpoint(
     (model.fused_optimizer if optimizer is None else optimizer).load_state_dict(state["optimizer"])
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module, *, process_group: Any = None) -> dict[str, torch.Tensor]:
     """The model's state with whole tables in order of id, on rank 0 (elsewhere empty); every rank must call it.
 
     ``torch.save`` writes it, and an unsharded model loads it.
@@ -106,7 +119,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0:
+        if dist.get_rank(process_group) == 0:
             found[name] = whole.detach().cpu()
     return found
 

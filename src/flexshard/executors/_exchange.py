@@ -71,8 +71,8 @@ def dispatch(codes: torch.Tensor, first_code: torch.Tensor, *, index_dedup: bool
 class Counts:
     """Exchange of how many ids go from whom to whom, with every rank's word on whether its ids are in order.
 
-    The largest group in use carries it: one message per pair of ranks with the count of each level where the two share
-    a group, and a status (0: all is well).
+    One message per pair of ranks with the count of each level where the two share a group, and a status (0: all is
+    well). It goes to all ranks whatever the levels in use, so that all of them stop where one has to.
     """
 
     def __init__(
@@ -84,33 +84,34 @@ class Counts:
     ) -> None:
         self._layout, self._groups, self._own = layout, groups, counts
         self._pending: Pending | None = None
+        self._status = status
         self._levels = [index for index, size in enumerate(layout.group_sizes) if size > 1]
-        if not self._levels:
+        world = layout.world_size
+        if world == 1:
             return
-        top = layout.group_sizes[self._levels[-1]]
-        message = torch.zeros(top, len(self._levels) + 1, dtype=torch.int32, device=counts.device)
+        message = torch.zeros(world, len(self._levels) + 1, dtype=torch.int32, device=counts.device)
         message[:, -1] = status
         for column, level in enumerate(self._levels):
-            message[self._peers(level, top), column] = counts[self._buckets(level)].int()
+            message[self._peers(level), column] = counts[self._buckets(level)].int()
         self._received = torch.empty_like(message)
         self._pending = all_to_all(
-            self._received, message, None, None, groups[top].inside, Label(top, "counts", layout.tables)
+            self._received, message, None, None, groups[world].inside, Label(world, "counts", layout.tables)
         )
 
     def _buckets(self, level: int) -> slice:
         return slice(self._layout.first_bucket[level], self._layout.first_bucket[level + 1])
 
-    def _peers(self, level: int, top: int) -> slice:
-        """Places in the top group of the ranks of this rank's own group of a level."""
+    def _peers(self, level: int) -> slice:
+        """Ranks of this rank's own group of a level."""
         size = self._layout.group_sizes[level]
-        first = self._groups[top].position // size * size
+        first = self._groups[self._layout.world_size].position // size * size
         return slice(first, first + size)
 
     def wait(self) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Ids to send to and to receive from each position, per level; and the status of each rank of the top group."""
+        """Ids to send to and to receive from each position, per level; and the status of each rank."""
         sizes = self._layout.group_sizes
         if self._pending is None:
-            return [[int(self._own.sum())] for _ in sizes], [[] for _ in sizes], []
+            return [[int(self._own.sum())] for _ in sizes], [[] for _ in sizes], [self._status]
         self._pending.wait()
         own: list[int] = self._own.tolist()
         received: list[list[int]] = self._received.tolist()
@@ -118,7 +119,7 @@ class Counts:
         for level, size in enumerate(sizes):
             sent_counts.append(own[self._buckets(level)])
             column = self._levels.index(level) if size > 1 else None
-            peers = self._peers(level, sizes[-1])
+            peers = self._peers(level)
             received_counts.append([] if column is None else [row[column] for row in received[peers]])
         return sent_counts, received_counts, [row[-1] for row in received]
 
@@ -135,8 +136,10 @@ class Exchange:
         batch: Dispatch,
         sent_counts: list[list[int]],
         received_counts: list[list[int]],
+        output_dtype: torch.dtype,
     ) -> None:
         self._layout, self._groups, self._stores, self._codecs, self._batch = layout, groups, stores, codecs, batch
+        self._output_dtype = output_dtype
         self._sent, self._received = sent_counts, received_counts
         self._gates = [Gate() for _ in stores]
         ends = [0]
@@ -211,34 +214,35 @@ class Exchange:
         return _Transfer(pending, lambda: codec.decode(packed, context).view(wanted, dim).to(dtype))
 
     def gather(self, found: Sequence[torch.Tensor], transfers: Sequence[_Transfer | None]) -> torch.Tensor:
-        """Rows of the batch's lookups in their own order, float32; shape (lookups, D)."""
+        """Rows of the batch's lookups in their own order; shape (lookups, D)."""
         parts = [rows if sent is None else sent.wait() for rows, sent in zip(found, transfers, strict=True)]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat.index_select(0, self._batch.place).float()
+        return flat.index_select(0, self._batch.place).to(self._output_dtype)
 
     # -- backward
 
     def scatter(self, gradient: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
         """Send the lookups' gradients to the holders; what is returned is filled in when the gates open."""
-        # As TorchRec does it: ranks average their losses.
+        # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed: 16-bit numbers
+        # would lose more of what is small already.
         scale = 1.0 / self._layout.world_size if get_gradient_division() else 1.0
         flat = gradient.new_empty(self._batch.slots.numel(), gradient.shape[1])
         place = self._batch.place.long()
         if self._batch.shared:
-            flat.zero_().index_add_(0, place, gradient, alpha=scale)
+            flat.zero_().index_add_(0, place, gradient)
         else:
-            flat.index_copy_(0, place, gradient).mul_(scale)
+            flat.index_copy_(0, place, gradient)
         flat = flat.to(dtype)
         placeholders: list[Any] = [None] * len(self._stores)
         for level in reversed(range(len(self._stores))):
             part = flat[self._parts[level]]
             if self._layout.group_sizes[level] == 1:
-                self._gates[level].expect(None, lambda part=part: part)
+                self._gates[level].expect(None, lambda part=part: part, scale)
                 placeholders[level] = part
                 continue
             asked = self._asked[level].numel()
             sent = self._transfer(level, part, asked, backward=False, content="gradients")
-            self._gates[level].expect(sent.pending, sent.result)
+            self._gates[level].expect(sent.pending, sent.result, scale)
             placeholders[level] = part.new_empty(1).expand(asked, part.shape[1])
         return placeholders
 
@@ -263,7 +267,7 @@ class Rows:
         self._exchange, self._found, self._transfers = exchange, found, transfers
 
     def wait(self) -> torch.Tensor:
-        """Rows of the batch's lookups, float32; shape (lookups, D)."""
+        """Rows of the batch's lookups; shape (lookups, D)."""
         rows: torch.Tensor = _Gather.apply(self._exchange, self._transfers, *self._found)
         return rows
 

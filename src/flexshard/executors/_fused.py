@@ -33,11 +33,10 @@ class _Steps:
         self._groups, self._group = groups, group
 
     def state_dict(self) -> torch.Tensor:
-        return torch.tensor([self._groups[self._group].level_stores()[0].steps])
+        return torch.tensor([self._groups[self._group].steps])
 
     def load_state_dict(self, value: Any) -> None:
-        for store in self._groups[self._group].level_stores():
-            store.set_steps(int(value))
+        self._groups[self._group].steps = int(value)
 
 
 class FlexShardFusedOptimizer(FusedOptimizer):

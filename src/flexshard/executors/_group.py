@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,14 @@ class GroupTraits:
         dtype: of weights, and of rows and gradients on the wire.
         spec: optimizer.
         index_dedup: whether repeated ids of a batch are sent once.
+        output_dtype: of the rows that the model gets.
     """
 
     dim: int
     dtype: torch.dtype
     spec: OptimizerSpec
     index_dedup: bool
+    output_dtype: torch.dtype = torch.float32
 
 
 class TableGroup(nn.Module):
@@ -65,7 +67,8 @@ class TableGroup(nn.Module):
         self.layout, self.traits, self.bijections = layout, traits, tuple(bijections)
         self.process_group, self.device = process_group, device
         self._codecs = codecs
-        self.groups = level_groups(layout.group_sizes, process_group)
+        self.groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), process_group)
+        self.steps = 0
         self.books = [CodeBook(layout, index, bijection, device) for index, bijection in enumerate(bijections)]
         code_type = torch.int32 if self.layout.first_code[-1] < 1 << 31 else torch.int64
         self._first_code = torch.from_numpy(layout.first_code).to(device, code_type)
@@ -88,11 +91,14 @@ class TableGroup(nn.Module):
             layout.tables,
         )
 
-    def with_layout(self, layout: Layout, bijections: Sequence[IndexBijection]) -> TableGroup:
+    def with_layout(self, layout: Layout, bijections: Sequence[IndexBijection], *, index_dedup: bool) -> TableGroup:
         """The same tables in another layout, rows and states still empty."""
-        return TableGroup(
-            layout, self.traits, bijections, process_group=self.process_group, device=self.device, codecs=self._codecs
+        traits = replace(self.traits, index_dedup=index_dedup)
+        group = TableGroup(
+            layout, traits, bijections, process_group=self.process_group, device=self.device, codecs=self._codecs
         )
+        group.steps = self.steps
+        return group
 
     def level_stores(self) -> list[RowStore]:
         """The stores with their own type."""
@@ -115,7 +121,21 @@ class TableGroup(nn.Module):
 
     def exchange(self, batch: Dispatch, sent: list[list[int]], received: list[list[int]]) -> Exchange:
         """Send the ids."""
-        return Exchange(self.layout, self.groups, self.level_stores(), self._codecs, batch, sent, received)
+        stores, dtype = self.level_stores(), self.traits.output_dtype
+        return Exchange(self.layout, self.groups, stores, self._codecs, batch, sent, received, dtype)
+
+    def begin_step(self) -> None:
+        """Rows are about to be looked up; where gradients are wanted, they will be updated."""
+        if torch.is_grad_enabled():
+            self.steps += 1
+            for store in self.level_stores():
+                store.begin_step(self.steps)
+
+    def own_rows(self, table: int) -> torch.Tensor:
+        """This rank's rows of a table in the largest group that holds any; shape (n, D), sharing their memory."""
+        level = int(np.flatnonzero(self.layout.rows[table])[-1])
+        store = self.level_stores()[level]
+        return store.values[self.layout.piece(table, level, self.groups[store.group_size].position).slots]
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Of all rows from the next update on."""

@@ -25,7 +25,7 @@ def select(group: TableGroup, level: int, name: str) -> torch.Tensor:
 
 
 def to_logical(group: TableGroup, table: int, name: str) -> DTensor:
-    """A table's weights or state as a ``DTensor`` of shape (E, width), ``Shard(0)``; every rank must call it.
+    """A table's weights or state as a ``DTensor`` of shape (E, D), or (E,), ``Shard(0)``; every rank must call it.
 
     Copies share the work: each sends another part of the rows.
     """
@@ -45,15 +45,10 @@ def to_logical(group: TableGroup, table: int, name: str) -> DTensor:
     got_ids, got = send_rows(all_ids, torch.cat(values), all_ids // block, process_group, label)
     local = got.new_empty(max(0, min(block, rows - rank * block)), got.shape[1])
     local[got_ids - rank * block] = got
-    width = got.shape[1]
-    return DTensor.from_local(
-        local,
-        _mesh(group),
-        [Shard(0)],
-        run_check=False,
-        shape=torch.Size((rows, width)),
-        stride=(width, 1),
-    )
+    shape, stride = torch.Size((rows, got.shape[1])), torch.Size((got.shape[1], 1))
+    if got.shape[1] == 1 and name != "weight":  # as TorchRec has a number per row
+        local, shape, stride = local.view(-1), torch.Size((rows,)), torch.Size((1,))
+    return DTensor.from_local(local, _mesh(group), [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -111,9 +112,10 @@ class Observer:
 
     def _watch(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         kind, sizes = _WATCHED[name]
+        signature = inspect.signature(original)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group")
+            group = signature.bind(*args, **kwargs).arguments.get("group")
             sent, received, dtype = sizes(*args, **kwargs)
             own = label_of_call()
             content = own.content if own is not None else ("ids" if not dtype.is_floating_point else "embeddings")

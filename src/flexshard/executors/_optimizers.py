@@ -31,6 +31,8 @@ _STATE: dict[str, dict[str, bool]] = {
     "adam": {"exp_avg": False, "exp_avg_sq": False},
 }
 _CHUNK_ROWS = 1 << 16
+# Options that say how FBGEMM stores and looks up rows, not what an update does to them.
+_NEUTRAL = {"bounds_check_mode", "output_dtype", "prefetch_pipeline", "record_cache_metrics", "stochastic_rounding"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class OptimizerSpec:
     Attributes:
         name: "sgd", "adagrad", "rowwise_adagrad" or "adam".
         learning_rate, eps, beta1, beta2: as FBGEMM's; its defaults.
+        options: other options, as text: tables that differ in one do not travel together.
         fused_params: all that was given, for FBGEMM's own kernel.
     """
 
@@ -48,6 +51,7 @@ class OptimizerSpec:
     eps: float = 1e-8
     beta1: float = 0.9
     beta2: float = 0.999
+    options: tuple[tuple[str, str], ...] = ()
     fused_params: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
 
     @classmethod
@@ -70,14 +74,17 @@ class OptimizerSpec:
                 f"table {table!r}: optimizer adam is not offered by FBGEMM on {device.type}; train on CUDA or use"
                 " another optimizer"
             )
-        if fused_params.get("weight_decay"):
-            raise TableError(
-                f"table {table!r}: optimizer {_NAMES[kind]} on {device.type} with weight_decay is not supported under"
-                " a FlexShard plan: fused kernels decay the rows that are read, dense ones all rows; leave it out"
-            )
         known = ("learning_rate", "eps", "beta1", "beta2")
         given = {name: float(fused_params[name]) for name in known if name in fused_params}
-        return cls(_NAMES[kind], **given, fused_params=dict(fused_params) | {"optimizer": kind})
+        others = {name: value for name, value in fused_params.items() if name not in (*known, "optimizer")}
+        refused = [name for name, value in others.items() if name not in _NEUTRAL and value]
+        if refused:
+            raise TableError(
+                f"table {table!r}: optimizer {_NAMES[kind]} on {device.type} with {refused[0]} is not supported under a"
+                f" FlexShard plan, whose replicated rows take {', '.join(known)} alone; leave it out"
+            )
+        options = tuple(sorted((name, str(value)) for name, value in others.items()))
+        return cls(_NAMES[kind], **given, options=options, fused_params=dict(fused_params) | {"optimizer": kind})
 
     @property
     def state_names(self) -> tuple[str, ...]:

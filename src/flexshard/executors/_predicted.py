@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from flexshard.costmodels import DTYPE_BYTES
 from flexshard.errors import DataError
 from flexshard.executors._layout import Layout
 from flexshard.executors._observation import Observation
-from flexshard.planner import Plan, TablePlan
+from flexshard.executors._replay import counts_bytes, together
+from flexshard.planner import Plan
 
 __all__ = ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"]
 
@@ -27,26 +29,23 @@ _TIMED = {
 }
 
 
-def predicted_bytes(plan: Plan) -> dict[Key, float]:
+def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None = None) -> dict[Key, float]:
     """Bytes per rank and step of every (kind, group size, content), expected from the plan's profiles.
 
-    Tables of one dimension, dtype and optimizer are taken to be of one collection.
+    Args:
+        collections: tables that share collectives; see :func:`flexshard.executors.replay`.
     """
     found: dict[Key, float] = {}
 
     def add(kind: str, size: int, content: str, nbytes: float) -> None:
         found[kind, size, content] = found.get((kind, size, content), 0.0) + nbytes
 
-    groups: dict[tuple[int, str, str], list[TablePlan]] = {}
-    for table in plan.tables.values():
-        groups.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
     world = plan.cluster.world_size
-    for tables in groups.values():
+    for tables in together(plan, collections):
         row_bytes = tables[0].dim * DTYPE_BYTES[tables[0].dtype]
         layout = Layout.of({t.name: t.tiers for t in tables}, {t.name: t.rows for t in tables}, world)
-        exchanged = [size for size in layout.group_sizes if size > 1]
-        if exchanged:
-            add("all_to_all", exchanged[-1], "counts", exchanged[-1] * (len(exchanged) + 1) * _COUNT_BYTES)
+        if world > 1:
+            add("all_to_all", world, "counts", counts_bytes(layout))
         for level, size in enumerate(layout.group_sizes):
             reads = sum(tier.reads for t in tables if (tier := t.tier(size)) is not None)
             if size > 1:
@@ -114,13 +113,18 @@ class Comparison:
         for line in self.lines:
             show = units.format_bytes if line.unit == "bytes" else units.format_seconds
             cells = ["-" if value is None else show(value) for value in (line.predicted, line.observed)]
-            grid.add_row(line.name, *cells, "-" if line.error is None else f"{line.error:+.1%}")
+            grid.add_row(line.name, *cells, "-" if line.error is None else _shown(line.error))
         hidden = ", ".join(f"{name}: {share:.2f}" for name, share in self.overlap.items())
         grid.caption = (
             f"Global all-to-all traffic against row-wise: {self.reduction_predicted:.1%} less predicted,"
             f" {self.reduction_observed:.1%} less observed.\nHidden behind other work (the job's overlap): {{{hidden}}}"
         )
         return grid
+
+
+def _shown(error: float) -> str:
+    """As a percentage, or as a factor where that would be a long one."""
+    return f"{error:+.1%}" if abs(error) < 10 else f"{1 + error:,.0f}x"
 
 
 def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | None = None) -> Comparison:

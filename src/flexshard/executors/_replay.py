@@ -20,7 +20,7 @@ from flexshard.executors._layout import Layout
 from flexshard.planner import Plan, TablePlan
 from flexshard.profiling import AccessProfile
 
-__all__ = ["Lookups", "Replay", "Traffic", "deal", "replay"]
+__all__ = ["Lookups", "Replay", "Traffic", "counts_bytes", "deal", "replay", "together"]
 
 IntArray = npt.NDArray[np.int64]
 Ranking = IndexBijection | AccessProfile
@@ -141,21 +141,27 @@ def deal(
         }
 
 
-def replay(plan: Plan, steps: Iterable[Mapping[str, Lookups]], rankings: Mapping[str, Ranking]) -> Replay:
+def replay(
+    plan: Plan,
+    steps: Iterable[Mapping[str, Lookups]],
+    rankings: Mapping[str, Ranking],
+    *,
+    collections: Sequence[Sequence[str]] | None = None,
+) -> Replay:
     """Count what the executor would send for these batches.
-
-    Tables of one dimension, dtype and optimizer are taken to be of one collection, as they share its collectives.
 
     Args:
         plan: any plan, for any number of ranks.
         steps: lookups by table of each step; a table that a step does not name has none.
         rankings: of the rows of each table that has more than one tier: its profile, or a bijection.
+        collections: tables that share collectives, as ``ShardedFlexShardEmbeddingCollection.collections`` gives them;
+            by default those of one dimension, dtype and optimizer.
 
     Raises:
         PlanError: a ranking is missing, or is not the plan's.
         DataError: an id outside its table, or a rank outside the cluster.
     """
-    groups = [_Group(plan, tables, rankings) for tables in _collections(plan)]
+    groups = [_Group(plan, tables, rankings) for tables in together(plan, collections)]
     counted: list[list[_Counts]] = []
     for step in steps:
         unknown = [name for name in step if name not in plan.tables]
@@ -167,7 +173,10 @@ def replay(plan: Plan, steps: Iterable[Mapping[str, Lookups]], rankings: Mapping
     return _result(plan, groups, counted)
 
 
-def _collections(plan: Plan) -> list[list[TablePlan]]:
+def together(plan: Plan, collections: Sequence[Sequence[str]] | None) -> list[list[TablePlan]]:
+    """Tables by the collectives that they share; see :func:`replay`."""
+    if collections is not None:
+        return [[plan.table(name) for name in names] for names in collections]
     found: dict[tuple[int, str, str], list[TablePlan]] = {}
     for table in plan.tables.values():
         found.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
@@ -289,10 +298,9 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
     static = 0.0
     for index, group in enumerate(groups):
         layout = group.layout
-        exchanged = [size for size in layout.group_sizes if size > 1]
-        if exchanged:
-            message = exchanged[-1] * (len(exchanged) + 1) * _COUNT_BYTES
-            add("all_to_all", exchanged[-1], "counts", message, message)
+        if world > 1:
+            message = counts_bytes(layout)
+            add("all_to_all", world, "counts", message, message)
         for level, size in enumerate(layout.group_sizes):
             pairs = np.stack([step[index].pairs[level] for step in counted])  # (steps, U, g)
             asked = pairs.sum(axis=2)
@@ -314,6 +322,11 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
             if size < world:
                 _add_reductions(add, group, level, [step[index].touched[level] for step in counted])
     return Replay(world, width, steps, tuple(traffic.values()), served, up, out, static, dynamic)
+
+
+def counts_bytes(layout: Layout) -> int:
+    """Of the message of counts: to every rank one number for each level with g > 1, and a status."""
+    return layout.world_size * (sum(size > 1 for size in layout.group_sizes) + 1) * _COUNT_BYTES
 
 
 def _kappa(group: _Group, size: int) -> float:

@@ -61,13 +61,15 @@ def reshard(
         profiles, base: rankings of its rows, as :class:`flexshard.FlexShardPlanner` takes them.
 
     Raises:
-        PlanError: the plan is for other tables, rows or ranks, or differs between ranks; nothing has moved then.
+        PlanError: the plan is for other tables, rows or ranks, or differs between ranks, or ids are translated ahead of
+            a module, for where its rows are now; nothing has moved then.
     """
     modules = {
         name: part for name, part in model.named_modules() if isinstance(part, ShardedFlexShardEmbeddingCollection)
     }
     if not modules:
         raise PlanError("the model has no module under a FlexShard plan; shard it first")
+    _check(modules, new_plan)
     planner = FlexShardPlanner(new_plan, profiles=profiles, base=Path(base))
     changes = []
     for name, module in modules.items():
@@ -83,6 +85,24 @@ def reshard(
     totals = torch.tensor([rows, nbytes, kept], device=changes[0][2].device)
     dist.all_reduce(totals, group=changes[0][2].process_group)
     return Resharded(*totals.tolist())
+
+
+def _check(modules: Mapping[str, ShardedFlexShardEmbeddingCollection], plan: Plan) -> None:
+    """Whether the plan is for these modules' tables, all of them and no others."""
+    known = set(plan.tables)
+    for name, module in modules.items():
+        if module.translated_ids:
+            raise PlanError(
+                f"collection {name!r}: its ids are translated ahead, to where rows are now; reshard a model that was"
+                " sharded without translated_ids"
+            )
+        for table in (table for group in module.groups for table in group.layout.tables):
+            found = {table, f"{_plain_name(name)}.{table}"} & set(plan.tables)
+            if not found:
+                raise PlanError(f"the plan has no table {table!r} of {name!r}; plan for all of the model's tables")
+            known -= found
+    if known:
+        raise PlanError(f"the plan has table {min(known)!r}, which the model has not; plan for this model")
 
 
 def _plain_name(name: str) -> str:
@@ -105,7 +125,7 @@ def _new_group(old: TableGroup, shardings: Mapping[str, Any]) -> TableGroup:
         ranked = shardings[name].ranked_rows
         rows = np.zeros(0, np.int64) if ranked is None else np.asarray(ranked, np.int64)
         bijections.append(IndexBijection(rows, shardings[name].table.rows))
-    return old.with_layout(layout, bijections)
+    return old.with_layout(layout, bijections, index_dedup=shardings[tables[0]].index_dedup)
 
 
 def _move(old: TableGroup, new: TableGroup) -> Resharded:
@@ -137,8 +157,6 @@ def _move(old: TableGroup, new: TableGroup) -> Resharded:
                 width = target.shape[1]
                 target[piece.slots].copy_(rows[:, column : column + width])
                 column += width
-    for store in new.level_stores():
-        store.set_steps(stores[0].steps)
     return Resharded(moved, moved * flat.shape[1] * 4, kept)
 
 

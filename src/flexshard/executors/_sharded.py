@@ -16,7 +16,7 @@ from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
-from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
@@ -79,6 +79,21 @@ class _Distributed(Multistreamable):
         for exchange in self.exchanges:
             for tensor in exchange.tensors():
                 tensor.record_stream(stream)
+
+
+class _TableRows(nn.Module):
+    """Stands for a table where parameters are listed: its rows in the largest group, on this rank.
+
+    What they are loaded from is whole tables, which the collection takes.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rows)
+        self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        pass
 
 
 class _WaitForIds(Awaitable[_Distributed]):
@@ -159,15 +174,22 @@ class ShardedFlexShardEmbeddingCollection(
         super().__init__()
         self.groups, self.fingerprint = list(groups), fingerprint
         self.module_sharding_plan = module_sharding_plan
-        self._device, self._need_indices, self._translated_ids = device, need_indices, translated_ids
+        self._device, self._need_indices, self.translated_ids = device, need_indices, translated_ids
         self._configs = list(configs)
-        self.table_groups = nn.ModuleList(groups)  # registers what self.groups lists
+        self.embeddings = nn.ModuleDict()
+        self._register_tables()
         if stock is not None:
             self.stock = stock
         self._stock = [stock] if stock is not None else []
         self._lookups_of, self._stock_lookups = self._find_lookups()
         self._translator: Translator | None = None
         self._optimizer = FlexShardFusedOptimizer(self.groups)
+
+    def _register_tables(self) -> None:
+        """Parameters by the names that the unsharded module has."""
+        for group in self.groups:
+            for index, table in enumerate(group.layout.tables):
+                self.embeddings[table] = _TableRows(group.own_rows(index))
 
     def _find_lookups(self) -> tuple[list[_Lookup], list[tuple[str, str]]]:
         """Features of planned tables, and (output name, feature) of the others."""
@@ -194,8 +216,14 @@ class ShardedFlexShardEmbeddingCollection(
         """Translate the batch's ids and start sending them.
 
         Raises:
-            DataError: a feature is missing, or an id lies outside its table (then on every rank).
+            DataError: a feature is missing, or an id lies outside its table (then on every rank, when the first wait
+                ends); or the batch has a variable size per feature.
         """
+        if features.variable_stride_per_key():
+            raise DataError(
+                "the batch's features have batch sizes of their own (variable batch), which tables under a FlexShard"
+                " plan do not take; expand them to one batch size"
+            )
         ctx.features = features
         with torch.no_grad():
             batches, error = self._dispatch(features)
@@ -216,26 +244,45 @@ class ShardedFlexShardEmbeddingCollection(
         for lookup in self._lookups_of:
             book = self.groups[lookup.group].books[lookup.table]
             if lookup.feature not in place:
-                status[lookup.group] = -(lookup.table + 1)
-                error = (
+                status[lookup.group] = status[lookup.group] or -(lookup.table + 1)
+                error = error or (
                     f"rank {dist.get_rank()}: the batch has no feature {lookup.feature!r}, which table {book.table!r}"
                     f" is looked up by; it has {', '.join(keys)}"
                 )
                 continue
             index = place[lookup.feature]
             ids = values[ends[index] : ends[index + 1]]
-            outside = None if self._translated_ids else book.outside(ids)
-            if outside is not None:
-                status[lookup.group] = lookup.table + 1
-                error = f"rank {dist.get_rank()}: {outside_message(lookup.feature, book, outside)}"
-                ids = ids.clamp(0, book.num_rows - 1)  # the other ranks wait for an answer of this shape
-            lookups[lookup.group].append((lookup.table, ids))
+            found = self._problem(lookup.feature, book, ids)
+            if found is not None:
+                status[lookup.group] = status[lookup.group] or lookup.table + 1
+                error = error or f"rank {dist.get_rank()}: {found}"
+                ids = torch.zeros_like(ids, dtype=torch.long)  # the other ranks wait for an answer
+            lookups[lookup.group].append((lookup.table, ids if ids.numel() else ids.long()))
         batches = []
         for group, parts, word in zip(self.groups, lookups, status, strict=True):
-            codes = torch.cat([ids for _, ids in parts]) if self._translated_ids and parts else group.codes(parts)
+            codes = torch.cat([ids for _, ids in parts]) if self.translated_ids and parts else group.codes(parts)
             batch = group.dispatch(codes)
             batches.append((batch, group.start(batch, word)))
         return batches, error
+
+    def _problem(self, feature: str, book: CodeBook, ids: torch.Tensor) -> str | None:
+        """What is wrong with a feature's ids, if anything is."""
+        if not ids.numel():
+            return None
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            return f"feature {feature!r}: ids of table {book.table!r} must be whole numbers, found {ids.dtype}"
+        if self.translated_ids:
+            outside = book.outside_codes(ids)
+            return (
+                None
+                if outside is None
+                else (
+                    f"feature {feature!r}: {outside} is no place of table {book.table!r}; translate its ids with this"
+                    " module's translator()"
+                )
+            )
+        outside = book.outside(ids)
+        return None if outside is None else outside_message(feature, book, outside)
 
     def raise_for(self, group: TableGroup, status: Sequence[int]) -> None:
         """Every rank stops where one of them had an id outside a table.
@@ -245,7 +292,7 @@ class ShardedFlexShardEmbeddingCollection(
         """
         for rank, word in enumerate(status):
             if word:
-                what = "an id outside" if word > 0 else "no feature for"
+                what = "bad ids of" if word > 0 else "no feature for"
                 raise DataError(
                     f"rank {dist.get_rank()}: rank {rank} of the group has {what} table"
                     f" {group.layout.tables[abs(word) - 1]!r}; its own message names it"
@@ -254,6 +301,8 @@ class ShardedFlexShardEmbeddingCollection(
     # -- output
 
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> list[Rows]:  # noqa: ARG002 - TorchRec's interface
+        for group in self.groups:
+            group.begin_step()
         return [exchange.start() for exchange in dist_input[0].exchanges]
 
     def output_dist(self, ctx: FlexShardContext, output: list[Rows]) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -322,7 +371,7 @@ class ShardedFlexShardEmbeddingCollection(
     def replace_group(self, index: int, group: TableGroup, fingerprint: str) -> None:
         """Put a group in another layout in a group's place."""
         self.groups[index] = group
-        self.table_groups[index] = group
+        self._register_tables()
         self.fingerprint = fingerprint
         self._optimizer.step()  # learning rates
 
@@ -344,6 +393,16 @@ class ShardedFlexShardEmbeddingCollection(
 
     def reset_parameters(self) -> None:
         """Nothing: rows were set when the module was sharded."""
+
+    def train(self, mode: bool = True) -> ShardedFlexShardEmbeddingCollection:
+        super().train(mode)
+        for group in self.groups:
+            group.train(mode)
+        return self
+
+    def collections(self) -> list[list[str]]:
+        """Tables that share collectives, as :func:`flexshard.executors.replay` takes them."""
+        return [list(group.layout.tables) for group in self.groups]
 
     # -- checkpoints
 
@@ -369,14 +428,7 @@ class ShardedFlexShardEmbeddingCollection(
             CheckpointError: a table is missing (if ``strict``) or has another shape.
         """
         left = dict(state_dict)
-        missing = []
-        for group in self.groups:
-            for index, table in enumerate(group.layout.tables):
-                key = f"embeddings.{table}.weight"
-                if key in left:
-                    from_logical(group, index, "weight", left.pop(key))
-                else:
-                    missing.append(key)
+        missing = self._load_tables(left, "")
         if missing and strict:
             raise CheckpointError(
                 f"the checkpoint has no {missing[0]}; load it with strict=False to keep what is there"
@@ -384,4 +436,34 @@ class ShardedFlexShardEmbeddingCollection(
         for stock in self._stock:
             more = stock.load_state_dict(left, strict=strict)
             return _IncompatibleKeys(missing + more.missing_keys, more.unexpected_keys)
+        if left and strict:
+            raise CheckpointError(f"the checkpoint has {min(left)}, which the model has not; strict=False ignores it")
         return _IncompatibleKeys(missing, list(left))
+
+    def _load_tables(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Take what is there out of the mapping; which keys were missing."""
+        missing = []
+        for group in self.groups:
+            for index, table in enumerate(group.layout.tables):
+                key = f"{prefix}embeddings.{table}.weight"
+                if key in state_dict:
+                    from_logical(group, index, "weight", state_dict.pop(key))
+                else:
+                    missing.append(key)
+        return missing
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        _metadata: Any,
+        _strict: bool,
+        missing_keys: list[str],
+        _unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As part of a plain module's ``load_state_dict``; the tables that TorchRec shards load themselves."""
+        try:
+            missing_keys += self._load_tables(dict(state_dict), prefix)
+        except CheckpointError as error:
+            error_msgs.append(str(error))

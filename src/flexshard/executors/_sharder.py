@@ -27,6 +27,7 @@ from flexshard.planner import FlexShardParameterSharding
 
 __all__ = ["FlexShardEmbeddingCollectionSharder", "check_world"]
 
+_OUTPUTS = {"FP16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
@@ -133,7 +134,9 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
                 kwargs["learning_rate"] = kwargs.pop("lr")
         fused = merge_fused_params(self.fused_params, kwargs)
         fused.pop("cache_precision", None)
-        return GroupTraits(config.embedding_dim, dtype, OptimizerSpec.of(fused, config.name, device), how.index_dedup)
+        spec = OptimizerSpec.of(fused, config.name, device)
+        output = _OUTPUTS.get(getattr(fused.get("output_dtype"), "name", ""), torch.float32)
+        return GroupTraits(config.embedding_dim, dtype, spec, how.index_dedup, output)
 
     def _stock_part(
         self,

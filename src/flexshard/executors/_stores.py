@@ -14,7 +14,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec.optim.fused import EmptyFusedOptimizer
 
 from flexshard.executors._collectives import Label, Pending, all_gather, all_reduce
 from flexshard.executors._optimizers import OptimizerSpec, apply_update, new_state
@@ -30,13 +29,14 @@ class Gate:
     def __init__(self) -> None:
         self._pending: Pending | None = None
         self._gradient: Any = None
+        self.scale = 1.0
 
-    def expect(self, pending: Pending | None, gradient: Any) -> None:
-        """``gradient()`` gives it once ``pending`` is over."""
-        self._pending, self._gradient = pending, gradient
+    def expect(self, pending: Pending | None, gradient: Any, scale: float) -> None:
+        """``gradient()`` gives it once ``pending`` is over; it still has to be multiplied by ``scale``."""
+        self._pending, self._gradient, self.scale = pending, gradient, scale
 
     def take(self) -> torch.Tensor:
-        """The gradient of the looked-up rows, shape (R, D)."""
+        """The gradient of the looked-up rows before it is scaled, shape (R, D)."""
         if self._pending is not None:
             self._pending.wait()
         gradient: torch.Tensor = self._gradient()
@@ -73,27 +73,23 @@ class RowStore(nn.Module, abc.ABC):
     def set_learning_rate(self, learning_rate: float) -> None:
         """From the next update on."""
 
-    @property
     @abc.abstractmethod
-    def steps(self) -> int:
-        """Updates so far."""
-
-    @abc.abstractmethod
-    def set_steps(self, steps: int) -> None:
-        """Go on from so many updates."""
+    def begin_step(self, step: int) -> None:
+        """The rows that are looked up next will be updated for the ``step``-th time (1 for the first)."""
 
 
 class _Gated(torch.autograd.Function):
-    """Identity, whose gradient is the gate's."""
+    """Rows in the type in which they are sent; their gradient is the gate's, in the kernel's own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, gate: Gate) -> torch.Tensor:
-        ctx.gate = gate
-        return rows.view_as(rows)
+    def forward(ctx: Any, rows: torch.Tensor, gate: Gate, dtype: torch.dtype) -> torch.Tensor:
+        ctx.gate, ctx.kernel_dtype = gate, rows.dtype
+        return rows.to(dtype) if rows.dtype != dtype else rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None]:
-        return ctx.gate.take(), None
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None, None]:
+        gradient = ctx.gate.take().to(ctx.kernel_dtype)
+        return gradient * ctx.gate.scale, None, None
 
 
 class ShardedStore(RowStore):
@@ -105,24 +101,22 @@ class ShardedStore(RowStore):
         super().__init__(group_size, spec)
         cuda = device.type == "cuda"
         place = EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST
-        precision = _PRECISION[dtype]
+        self._dtype = dtype
         given = {name: value for name, value in spec.fused_params.items() if name != "output_dtype"}
         # All tables of the level are one to FBGEMM: a slot already says which.
         self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
             [(slots, dim, place, ComputeDevice.CUDA if cuda else ComputeDevice.CPU)],
             pooling_mode=PoolingMode.NONE,
-            weights_precision=precision,
-            output_dtype=precision,
+            weights_precision=_PRECISION[dtype],
+            output_dtype=SparseType.FP32,  # and so its gradients: FBGEMM sums them as they come
             device=device,
             **given,
         )
-        for parameter in self._kernel.parameters():  # keeps optimizers of the dense part off it
-            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
 
     def rows(self, slots: torch.Tensor, gate: Gate) -> torch.Tensor:
         slots = slots.long()
         found = self._kernel(slots, slots.new_tensor([0, slots.numel()]))
-        gated: torch.Tensor = _Gated.apply(found, gate)
+        gated: torch.Tensor = _Gated.apply(found, gate, self._dtype)
         return gated
 
     @property
@@ -142,13 +136,10 @@ class ShardedStore(RowStore):
     def set_learning_rate(self, learning_rate: float) -> None:
         self._kernel.set_learning_rate(learning_rate)
 
-    @property
-    def steps(self) -> int:
-        return int(self._kernel.iter.item())
-
-    def set_steps(self, steps: int) -> None:
-        self._kernel.iter.fill_(steps)
-        self._kernel.iter_cpu.fill_(steps)
+    def begin_step(self, step: int) -> None:
+        if self.spec.name == "adam":  # FBGEMM counts every forward, evaluations too; updates are what Adam has to count
+            self._kernel.iter.fill_(step - 1)
+            self._kernel.iter_cpu.fill_(step - 1)
 
 
 class _ReplicatedLookup(torch.autograd.Function):
@@ -165,7 +156,7 @@ class _ReplicatedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[None, None, None, None]:
         (slots,) = ctx.saved_tensors
-        ctx.store.reduce(slots, ctx.gate.take())
+        ctx.store.reduce(slots, ctx.gate.take(), ctx.gate.scale)
         return None, None, None, None
 
 
@@ -191,10 +182,9 @@ class ReplicatedStore(RowStore):
     ) -> None:
         super().__init__(group_size, spec)
         self.weight = nn.Parameter(torch.zeros(slots, dim, dtype=dtype, device=device))
-        self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]
         self._state = new_state(spec, slots, dim, device)
         self._across, self._tables, self._whole = across, tables, whole_slots
-        self._learning_rate, self._steps = spec.learning_rate, 0
+        self._learning_rate, self._step = spec.learning_rate, 0
         self._gradient: torch.Tensor | None = None
         self._open: tuple[Pending | None, _TouchedRows | None] | None = None
 
@@ -213,40 +203,36 @@ class ReplicatedStore(RowStore):
     def set_learning_rate(self, learning_rate: float) -> None:
         self._learning_rate = learning_rate
 
-    @property
-    def steps(self) -> int:
-        return self._steps
-
-    def set_steps(self, steps: int) -> None:
-        self._steps = steps
+    def begin_step(self, step: int) -> None:
+        self._step = step
 
     # -- backward
 
-    def reduce(self, slots: torch.Tensor, gradient: torch.Tensor) -> None:
+    def reduce(self, slots: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
         """Start bringing the copies' gradients together; the update follows when backward ends."""
         self.finish()  # a model that looks up twice updates twice, as with FBGEMM
         dense, touched = None, None
         if self._whole:
             if self._gradient is None:
                 self._gradient = torch.zeros_like(self.weight[: self._whole])
-            self._accumulate(slots, gradient)
+            self._accumulate(slots, gradient, scale)
             dense = all_reduce(self._gradient, self._across, self._label("replicas"))
         if self._whole < self.weight.shape[0]:
             cold = slots >= self._whole
-            touched = _TouchedRows(slots[cold], gradient[cold], self._across, self._label)
+            touched = _TouchedRows(slots[cold], gradient[cold], scale, self._across, self._label)
         self._open = dense, touched
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
-    def _accumulate(self, slots: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _accumulate(self, slots: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
         assert self._gradient is not None
         if self._whole < self.weight.shape[0]:
             hot = slots < self._whole
             slots, gradient = slots[hot], gradient[hot]
         if gradient.dtype == torch.float32:
-            self._gradient.index_add_(0, slots, gradient)
+            self._gradient.index_add_(0, slots, gradient, alpha=scale)
         else:  # sums of 16-bit numbers lose too much; only their result is kept in 16 bits
             distinct, sums = _sum_by_slot(slots, gradient)
-            self._gradient.index_copy_(0, distinct, sums.to(gradient.dtype))
+            self._gradient.index_copy_(0, distinct, (sums * scale).to(gradient.dtype))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -254,7 +240,6 @@ class ReplicatedStore(RowStore):
         if self._open is None:
             return
         (dense, touched), self._open = self._open, None
-        self._steps += 1
         if dense is not None:
             assert self._gradient is not None
             dense.wait()
@@ -267,7 +252,7 @@ class ReplicatedStore(RowStore):
     def _update(self, where: slice | torch.Tensor, gradient: torch.Tensor) -> None:
         weight = self.weight.detach()[where]
         state = {name: values[where] for name, values in self._state.items()}
-        apply_update(self.spec, weight, gradient, state, learning_rate=self._learning_rate, step=self._steps)
+        apply_update(self.spec, weight, gradient, state, learning_rate=self._learning_rate, step=self._step)
         if isinstance(where, torch.Tensor):  # indexing made copies
             self.weight.detach().index_copy_(0, where, weight)
             for name, values in state.items():
@@ -283,7 +268,7 @@ class _TouchedRows:
     Every copy sends as many entries as the copy that touched most, slot and gradient of a row side by side.
     """
 
-    def __init__(self, slots: torch.Tensor, gradient: torch.Tensor, across: Any, label: Any) -> None:
+    def __init__(self, slots: torch.Tensor, gradient: torch.Tensor, scale: float, across: Any, label: Any) -> None:
         self._dim, self._dtype = gradient.shape[1], gradient.dtype
         distinct, sums = _sum_by_slot(slots, gradient)
         most = torch.tensor([distinct.numel()], dtype=torch.int32, device=slots.device)
@@ -293,7 +278,7 @@ class _TouchedRows:
         own = torch.zeros(rows, width, dtype=torch.uint8, device=slots.device)
         own[:, :4] = 255  # slot -1: nothing in this entry
         own[: distinct.numel(), :4] = distinct.int().view(-1, 1).view(torch.uint8)
-        own[: distinct.numel(), 4:] = sums.to(self._dtype).view(torch.uint8)
+        own[: distinct.numel(), 4:] = (sums * scale).to(self._dtype).view(torch.uint8)
         self._all = own.new_empty(rows * dist.get_world_size(across), width)
         self._own = own
         self._pending = all_gather(self._all, own, across, label("touched_rows"))
