@@ -29,12 +29,14 @@ RANK = "benchmarks.cluster.rank"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inter-mbit", type=float, default=200.0, help="of each node's link")
-    parser.add_argument("--intra-mbit", type=float, default=400.0, help="of each node's loopback")
+    parser.add_argument("--path-mbit", type=float, default=120.0, help="of what a node sends to one other")
+    parser.add_argument("--intra-mbit", type=float, default=340.0, help="of each node's loopback")
     parser.add_argument("--rounds", type=int, default=5, help="steps of every plan that count")
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     args = parser.parse_args()
-    shape = Network(4, 2, args.inter_mbit, args.intra_mbit)
-    print(f"{machine()}; 4 nodes x 2 ranks, links of {args.inter_mbit:g} and loopbacks of {args.intra_mbit:g} Mbit/s")
+    shape = Network(4, 2, args.inter_mbit, args.path_mbit, args.intra_mbit)
+    limits = f"links of {args.inter_mbit:g} ({args.path_mbit:g} to one other node), loopbacks of {args.intra_mbit:g}"
+    print(f"{machine()}; 4 nodes x 2 ranks, {limits} Mbit/s")
     try:
         with tempfile.TemporaryDirectory() as folder, network(shape) as cluster:
             file = Path(folder) / "cluster.yaml"

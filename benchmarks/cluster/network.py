@@ -3,7 +3,10 @@
 Needs root and iproute2. Every node is a network namespace; one more holds a bridge, the switch::
 
     node i:  lo    tbf at intra_mbit: ranks of a node talk over its own address, which the kernel routes through lo
-             eth0  tbf at inter_mbit: what leaves the node
+             eth0  htb at inter_mbit: what leaves the node, and at path_mbit what goes to any one other node
+
+A ring of an all-reduce has one neighbour and feels the second limit, an all-to-all hardly does: without it the ratio of
+the two bandwidths would be fixed by arithmetic, at 0.5.
 
 All of it lives in namespaces named ``<prefix>-...``: removing them removes bridge, links, limits and addresses, and
 nothing in the machine's own namespace is touched. What a killed run left is removed at the next start.
@@ -47,13 +50,15 @@ class Network:
 
     Attributes:
         nodes, ranks_per_node: N and W.
-        inter_mbit, intra_mbit: of each node's link and of each node's loopback, Mbit/s.
+        inter_mbit, path_mbit, intra_mbit: of each node's link, of what goes to one other node, and of each node's
+            loopback; Mbit/s.
         prefix: of the namespaces' names.
     """
 
     nodes: int
     ranks_per_node: int
     inter_mbit: float
+    path_mbit: float
     intra_mbit: float
     prefix: str = "flexshard"
 
@@ -188,6 +193,9 @@ def _build(shape: Network) -> None:
     for node in range(shape.nodes):
         own, port = shape.namespace(node), f"port{node}"
         _command("ip", "netns", "add", own)
+        for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
+            name, _, value = setting.partition("=")
+            _command("ip", "netns", "exec", own, "tee", f"/proc/sys/net/ipv4/{name}", text=value)
         peer = ("peer", "name", port, "mtu", "9000", "netns", switch)
         _command("ip", "-n", own, "link", "add", INTERFACE, "mtu", "9000", "type", "veth", *peer)
         _command("ip", "-n", own, "link", "set", "lo", "up")
@@ -196,7 +204,7 @@ def _build(shape: Network) -> None:
         _command("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
         for where, device in ((own, INTERFACE), (own, "lo"), (switch, port)):
             _keep_order(where, device)
-        _limit(own, INTERFACE, shape.inter_mbit)
+        _limit_paths(shape, node)
         _limit(own, "lo", shape.intra_mbit)
 
 
@@ -204,6 +212,27 @@ def _limit(namespace: str, device: str, mbit: float) -> None:
     """Limit what leaves a device."""
     how = ["rate", f"{round(mbit * 1e6)}bit", "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES)]
     _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *how)
+
+
+def _limit_paths(shape: Network, node: int) -> None:
+    """Limit what leaves a node, and what of it goes to each other node."""
+    own = shape.namespace(node)
+    burst = ("burst", str(_BURST_BYTES), "cburst", str(_BURST_BYTES), "quantum", "65536")
+    whole, path = (f"{round(mbit * 1e6)}bit" for mbit in (shape.inter_mbit, shape.path_mbit))
+    share = f"{round(shape.inter_mbit * 1e6 / shape.nodes)}bit"
+
+    def tc(*words: str) -> None:
+        _command("tc", "-n", own, words[0], "add", "dev", INTERFACE, *words[1:])
+
+    tc("qdisc", "root", "handle", "1:", "htb", "default", "fff")
+    tc("class", "parent", "1:", "classid", "1:1", "htb", "rate", whole, "ceil", whole, *burst)
+    for peer in range(shape.nodes):
+        if peer != node:
+            name = f"1:{peer + 16:x}"
+            tc("class", "parent", "1:1", "classid", name, "htb", "rate", share, "ceil", path, *burst)
+            tc("qdisc", "parent", name, "bfifo", "limit", str(_QUEUE_BYTES))
+            match = ("u32", "match", "ip", "dst", f"{shape.address(peer)}/32")
+            tc("filter", "parent", "1:", "protocol", "ip", *match, "flowid", name)
 
 
 def _keep_order(namespace: str, device: str) -> None:
