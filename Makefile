@@ -52,6 +52,7 @@ bench: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.paper_tables
 	$(VENV)/bin/python -m benchmarks.solver
 	$(VENV)/bin/python -m benchmarks.profiling
+	$(VENV)/bin/python -m benchmarks.replay
 
 bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.torchrec_planner

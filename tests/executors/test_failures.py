@@ -126,7 +126,7 @@ def look_up_floats(rank: int, plan: Any) -> None:
 def test_ids_that_are_no_whole_numbers() -> None:
     found = ranks.run(2, 1, look_up_floats, plan_for(), expect_failures=True)
     assert "ids of table 'goods' must be whole numbers, found torch.float32" in str(found[1])
-    assert "rank 1 of the group has bad ids of table 'goods'" in str(found[0])
+    assert "rank 1 has bad ids of table 'goods'" in str(found[0])
 
 
 def profile_on_one_rank(rank: int, plan: Any) -> None:
@@ -150,7 +150,7 @@ def test_an_id_outside_its_table_stops_every_rank(pipelined: bool) -> None:
     assert all(isinstance(error, DataError) for error in found), found
     assert "rank 1: feature 'shown': id 997 is outside table 'goods', which has rows 0 to 996" in str(found[1])
     for rank in (0, 2, 3):
-        assert "rank 1 of the group has bad ids of table 'goods'" in str(found[rank])
+        assert "rank 1 has bad ids of table 'goods'" in str(found[rank])
 
 
 def without_a_feature(rank: int, plan: Any) -> None:
@@ -166,7 +166,7 @@ def without_a_feature(rank: int, plan: Any) -> None:
 def test_a_missing_feature() -> None:
     found = ranks.run(2, 1, without_a_feature, plan_for(), expect_failures=True)
     assert all(isinstance(error, DataError) for error in found)
-    assert "rank 1 of the group has no feature for table 'goods'" in str(found[0])
+    assert "rank 1 has no feature for table 'goods'" in str(found[0])
     assert "rank 1: the batch has no feature 'clicked', which table 'goods' is looked up by" in str(found[1])
 
 

@@ -78,6 +78,26 @@ def test_repeated_ids_sent_once() -> None:
     assert_equal(found, "adagrad")
 
 
+def copies(rank: int, cluster: Any, split: Any) -> list[np.ndarray]:
+    """The replicated rows that this rank holds, after some steps."""
+    parallel, optim = models.shard(models.plan_of(cluster, split), "rowwise_adagrad")
+    models.train(parallel, optim, rank, range(4))
+    parts = (parallel.module.wide, parallel.module.narrow)
+    return [s.values.numpy() for p in parts for g in p.groups for s in g.level_stores() if s.group_size == 1]
+
+
+def test_copies_stay_equal_to_the_last_bit() -> None:
+    cluster = models.small_cluster(2, 2)
+    split = {
+        name: [(1, rows // 2, kind), (4, rows - rows // 2, "dense")]
+        for (name, (rows, _)), kind in zip((models.WIDE | models.NARROW).items(), ["dense", "sparse"] * 2, strict=True)
+    }
+    first, *others = ranks.run(2, 2, copies, cluster, split)
+    assert len(first) == 2
+    for other in others:
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
+
+
 # -- a plan that hypothesis draws
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flexshard._files import write_text
+from flexshard._together import raise_together
 from flexshard.errors import CheckpointError, OutputError
 
 __all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]
@@ -73,17 +74,12 @@ def save_checkpoint(
 
 
 def _agree(problem: Exception | None, folder: Path, process_group: Any) -> None:
-    """Go on only if no rank has a problem.
-
-    Raises:
-        OutputError: on every rank, with the first rank's problem.
-    """
-    problems: list[Any] = [None] * dist.get_world_size(process_group)
-    text = None if problem is None else str(problem).strip().splitlines()[0]
-    dist.all_gather_object(problems, text, group=process_group)
-    failed = next((text for text in problems if text), None)
-    if failed is not None:
-        raise OutputError(f"{folder}: the checkpoint could not be written; the previous one is untouched ({failed})")
+    """Go on only if no rank has a problem; otherwise every rank raises OutputError."""
+    told = None
+    if problem is not None:
+        reason = str(problem).strip().splitlines()[0]
+        told = OutputError(f"{folder}: the checkpoint could not be written; the previous one is untouched ({reason})")
+    raise_together(told, OutputError, process_group)
 
 
 def load_checkpoint(

@@ -62,14 +62,17 @@ class TableGroup(nn.Module):
         process_group: Any,
         device: torch.device,
         codecs: QuantizedCommCodecs | None = None,
+        translated_ids: bool = False,
     ) -> None:
         super().__init__()
         self.layout, self.traits, self.bijections = layout, traits, tuple(bijections)
         self.process_group, self.device = process_group, device
-        self._codecs = codecs
+        self._codecs, self._translated_ids = codecs, translated_ids
         self.groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), process_group)
         self.steps = 0
-        self.books = [CodeBook(layout, index, bijection, device) for index, bijection in enumerate(bijections)]
+        # Where ids are translated ahead, it happens on the host.
+        place = torch.device("cpu") if translated_ids else device
+        self.books = [CodeBook(layout, index, bijection, place) for index, bijection in enumerate(bijections)]
         code_type = torch.int32 if self.layout.first_code[-1] < 1 << 31 else torch.int64
         self._first_code = torch.from_numpy(layout.first_code).to(device, code_type)
         self.stores = nn.ModuleList(self._store(level) for level in range(len(layout.group_sizes)))
@@ -95,7 +98,13 @@ class TableGroup(nn.Module):
         """The same tables in another layout, rows and states still empty."""
         traits = replace(self.traits, index_dedup=index_dedup)
         group = TableGroup(
-            layout, traits, bijections, process_group=self.process_group, device=self.device, codecs=self._codecs
+            layout,
+            traits,
+            bijections,
+            process_group=self.process_group,
+            device=self.device,
+            codecs=self._codecs,
+            translated_ids=self._translated_ids,
         )
         group.steps = self.steps
         return group

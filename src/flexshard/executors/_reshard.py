@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flexshard._together import raise_together
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.executors._collectives import Label
@@ -71,12 +72,18 @@ def reshard(
         raise PlanError("the model has no module under a FlexShard plan; shard it first")
     _check(modules, new_plan)
     planner = FlexShardPlanner(new_plan, profiles=profiles, base=Path(base))
+    planned, problem = [], None
+    try:
+        for name, module in modules.items():
+            for index, group in enumerate(module.groups):
+                planned.append((name, module, index, planner.shardings_of(_plain_name(name), module.configs_of(group))))
+    except Exception as error:
+        problem = error
+    raise_together(problem, PlanError, next(iter(modules.values())).groups[0].process_group)
     changes = []
-    for name, module in modules.items():
-        for index, group in enumerate(module.groups):
-            shardings = planner.shardings_of(_plain_name(name), module.configs_of(group))
-            check_world(shardings, group.process_group, name)
-            changes.append((module, index, _new_group(group, shardings)))
+    for name, module, index, shardings in planned:
+        check_world(shardings, module.groups[index].process_group, name)
+        changes.append((module, index, _new_group(module.groups[index], shardings)))
     rows = kept = nbytes = 0
     for module, index, group in changes:
         moved = _move(module.groups[index], group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,6 +80,13 @@ class _Distributed(Multistreamable):
         for exchange in self.exchanges:
             for tensor in exchange.tensors():
                 tensor.record_stream(stream)
+
+
+def _extremes(parts: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:
+    """Least and largest of each part that is not empty; one transfer from the device for all of them."""
+    full = [torch.stack(torch.aminmax(part)) for part in parts if part.numel()]
+    found = iter(torch.stack(full).tolist() if full else [])
+    return [tuple(next(found)) if part.numel() else None for part in parts]
 
 
 class _TableRows(nn.Module):
@@ -182,7 +190,6 @@ class ShardedFlexShardEmbeddingCollection(
             self.stock = stock
         self._stock = [stock] if stock is not None else []
         self._lookups_of, self._stock_lookups = self._find_lookups()
-        self._translator: Translator | None = None
         self._optimizer = FlexShardFusedOptimizer(self.groups)
 
     def _register_tables(self) -> None:
@@ -241,6 +248,7 @@ class ShardedFlexShardEmbeddingCollection(
         place = {key: index for index, key in enumerate(keys)}
         lookups: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.groups]
         status, error = [0] * len(self.groups), None
+        extremes = _extremes([values[start:end] for start, end in pairwise(ends)])
         for lookup in self._lookups_of:
             book = self.groups[lookup.group].books[lookup.table]
             if lookup.feature not in place:
@@ -252,7 +260,7 @@ class ShardedFlexShardEmbeddingCollection(
                 continue
             index = place[lookup.feature]
             ids = values[ends[index] : ends[index + 1]]
-            found = self._problem(lookup.feature, book, ids)
+            found = self._problem(lookup.feature, book, ids.dtype, extremes[index])
             if found is not None:
                 status[lookup.group] = status[lookup.group] or lookup.table + 1
                 error = error or f"rank {dist.get_rank()}: {found}"
@@ -265,24 +273,25 @@ class ShardedFlexShardEmbeddingCollection(
             batches.append((batch, group.start(batch, word)))
         return batches, error
 
-    def _problem(self, feature: str, book: CodeBook, ids: torch.Tensor) -> str | None:
-        """What is wrong with a feature's ids, if anything is."""
-        if not ids.numel():
+    def _problem(
+        self, feature: str, book: CodeBook, dtype: torch.dtype, extremes: tuple[float, float] | None
+    ) -> str | None:
+        """What is wrong with a feature's ids of these extremes (None if it has no ids), if anything is."""
+        if extremes is None:
             return None
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            return f"feature {feature!r}: ids of table {book.table!r} must be whole numbers, found {ids.dtype}"
+        if dtype.is_floating_point or dtype == torch.bool:
+            return f"feature {feature!r}: ids of table {book.table!r} must be whole numbers, found {dtype}"
+        low, high = (int(bound) for bound in extremes)
+        end = book.num_codes if self.translated_ids else book.num_rows
+        if low >= 0 and high < end:
+            return None
+        outside = low if low < 0 else high
         if self.translated_ids:
-            outside = book.outside_codes(ids)
             return (
-                None
-                if outside is None
-                else (
-                    f"feature {feature!r}: {outside} is no place of table {book.table!r}; translate its ids with this"
-                    " module's translator()"
-                )
+                f"feature {feature!r}: {outside} is no place of table {book.table!r}; translate its ids with this"
+                " module's translator()"
             )
-        outside = book.outside(ids)
-        return None if outside is None else outside_message(feature, book, outside)
+        return outside_message(feature, book, outside)
 
     def raise_for(self, group: TableGroup, status: Sequence[int]) -> None:
         """Every rank stops where one of them had an id outside a table.
@@ -294,8 +303,8 @@ class ShardedFlexShardEmbeddingCollection(
             if word:
                 what = "bad ids of" if word > 0 else "no feature for"
                 raise DataError(
-                    f"rank {dist.get_rank()}: rank {rank} of the group has {what} table"
-                    f" {group.layout.tables[abs(word) - 1]!r}; its own message names it"
+                    f"rank {dist.get_rank()}: rank {rank} has {what} table {group.layout.tables[abs(word) - 1]!r};"
+                    " its own message names it"
                 )
 
     # -- output

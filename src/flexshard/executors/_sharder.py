@@ -97,7 +97,8 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
         groups = []
         for traits, names in members.items():
-            groups.append(_table_group(traits, {name: planned[name] for name in names}, env, device, codecs))
+            of_group = {name: planned[name] for name in names}
+            groups.append(_table_group(traits, of_group, env, device, codecs, translated_ids=self._translated_ids))
             _initialise(groups[-1], [configs[name] for name in names], [weights[name] for name in names])
         return ShardedFlexShardEmbeddingCollection(
             module.embedding_configs(),
@@ -189,6 +190,8 @@ def _table_group(
     env: ShardingEnv,
     device: torch.device,
     codecs: QuantizedCommCodecs | None,
+    *,
+    translated_ids: bool,
 ) -> TableGroup:
     tiers, rows, bijections = {}, {}, []
     for name, how in planned.items():
@@ -197,7 +200,15 @@ def _table_group(
         ranked = () if how.ranked_rows is None else how.ranked_rows
         bijections.append(IndexBijection(np.asarray(ranked, np.int64), how.table.rows))
     layout = Layout.of(tiers, rows, env.world_size)
-    return TableGroup(layout, traits, bijections, process_group=env.process_group, device=device, codecs=codecs)
+    return TableGroup(
+        layout,
+        traits,
+        bijections,
+        process_group=env.process_group,
+        device=device,
+        codecs=codecs,
+        translated_ids=translated_ids,
+    )
 
 
 @torch.no_grad()

@@ -289,7 +289,11 @@ class _TouchedRows:
         slots = self._all[:, :4].contiguous().view(torch.int32).view(-1)
         gradient = self._all[:, 4:].contiguous().view(self._dtype).view(-1, self._dim)
         there = slots >= 0
-        return _sum_by_slot(slots[there].long(), gradient[there])
+        # In a fixed order, unlike index_add on CUDA: copies must stay equal to the last bit.
+        sorted_slots, order = torch.sort(slots[there].long(), stable=True)
+        distinct, counts = torch.unique_consecutive(sorted_slots, return_counts=True)
+        ordered = gradient[there][order].float()
+        return distinct, torch.segment_reduce(ordered, "sum", lengths=counts) if len(ordered) else ordered
 
 
 def _sum_by_slot(slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,12 +63,10 @@ class CodeBook:
             return None
         return low if low < 0 else high
 
-    def outside_codes(self, codes: torch.Tensor) -> int | None:
-        """A number that is no code of the layout, if there is one."""
-        low, high = (int(bound) for bound in torch.aminmax(codes))
-        if low >= 0 and high < int(self._layout.first_code[-1]):
-            return None
-        return low if low < 0 else high
+    @property
+    def num_codes(self) -> int:
+        """Codes of the layout, which all its tables share."""
+        return int(self._layout.first_code[-1])
 
     def codes(self, ids: torch.Tensor) -> torch.Tensor:
         """Codes of ids, shape (n,) each. Ids must lie in the table."""

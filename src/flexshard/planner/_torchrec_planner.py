@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from flexshard._together import picklable, raise_together
 from flexshard.costmodels import DTYPE_BYTES, OverlapLike, Table
 from flexshard.errors import JobError, PlanError
 from flexshard.planner._plan import Plan, TablePlan, Tier
@@ -113,7 +113,7 @@ class FlexShardPlanner(ShardingPlanner):
             try:
                 box = [(self._decide(module, sharders), self._plan)]
             except Exception as error:  # the others wait for an answer
-                box = [_picklable(error)]
+                box = [picklable(error, PlanError)]
         own = self._plan.fingerprint if self._plan is not None else None
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
         if isinstance(box[0], Exception):
@@ -131,15 +131,9 @@ class FlexShardPlanner(ShardingPlanner):
         problem, sharding = None, decided
         try:
             sharding = self._with_rankings(decided)
-        except Exception as error:  # the others would go on and wait
-            problem = _picklable(error)
-        problems: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(problems, problem, group=group)
-        if problem is not None:
-            raise problem
-        failed = next((rank for rank, found in enumerate(problems) if found is not None), None)
-        if failed is not None:
-            raise PlanError(f"rank {failed}: {problems[failed]}")
+        except Exception as error:
+            problem = error
+        raise_together(problem, PlanError, group)
         return sharding
 
     # -- rank 0
@@ -318,15 +312,6 @@ class FlexShardPlanner(ShardingPlanner):
                 f"table {table.name!r}: profile {shown}is not the one that the plan was made from; plan again with it"
             )
         return profile.ranked_rows
-
-
-def _picklable(error: Exception) -> Exception:
-    """The error itself, or its words where it cannot be sent."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return PlanError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def _profile(where: AccessProfile | str | os.PathLike[str]) -> AccessProfile:
