@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
-from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
 from torchrec.distributed.types import Awaitable, LazyAwaitable
@@ -20,16 +20,16 @@ from torchrec.modules.embedding_modules import EmbeddingCollection, get_embeddin
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from torchrec.streamable import Multistreamable
 
 from flexshard.errors import CheckpointError, DataError
-from flexshard.executors._exchange import Counts, Dispatch, Exchange, Rows
+from flexshard.executors._exchange import Counts, Dispatch, Rows
 from flexshard.executors._fused import FlexShardFusedOptimizer
 from flexshard.executors._group import TableGroup
 from flexshard.executors._logical import from_logical, to_logical
+from flexshard.executors._pending import FlexShardContext, PendingOutput, WaitForCounts
 from flexshard.executors._translation import CodeBook, Translator, outside_message
 
-__all__ = ["FlexShardContext", "ShardedFlexShardEmbeddingCollection"]
+__all__ = ["ShardedFlexShardEmbeddingCollection"]
 
 
 @dataclass(frozen=True)
@@ -46,40 +46,6 @@ class _Lookup:
     feature: str
     group: int
     table: int
-
-
-@dataclass
-class FlexShardContext(Multistreamable):
-    """What one batch carries from its distribution to its output.
-
-    Attributes:
-        features: the batch.
-        stock: context of the tables that TorchRec shards.
-        sharding_contexts: TorchRec's, one place ahead of them for ours.
-    """
-
-    features: KeyedJaggedTensor | None = None
-    stock: EmbeddingCollectionContext | None = None
-    sharding_contexts: list[Any] = field(default_factory=list)
-    early_releasable_inputs: list[Any] = field(default_factory=list)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        if self.features is not None:
-            self.features.record_stream(stream)
-        if self.stock is not None:
-            self.stock.record_stream(stream)
-
-
-class _Distributed(Multistreamable):
-    """Ids of a batch at their holders, one exchange per group of tables."""
-
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
-        self.exchanges = exchanges
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        for exchange in self.exchanges:
-            for tensor in exchange.tensors():
-                tensor.record_stream(stream)
 
 
 def _extremes(parts: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:
@@ -102,55 +68,6 @@ class _TableRows(nn.Module):
 
     def _load_from_state_dict(self, *_: Any) -> None:
         pass
-
-
-class _WaitForIds(Awaitable[_Distributed]):
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
-        super().__init__()
-        self._exchanges = exchanges
-
-    def _wait_impl(self) -> _Distributed:
-        for exchange in self._exchanges:
-            exchange.wait_for_ids()
-        return _Distributed(self._exchanges)
-
-
-class _WaitForCounts(Awaitable[Awaitable[_Distributed]]):
-    def __init__(
-        self, module: ShardedFlexShardEmbeddingCollection, batches: Sequence[tuple[Dispatch, Counts]], error: str | None
-    ) -> None:
-        super().__init__()
-        self._module, self._batches, self._error = module, batches, error
-
-    def _wait_impl(self) -> Awaitable[_Distributed]:
-        counts = [waiting.wait() for _, waiting in self._batches]
-        if self._error is not None:
-            raise DataError(self._error)
-        for group, (_, _, status) in zip(self._module.groups, counts, strict=True):
-            self._module.raise_for(group, status)
-        return _WaitForIds(
-            [
-                group.exchange(batch, sent, received)
-                for group, (batch, _), (sent, received, _) in zip(
-                    self._module.groups, self._batches, counts, strict=True
-                )
-            ]
-        )
-
-
-class _Output(LazyAwaitable[dict[str, JaggedTensor]]):
-    def __init__(
-        self,
-        module: ShardedFlexShardEmbeddingCollection,
-        features: KeyedJaggedTensor,
-        rows: Sequence[Rows],
-        stock: LazyAwaitable[dict[str, JaggedTensor]] | None,
-    ) -> None:
-        super().__init__()
-        self._module, self._features, self._rows, self._stock = module, features, rows, stock
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return self._module.assemble(self._features, [rows.wait() for rows in self._rows], self._stock)
 
 
 class ShardedFlexShardEmbeddingCollection(
@@ -234,7 +151,7 @@ class ShardedFlexShardEmbeddingCollection(
         ctx.features = features
         with torch.no_grad():
             batches, error = self._dispatch(features)
-        awaitables: list[Any] = [_WaitForCounts(self, batches, error)]
+        awaitables: list[Any] = [WaitForCounts(self, batches, error)]
         ctx.sharding_contexts = [None]
         for stock in self._stock:
             ctx.stock = stock.create_context()
@@ -316,7 +233,7 @@ class ShardedFlexShardEmbeddingCollection(
 
     def output_dist(self, ctx: FlexShardContext, output: list[Rows]) -> LazyAwaitable[dict[str, JaggedTensor]]:
         assert ctx.features is not None
-        return _Output(self, ctx.features, output, None)
+        return PendingOutput(self, ctx.features, output, None)
 
     def compute_and_output_dist(self, ctx: FlexShardContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]]:
         assert ctx.features is not None
@@ -324,7 +241,7 @@ class ShardedFlexShardEmbeddingCollection(
         stock = None
         for module in self._stock:
             stock = module.compute_and_output_dist(ctx.stock, KJTList(list(input)[1:]))
-        return _Output(self, ctx.features, rows, stock)
+        return PendingOutput(self, ctx.features, rows, stock)
 
     def assemble(
         self,
