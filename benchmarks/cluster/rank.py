@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPla
 from flexshard._files import write_text
 from flexshard.costmodels import Cost
 from flexshard.executors import Observation, Observer
+from flexshard.planner import Tier
 from flexshard.topologies import measure_cluster
 
 DIM = 32
-ROW_WISE = "row-wise (TorchRec)"
+ROW_WISE, ROW_WISE_OURS = "row-wise (TorchRec)", "row-wise (dealt by rank)"
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 
 
@@ -65,10 +66,14 @@ def plans_of(workload: Workload, cluster: Cluster) -> dict[str, Plan]:
     """The paper's, ours, and ours with gathered rows where the model says that they pay, and everywhere."""
     tables = [Table("t", workload.rows, DIM, workload.profile)]
     how: dict[str, Any] = {"batch_size": workload.batch_size}
+    optimal = solve(tables, cluster, **how)
+    whole = Tier("row_wise", cluster.world_size, workload.rows, 0, 1.0, None, 0.0, 0.0, 0.0)
+    row_wise_plan = replace(optimal, tables={"t": replace(optimal.tables["t"], tiers=(whole,))})
     return {
+        ROW_WISE_OURS: replace(row_wise_plan, predicted=optimal.baselines["row_wise"]),
         "paper, 2 tiers": solve(tables, cluster, tiers=2, method="paper", **how),
         "paper, 3 tiers": solve(tables, cluster, tiers=3, method="paper", **how),
-        "optimal": solve(tables, cluster, **how),
+        "optimal": optimal,
         "optimal, all sparse": solve(tables, cluster, reduction="sparse", **how),
     }
 

@@ -10,7 +10,10 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -228,6 +231,24 @@ def shard(
         lambda p: torch.optim.SGD(p, lr=DENSE_LEARNING_RATE),
     )
     return parallel, CombinedOptimizer([parallel.fused_optimizer, dense])
+
+
+def row_wise_of_torchrec(optimizer: str, ranks_per_node: int, world_size: int) -> DistributedModelParallel:
+    """The model under TorchRec's own row-wise sharding."""
+    fused = {"optimizer": OPTIMIZERS[optimizer][1], "learning_rate": LEARNING_RATE, "eps": EPS}
+    model, sharder = new_model(), EmbeddingCollectionSharder(fused)
+    how = {
+        part: construct_module_sharding_plan(
+            model.get_submodule(part),
+            {name: row_wise(compute_kernel="fused") for of, name in table_names() if of == part},
+            sharder,
+            local_size=ranks_per_node,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        for part in DIMS
+    }
+    return DistributedModelParallel(model, plan=ShardingPlan(how), sharders=[sharder], device=torch.device("cpu"))
 
 
 def train(parallel: Any, optimizer: Any, rank: int, steps: range) -> list[torch.Tensor]:

@@ -260,28 +260,10 @@ def test_a_folder_that_cannot_be_made_stops_every_rank_at_once() -> None:
 def stock_and_ours(rank: int, folder: str) -> tuple[float, float]:
     """A checkpoint of TorchRec's row-wise sharding loaded into ours, and ours into TorchRec's."""
     import torch.distributed.checkpoint as dcp
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-    from torchrec.distributed.types import ShardingPlan
 
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": models.LEARNING_RATE}
     cluster = models.small_cluster(2, 1)
     ours, _ = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "rowwise_adagrad")
-    model, sharder = models.new_model(), EmbeddingCollectionSharder(fused)
-    how = {
-        part: construct_module_sharding_plan(
-            model.get_submodule(part),
-            {name: row_wise(compute_kernel="fused") for of, name in models.table_names() if of == part},
-            sharder,
-            local_size=1,
-            world_size=2,
-            device_type="cpu",
-        )
-        for part in ("wide", "narrow")
-    }
-    theirs = DistributedModelParallel(model, plan=ShardingPlan(how), sharders=[sharder], device=torch.device("cpu"))
+    theirs = models.row_wise_of_torchrec("rowwise_adagrad", 1, 2)
 
     def logits(parallel: Any) -> torch.Tensor:
         with torch.no_grad():

@@ -121,14 +121,8 @@ def test_a_profile_predicts_within_two_percent_over_100_steps(reduction: str) ->
     assert abs(comparison.reduction_predicted - comparison.reduction_observed) < 0.01
 
 
-def row_wise_of_torchrec(rank: int, steps: int) -> tuple[float, float]:
+def row_wise_bytes(rank: int, steps: int) -> tuple[float, float]:
     """Bytes per step of TorchRec's own row-wise sharding, and of ours with all rows row-wise."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-    from torchrec.distributed.types import ShardingPlan
-
     from flexshard.executors import Observer
 
     def total(parallel: Any) -> float:
@@ -138,26 +132,12 @@ def row_wise_of_torchrec(rank: int, steps: int) -> tuple[float, float]:
                 observer.step()
         return sum(c.bytes for c in observer.result().collectives)
 
-    model = models.new_model()
-    sharder = EmbeddingCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
-    how = {
-        part: construct_module_sharding_plan(
-            model.get_submodule(part),
-            {name: row_wise(compute_kernel="fused") for of, name in models.table_names() if of == part},
-            sharder,
-            local_size=2,
-            world_size=4,
-            device_type="cpu",
-        )
-        for part in ("wide", "narrow")
-    }
-    theirs = DistributedModelParallel(model, plan=ShardingPlan(how), sharders=[sharder], device=torch.device("cpu"))
     cluster = models.small_cluster(2, 2)
     whole = {name: [(4, rows, "dense")] for name, (rows, _) in (models.WIDE | models.NARROW).items()}
     ours, _ = models.shard(models.plan_of(cluster, whole), "sgd")
-    return total(theirs), total(ours)
+    return total(models.row_wise_of_torchrec("sgd", 2, 4)), total(ours)
 
 
 def test_all_row_wise_sends_less_than_torchrecs_own() -> None:
-    theirs, ours = ranks.run(2, 2, row_wise_of_torchrec, STEPS)[0]
+    theirs, ours = ranks.run(2, 2, row_wise_bytes, STEPS)[0]
     assert ours < theirs

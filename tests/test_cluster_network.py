@@ -1,0 +1,43 @@
+"""The benchmark's network of namespaces: it carries ranks, and is gone afterwards, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.cluster.network import Network, NetworkError, network
+
+
+@pytest.fixture
+def shape() -> Network:
+    small = Network(2, 1, 400.0, 400.0, 400.0, prefix="fstest")
+    try:
+        with network(small):
+            pass
+    except NetworkError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    return small
+
+
+def left() -> list[str]:
+    return [path.name for path in Path("/run/netns").glob("fstest-*")] if Path("/run/netns").is_dir() else []
+
+
+def test_ranks_run_and_nothing_is_left(shape: Network) -> None:
+    with network(shape) as built:
+        assert len(left()) == 3
+        built.run("platform", [], timeout_s=20)
+    assert not left()
+
+
+def test_a_rank_that_fails_is_told_and_nothing_is_left(shape: Network) -> None:
+    told = r"rank [01] failed with 1:\n(.|\n)*No module named no_such_module"
+    with pytest.raises(NetworkError, match=told), network(shape) as built:
+        built.run("no_such_module", [], timeout_s=20)
+    assert not left()
+
+
+def test_ranks_that_hang_are_killed(shape: Network) -> None:
+    with pytest.raises(NetworkError, match="not done in time"), network(shape) as built:
+        built.run("http.server", ["0"], timeout_s=1)
+    assert not left()
