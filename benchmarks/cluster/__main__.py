@@ -6,8 +6,8 @@ observed.
 Four nodes of two ranks; each node's link and loopback are limited so that bandwidths have the ratios of the paper's
 cluster and communication dominates. The cluster is measured first, as 'flexshard measure' does it, and everything is
 planned for what was measured. "communication" is every collective by itself, one after the other; "alone" a step with
-them run so; "step" a step as it is; "waits" how long of that a rank stands waiting for them; "fullest" the fullest buffer
-over the mean one, which the model takes to be even.
+them run so; "step" a step as it is; "waits" how long of that a rank stands waiting for them; "fullest" the fullest
+buffer over the mean one, which the model takes to be even.
 """
 
 from __future__ import annotations
