@@ -87,7 +87,7 @@ class Layout:
         return cls(world_size, tuple(tiers), np.array([num_rows[name] for name in tiers]), sizes, first, rows, sparse)
 
     @cached_property
-    def _depth(self) -> IntArray:
+    def depth(self) -> IntArray:
         """Slots that each table takes at each level: rows / g, rounded up so that all ranks agree; shape (T, G)."""
         return -(-self.rows // np.array(self.group_sizes))
 
@@ -95,20 +95,20 @@ class Layout:
     def first_slot(self) -> IntArray:
         """Where each table starts in a level's store, tables whose gradients are reduced whole first; shape (T, G)."""
         order = np.argsort(self.sparse, axis=0, kind="stable")
-        ends = np.cumsum(np.take_along_axis(self._depth, order, axis=0), axis=0)
+        ends = np.cumsum(np.take_along_axis(self.depth, order, axis=0), axis=0)
         starts = np.empty_like(ends)
-        np.put_along_axis(starts, order, ends - np.take_along_axis(self._depth, order, axis=0), axis=0)
+        np.put_along_axis(starts, order, ends - np.take_along_axis(self.depth, order, axis=0), axis=0)
         return starts
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """Size of a rank's store of each level, in rows."""
-        return tuple(self._depth.sum(axis=0).tolist())
+        return tuple(self.depth.sum(axis=0).tolist())
 
     @cached_property
     def whole_slots(self) -> tuple[int, ...]:
         """How many of these, from the start, belong to tiers whose gradients are reduced whole."""
-        return tuple((self._depth * ~self.sparse).sum(axis=0).tolist())
+        return tuple((self.depth * ~self.sparse).sum(axis=0).tolist())
 
     @cached_property
     def first_bucket(self) -> tuple[int, ...]:
@@ -146,7 +146,6 @@ class Layout:
         """Which rank of ``asking``'s own group holds each row, at which level (its index) and slot; shape (n,) each."""
         place = np.asarray(self.codes(table, ranks.astype(np.int64)))
         bucket = np.searchsorted(self.first_code, place, side="right") - 1
-        # A level whose buckets hold nothing shares its first code with the next; the last of equals is the right one.
         level = np.searchsorted(np.array(self.first_bucket), bucket, side="right") - 1
         size = np.array(self.group_sizes)[level]
         position = bucket - np.array(self.first_bucket)[level]

@@ -205,6 +205,12 @@ class _Group:
         )
         self.bijections = [_bijection(table, rankings.get(table.name)) for table in tables]
 
+    def static_bytes(self, level: int) -> float:
+        """Rows of a level on one rank, with all that each byte of them brings along."""
+        whole = self.layout.group_sizes[level] == self.world
+        kappa = np.array([table.kappa_sharded if whole else table.kappa_replicated for table in self.tables])
+        return float(kappa @ self.layout.depth[:, level]) * self.row_bytes
+
     def count(self, step: Mapping[str, Lookups]) -> _Counts:
         layout = self.layout
         pairs = [np.zeros(self.world * size, np.int64) for size in layout.group_sizes]
@@ -307,7 +313,7 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
             answered = pairs.reshape(steps, world // size, size, size).sum(axis=2).reshape(shape)
             served += answered
             dynamic += asked * group.row_bytes
-            static += layout.slots[level] * group.row_bytes * _kappa(group, size)
+            static += group.static_bytes(level)
             if size > 1:
                 dynamic += answered * group.row_bytes
                 ids = layout.code_type().itemsize
@@ -327,11 +333,6 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
 def counts_bytes(layout: Layout) -> int:
     """Of the message of counts: to every rank one number for each level with g > 1, and a status."""
     return layout.world_size * (sum(size > 1 for size in layout.group_sizes) + 1) * _COUNT_BYTES
-
-
-def _kappa(group: _Group, size: int) -> float:
-    table = group.tables[0]
-    return table.kappa_sharded if size == group.world else table.kappa_replicated
 
 
 def _transposed(pairs: IntArray, size: int) -> IntArray:
