@@ -14,6 +14,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -92,18 +93,19 @@ def on_two_nodes(arguments: list[str]) -> None:
         port = str(free.getsockname()[1])
     shape = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     print(f"\n$ torchrun --nnodes 2 --nproc-per-node 2 {shlex.join(arguments)}", flush=True)
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *shape, "--node-rank", str(node), *arguments],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    said = [node.communicate()[1] for node in nodes]
-    if any(node.returncode for node in nodes):
-        sys.exit("\n".join(said))
+    with tempfile.TemporaryFile("w+") as said:
+        nodes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *shape, "--node-rank", str(node), *arguments],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                stderr=said,
+            )
+            for node in range(2)
+        ]
+        codes = [node.wait() for node in nodes]
+        if any(codes):
+            said.seek(0)
+            sys.exit(said.read())
 
 
 def show(command: list[str]) -> None:

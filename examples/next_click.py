@@ -4,10 +4,9 @@ The log is read once, in order of time, as a news site would train. A sample is 
 earlier clicks. The last sessions are never trained on: among the articles of the 24 hours before them, where does the
 article of a session's last click rank? Two popularities rank the same articles: of the whole log, of its last clicks.
 
-    python examples/clicks.py clicks.parquet
-    torchrun --nproc-per-node 4 examples/next_click.py clicks.parquet                     # TorchRec's row-wise sharding
-    python examples/next_click.py clicks.parquet --lookups lookups.parquet                # what a profile counts
-    torchrun --nproc-per-node 4 examples/next_click.py clicks.parquet --plan plan.json    # FlexShard
+    torchrun --nproc-per-node 4 examples/next_click.py clicks.parquet          # TorchRec's row-wise sharding
+
+docs/running.md has the commands from the log to a plan.
 """
 
 from __future__ import annotations
@@ -166,6 +165,10 @@ def train(args: argparse.Namespace, log: ClickLog) -> None:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng([args.seed, rank])
     steps = (log.num_sessions - args.held_out) // BATCH
+    if steps < 1:
+        raise SystemExit(
+            f"{log.num_sessions:,} sessions are too few: {args.held_out:,} are held out and a step takes {BATCH}"
+        )
     model, optimizer = distributed(NextClick(log.num_items), args.plan)
     began = time.perf_counter()
 

@@ -69,7 +69,11 @@ def print_cluster(cluster: Cluster) -> None:
 
 def fullest(found: dict[str, Any]) -> float:
     """Fullest buffer over the mean one, of the rows' and gradients' all-to-all over all ranks: 1 is even."""
-    rows = [c for c in found["observed"] if c["kind"] == "all_to_all" and c["content"] in ("embeddings", "gradients")]
+    rows = [
+        c
+        for c in found["observed"]
+        if c["kind"] == "all_to_all" and c["content"] in ("embeddings", "gradients", "other embeddings")
+    ]
     outer = [c for c in rows if c["group_size"] == max(c["group_size"] for c in rows)]
     return float(sum(c["fullest_bytes"] for c in outer) / sum(c["bytes"] for c in outer)) if rows else 1.0
 
@@ -106,7 +110,7 @@ def print_workload(name: str, results: dict[str, Any]) -> None:
     for plan, found in results.items():
         for c, free in zip(found["observed"], found["free"], strict=True):
             want = [p for p in found["predicted"] if (p["kind"], p["group_size"]) == (c["kind"], c["group_size"])]
-            timed = want and c["content"] not in ("ids", "counts", "touched")
+            timed = want and c["content"] not in ("ids", "other ids", "counts", "touched")
             expected_seconds = f"{want[0]['seconds'] / want[0]['calls'] * c['calls']:.3f}" if timed else "-"
             label = f"{c['kind']}@{c['group_size']} {c['content']}"
             times = (f"{value:.3f}" for value in (c["seconds"], free["seconds"], free["exposed_seconds"]))

@@ -92,6 +92,7 @@ class Network:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(one.process.pid, signal.SIGKILL)
                 one.process.wait()
+                one.said.close()
 
     def _start(self, rank: int, command: list[str], port: int) -> _Rank:
         node = rank // self.ranks_per_node
@@ -123,12 +124,20 @@ class _Tail:
 
     def __init__(self, stream: IO[str]) -> None:
         self.lines: deque[str] = deque(maxlen=40)
+        self._stream = stream
         self._thread = threading.Thread(target=lambda: self.lines.extend(stream), daemon=True)
         self._thread.start()
 
     def text(self) -> str:
+        """What was written, once the writer has ended."""
         self._thread.join(2.0)
         return "".join(self.lines)
+
+    def close(self) -> None:
+        """Once the writer has ended."""
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self._stream.close()
 
 
 @dataclass(frozen=True)

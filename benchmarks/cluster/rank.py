@@ -31,6 +31,7 @@ from flexshard.planner import Tier
 from flexshard.topologies import measure_cluster
 
 DIM = 32
+INPUTS = ("ids", "other ids", "counts")
 ROW_WISE, ROW_WISE_OURS = "row-wise (TorchRec)", "row-wise (dealt by rank)"
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 
@@ -141,29 +142,29 @@ def overlap_of(result: dict[str, Any]) -> dict[str, float]:
     alone: dict[str, float] = {}
     waited: dict[str, float] = {}
     for c in result["observed"]:
-        if c["content"] not in ("ids", "counts"):
+        if c["content"] not in INPUTS:
             name = f"{c['kind']}@{c['group_size']}"
             alone[name] = alone.get(name, 0.0) + c["seconds"]
     for c in result["free"]:
         name = f"{c['kind']}@{c['group_size']}"
-        if c["content"] not in ("ids", "counts"):
+        if c["content"] not in INPUTS:
             waited[name] = waited.get(name, 0.0) + c["exposed_seconds"]
     return {name: round(min(max(1 - waited[name] / alone[name], 0.0), 1.0), 2) for name in alone}
 
 
 def exposed_seconds(found: Observation) -> float:
     """In which ranks stood waiting for what a plan's time counts."""
-    return sum(c.exposed_seconds for c in found.collectives if c.content not in ("ids", "counts"))
+    return sum(c.exposed_seconds for c in found.collectives if c.content not in INPUTS)
 
 
 def planned_seconds(found: Observation) -> float:
     """Of the collectives that a plan's time counts: all but the distribution of the ids."""
-    return sum(c.seconds for c in found.collectives if c.content not in ("ids", "counts"))
+    return sum(c.seconds for c in found.collectives if c.content not in INPUTS)
 
 
 def input_seconds(found: Observation) -> float:
     """Of the distribution of the ids."""
-    return sum(c.seconds for c in found.collectives if c.content in ("ids", "counts"))
+    return sum(c.seconds for c in found.collectives if c.content in INPUTS)
 
 
 def features(workload: Workload, number: int) -> KeyedJaggedTensor:

@@ -5,12 +5,12 @@
     FlexShardError
     ├── UnitError              a size, bandwidth or time that cannot be read
     ├── ClusterError           a cluster file, preset or level that does not fit together
-    ├── DataError              access data that cannot be counted (missing, broken, wrong type, bad ids)
+    ├── DataError              access data, a batch or an observation that cannot be used (missing, broken, bad ids)
     ├── ProfileError           an access profile that contradicts itself, or a broken profile file
     ├── TableError             a table whose fields contradict each other or its profile
     ├── JobError               a job file or an argument of ``solve`` that cannot be used
     ├── BudgetError            no placement fits the memory budget (``least_bytes`` would)
-    ├── PlanError              a plan file that is broken or of another version
+    ├── PlanError              a plan file that is broken, or a plan that is not for this model or job
     ├── CheckpointError        a checkpoint that is incomplete, damaged or of another model
     ├── SolverError            an external solver that returned without an answer
     ├── CommunicationError     a collective that failed or timed out while a plan was running
@@ -54,7 +54,7 @@ class ClusterError(FlexShardError, ValueError):
 
 
 class DataError(FlexShardError, ValueError):
-    """Access data that cannot be counted."""
+    """Access data, a batch or an observation that cannot be used."""
 
 
 class ProfileError(FlexShardError, ValueError):
@@ -82,7 +82,7 @@ class BudgetError(FlexShardError, ValueError):
 
 
 class PlanError(FlexShardError, ValueError):
-    """A plan file that is broken or of another version."""
+    """A plan file that is broken or of another version, or a plan that is not for this model or job."""
 
 
 class CheckpointError(FlexShardError, ValueError):

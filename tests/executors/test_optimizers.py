@@ -12,7 +12,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from flexshard.executors._optimizers import OptimizerSpec, apply_update, new_state
+from flexshard.executors._optimizers import OptimizerSpec, apply_update, new_state, rounded
 
 KINDS: dict[str, tuple[EmbOptimType, Any]] = {
     "sgd": (EmbOptimType.EXACT_SGD, lambda p: torch.optim.SGD([p], lr=0.1)),
@@ -58,3 +58,15 @@ def test_tables_that_differ_in_an_option_differ() -> None:
     one = OptimizerSpec.of({"optimizer": EmbOptimType.EXACT_SGD, "stochastic_rounding": False}, "t", device)
     assert one != OptimizerSpec.of({"optimizer": EmbOptimType.EXACT_SGD}, "t", device)
     assert one == OptimizerSpec.of({"optimizer": "exact_sgd", "stochastic_rounding": False}, "t", device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_by_chance_keeps_the_mean(dtype: torch.dtype) -> None:
+    values = torch.full((100_000,), 1.0 + 3e-4)
+    first = rounded(values, dtype, torch.Generator().manual_seed(1))
+    assert first.float().mean().item() == pytest.approx(1.0 + 3e-4, abs=5e-5)
+    assert len(first.unique()) == 2  # one up, one down
+    assert torch.equal(first, rounded(values, dtype, torch.Generator().manual_seed(1)))
+    assert rounded(values, dtype, None).float().unique().numel() == 1
+    negative = rounded(-values, dtype, torch.Generator().manual_seed(2))
+    assert negative.float().mean().item() == pytest.approx(-1.0 - 3e-4, abs=5e-5)

@@ -42,9 +42,9 @@ def test_by_hand() -> None:
     assert everywhere.received[0, [0, 9]].tolist() == [row, 2 * row]
     assert everywhere.sent[0, [0, 2]].tolist() == [2 * row, row]
     # Between nodes: ids (4 bytes) and gradients of rank 9 to rank 0, and rows back.
-    assert found.scale_out_bytes[0, 9] == 2 * (4 + row)
-    assert found.scale_out_bytes[0, 0] == 2 * row
-    assert found.scale_out_bytes.sum() == 2 * (4 + 2 * row)
+    assert found.all_to_all_scale_out_bytes[0, 9] == 2 * (4 + row)
+    assert found.all_to_all_scale_out_bytes[0, 0] == 2 * row
+    assert found.all_to_all_scale_out_bytes.sum() == 2 * (4 + 2 * row)
     replicas = found.find("replicas", 8)
     assert replicas is not None
     assert replicas.sent[0, 5] == row  # 8 rows over 8 positions
@@ -86,6 +86,18 @@ def test_every_row_has_one_place_per_copy(sizes: dict[int, int]) -> None:
                     if mine.any():  # the rank is of the asking rank's group
                         assert np.flatnonzero(mine).tolist() == list(piece.ranks)
                         assert slot[mine].tolist() == list(range(piece.slots.start, piece.slots.stop))
+
+
+def test_static_memory_is_the_plans_own() -> None:
+    rows = 4096
+    profile = AccessProfile.from_counts(np.arange(rows, 0, -1), num_samples=rows)
+    cluster = Cluster.preset("a100-4x8-roce", nodes=2)
+    for translation in ("loader", "device"):
+        plan = flexshard.solve([Table("t", rows, 4, profile)], cluster, batch_size=64, translation=translation)
+        found = replay(plan, [{}], {"t": profile})
+        # Tiers are rounded up to whole rows on every rank.
+        slack = 3 * 16 * plan.tables["t"].kappa_replicated
+        assert 0 <= found.static_memory_bytes - plan.predicted.static_memory_bytes < slack
 
 
 def test_samples_are_dealt_in_turn() -> None:

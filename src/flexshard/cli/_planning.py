@@ -11,8 +11,9 @@ import typer
 from flexshard import units
 from flexshard._grids import new_grid
 from flexshard._terminal import emit, say, working
+from flexshard._values import first_repeated
 from flexshard.cli._app import AsJson, JobFile, PlanFile, app, written
-from flexshard.errors import JobError
+from flexshard.errors import DataError, JobError
 from flexshard.executors import Observation, compare_observed
 from flexshard.planner import (
     Job,
@@ -195,10 +196,15 @@ def _compare_observed(files: list[Path], row_wise: Path | None, output: Path | N
     if len(files) % 2:
         raise JobError(f"{files[-1]}: every plan needs what was observed of it; give PLAN OBSERVED in turn")
     against = None if row_wise is None else Observation.load(row_wise)
-    found = {
-        plan.stem: compare_observed(Plan.load(plan), Observation.load(observed), against)
-        for plan, observed in zip(files[::2], files[1::2], strict=True)
-    }
+    pairs = list(zip(files[::2], files[1::2], strict=True))
+    alike = first_repeated(plan.stem for plan, _ in pairs) is not None
+    found = {}
+    for plan, observed in pairs:
+        try:
+            comparison = compare_observed(Plan.load(plan), Observation.load(observed), against)
+        except DataError as error:
+            raise DataError(str(error) if str(observed) in str(error) else f"{observed}: {error}") from error
+        found[str(plan) if alike else plan.stem] = comparison
     if output is not None:
         from flexshard.plots import plot_reduction
 

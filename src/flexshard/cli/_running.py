@@ -30,13 +30,21 @@ def replay_command(
     steps: Annotated[int, typer.Option(min=1, help="Most steps to replay.")] = 100,
     profile: Annotated[
         list[str] | None,
-        typer.Option(help="TABLE=FILE, or FILE: ranking of a table's rows; by default what the plan names."),
+        typer.Option(
+            help="TABLE=FILE, or FILE: ranking of a table's rows; by default those named, from the plan's folder."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Count what a plan would move for real batches, on any number of ranks, without running them."""
+    """Count what a plan would move for real batches, on any number of ranks, without running them.
+
+    Ids are taken as rows of the table; samples are rows of the files.
+    """
     loaded = Plan.load(plan)
     columns = _by_table(loaded, column, "column")
+    missing = [name for name in loaded.tables if name not in columns]
+    if missing:
+        raise JobError(f"which column holds the ids of table {missing[0]!r}? give --column {missing[0]}=COLUMN")
     rankings = {
         name: AccessProfile.load(path) for name, path in _ranking_files(loaded, plan.parent, profile or []).items()
     }
@@ -54,8 +62,9 @@ def replay_command(
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
     found = {}
     for text in given:
-        name, equals, value = text.rpartition("=")
-        if not equals:
+        name, equals, value = text.partition("=")
+        if not equals or (name not in plan.tables and len(plan.tables) == 1 and what == "profile"):
+            value = text
             if len(plan.tables) > 1:
                 raise JobError(f"--{what} {text}: the plan has {len(plan.tables)} tables; write TABLE={text}")
             name = next(iter(plan.tables))
@@ -88,8 +97,8 @@ def _document(result: Replay) -> dict[str, Any]:
             }
             for t in result.traffic
         ],
-        "scale_up_bytes_by_rank": result.scale_up_bytes.mean(axis=0).tolist(),
-        "scale_out_bytes_by_rank": result.scale_out_bytes.mean(axis=0).tolist(),
+        "all_to_all_scale_up_bytes_by_rank": result.all_to_all_scale_up_bytes.mean(axis=0).tolist(),
+        "all_to_all_scale_out_bytes_by_rank": result.all_to_all_scale_out_bytes.mean(axis=0).tolist(),
         "static_memory_bytes": result.static_memory_bytes,
         "peak_memory_bytes": result.peak_memory_bytes,
     }
@@ -111,7 +120,9 @@ def _grid(plan: Plan, result: Replay) -> Any:
             units.format_bytes(t.mean_bytes * t.imbalance),
             f"{t.imbalance:.3f}",
         )
-    up, out = (np.asarray(a).mean(axis=0) for a in (result.scale_up_bytes, result.scale_out_bytes))
+    up, out = (
+        np.asarray(a).mean(axis=0) for a in (result.all_to_all_scale_up_bytes, result.all_to_all_scale_out_bytes)
+    )
     nodes = out.reshape(-1, result.ranks_per_node).sum(axis=1)
     grid.caption = (
         f"All-to-all traffic inside nodes: {units.format_bytes(float(up.max()))} per step out of the busiest rank;"

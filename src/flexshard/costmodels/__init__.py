@@ -11,7 +11,7 @@ from flexshard.costmodels._reduction import (
     sparse_reduction,
     touched_rows,
 )
-from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct
+from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct, translation_bytes
 
 __all__ = [
     "DTYPE_BYTES",
@@ -41,4 +41,5 @@ __all__ = [
     "strategy_name",
     "table_wise_cost",
     "touched_rows",
+    "translation_bytes",
 ]

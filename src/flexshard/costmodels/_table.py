@@ -12,7 +12,7 @@ from flexshard._values import whole
 from flexshard.errors import TableError
 from flexshard.profiling import AccessProfile
 
-__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Table", "expected_distinct"]
+__all__ = ["DTYPE_BYTES", "OPTIMIZERS", "Table", "expected_distinct", "translation_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -106,7 +106,7 @@ class Table:
     @property
     def translation_bytes(self) -> int:
         """What looking up where a row lives takes: a number of four bytes per row, of eight from 2^31 rows on."""
-        return self.rows * (4 if self.rows < 1 << 31 else 8)
+        return translation_bytes(self.rows)
 
     def reads(self, batch_size: int, *, index_dedup: bool = False) -> FloatArray:
         """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
@@ -122,6 +122,11 @@ class Table:
         if lengths is None or lengths.total == 0:
             return None
         return float(np.sqrt(lengths.variance / batch_size) / lengths.mean)
+
+
+def translation_bytes(rows: int) -> int:
+    """What looking up where a row lives takes for a table of so many rows."""
+    return rows * (4 if rows < 1 << 31 else 8)
 
 
 def expected_distinct(p: npt.ArrayLike, batch_size: int) -> FloatArray:

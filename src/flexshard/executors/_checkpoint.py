@@ -40,6 +40,7 @@ def save_checkpoint(
         path: folder that all ranks see; a checkpoint that is there is replaced once the new one is complete.
         model: such as TorchRec's ``DistributedModelParallel``.
         optimizer: such as its ``CombinedOptimizer``; by default the model's ``fused_optimizer``.
+        process_group: of the ranks that save; the default one if None.
 
     Raises:
         OutputError: it could not be written; the previous checkpoint is still there.
@@ -87,6 +88,10 @@ def load_checkpoint(
 ) -> None:
     """Load what :func:`save_checkpoint` saved, under whatever plan the model has now; every rank must call it.
 
+    Args:
+        path, model, optimizer: as for :func:`save_checkpoint`.
+        process_group: of the ranks that load; the default one if None.
+
     Raises:
         CheckpointError: there is none, it is incomplete or damaged, or it is of another model.
     """
@@ -100,9 +105,9 @@ def load_checkpoint(
     state = _state(model, optimizer)
     try:
         dcp.load(state, checkpoint_id=str(folder / name), process_group=process_group)
-    except (dcp.api.CheckpointException, ValueError, RuntimeError) as error:
+    except (dcp.api.CheckpointException, ValueError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        raise CheckpointError(f"{folder / name}: does not fit the model: {lines[-1].strip()}") from error
+        raise CheckpointError(f"{folder / name}: cannot be loaded into this model: {lines[-1].strip()}") from error
     model.load_state_dict(state["model"])
     (model.fused_optimizer if optimizer is None else optimizer).load_state_dict(state["optimizer"])
 
@@ -110,7 +115,7 @@ def load_checkpoint(
 def full_state_dict(model: nn.Module, *, process_group: Any = None) -> dict[str, torch.Tensor]:
     """The model's state with whole tables in order of id, on rank 0 (elsewhere empty); every rank must call it.
 
-    ``torch.save`` writes it, and an unsharded model loads it.
+    ``torch.save`` writes it, and an unsharded model loads it. One table at a time is whole on every rank.
     """
     found = {}
     for name, value in model.state_dict().items():
@@ -130,6 +135,8 @@ def _latest(folder: Path) -> str | None:
         return (folder / _LATEST).read_text().strip()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read as a checkpoint: {error.strerror}") from error
 
 
 def _number(name: str | None) -> int:

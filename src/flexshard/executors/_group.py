@@ -73,7 +73,7 @@ class TableGroup(nn.Module):
         # Where ids are translated ahead, it happens on the host.
         place = torch.device("cpu") if translated_ids else device
         self.books = [CodeBook(layout, index, bijection, place) for index, bijection in enumerate(bijections)]
-        code_type = torch.int32 if self.layout.first_code[-1] < 1 << 31 else torch.int64
+        code_type = torch.int32 if layout.code_type is np.int32 else torch.int64
         self._first_code = torch.from_numpy(layout.first_code).to(device, code_type)
         self.stores = nn.ModuleList(self._store(level) for level in range(len(layout.group_sizes)))
 

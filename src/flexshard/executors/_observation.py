@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from flexshard._files import read_text, write_text
 from flexshard.errors import DataError
@@ -13,6 +15,8 @@ from flexshard.errors import DataError
 __all__ = ["Observation", "ObservedCollective"]
 
 FORMAT, VERSION = "flexshard.observed", 1
+
+Whole = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class ObservedCollective:
     Attributes:
         kind: "all_to_all", "all_reduce", "all_gather" or "reduce_scatter".
         group_size: g of its level; of collectives that are not ours, the size of their process group.
-        content: "counts", "ids", "embeddings", "gradients", "replicas", "touched" or "touched_rows".
+        content: "counts", "ids", "embeddings", "gradients", "replicas", "touched" or "touched_rows"; "other ids" and
+            "other embeddings" of collectives that are not ours.
         calls, bytes: mean over ranks and steps; bytes of the buffer that is sent.
         fullest_bytes: of the fullest buffer of a step, sent or received, mean over steps.
         seconds: of the slowest rank, median over steps.
@@ -31,14 +36,14 @@ class ObservedCollective:
     """
 
     kind: str
-    group_size: int
+    group_size: Whole
     content: str
-    calls: float
-    bytes: float
-    fullest_bytes: float
-    seconds: float
-    exposed_seconds: float
-    bytes_by_step: tuple[float, ...]
+    calls: FiniteFloat
+    bytes: FiniteFloat
+    fullest_bytes: FiniteFloat
+    seconds: FiniteFloat
+    exposed_seconds: FiniteFloat
+    bytes_by_step: tuple[FiniteFloat, ...]
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class Observation:
     """
 
     fingerprint: str
-    world_size: int
-    step_seconds: tuple[float, ...]
+    world_size: Whole
+    step_seconds: Annotated[tuple[FiniteFloat, ...], Field(min_length=1)]
     collectives: tuple[ObservedCollective, ...]
 
     def of(self, kind: str, group_size: int, *contents: str) -> list[ObservedCollective]:
@@ -100,11 +105,8 @@ class Observation:
         if version != VERSION:
             raise DataError(f"{path}: version {version!r} of observations is unknown; this FlexShard reads {VERSION}")
         try:
-            collectives = tuple(
-                ObservedCollective(**(entry | {"bytes_by_step": tuple(map(float, entry["bytes_by_step"]))}))
-                for entry in document.pop("collectives")
-            )
-            steps = tuple(map(float, document.pop("step_seconds")))
-            return cls(collectives=collectives, step_seconds=steps, **document)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: a field is missing or of another type ({error!r}); observe again") from error
+            return TypeAdapter(cls).validate_python(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            raise DataError(f"{path}: {field}: {first['msg']}; observe again") from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flexshard.errors import DataError
 from flexshard.executors._collectives import label_of_call
 from flexshard.executors._observation import Observation, ObservedCollective
 
@@ -63,7 +64,7 @@ class _Timed(dist.Work):
 
 
 class Observer:
-    """Counts calls, bytes and seconds of every collective while it is open, step by step.
+    """Counts calls, bytes and seconds of collectives while it is open, step by step.
 
     ::
 
@@ -71,11 +72,15 @@ class Observer:
             for batch in batches:
                 train(batch)
                 observer.step()
-        observer.result().save("observed.json")
+        observed = observer.result()  # on every rank
+        if rank == 0:
+            observed.save("observed.json")
 
     Bytes are whole buffers, a rank's own part included. A collective's seconds run from its start until it is over
     (which on CUDA needs ``TORCH_NCCL_ENABLE_TIMING``); its exposed seconds are those in which Python stood waiting.
-    DDP's own gradient reduction starts in C++ and is not seen: it is none of the plan's.
+    Seen are ``all_to_all_single``, ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of
+    ``torch.distributed``, ours and TorchRec's (called "other ids" and "other embeddings"); DDP's own gradient reduction
+    starts in C++ and is not: it is none of the plan's.
 
     Args:
         blocking: run every collective by itself, after a barrier of its group: the time of the collective alone, as
@@ -118,7 +123,9 @@ class Observer:
             group = signature.bind(*args, **kwargs).arguments.get("group")
             sent, received, dtype = sizes(*args, **kwargs)
             own = label_of_call()
-            content = own.content if own is not None else ("ids" if not dtype.is_floating_point else "embeddings")
+            content = (
+                own.content if own is not None else ("other embeddings" if dtype.is_floating_point else "other ids")
+            )
             size = own.group_size if own is not None else dist.get_world_size(group)
             if self._blocking:
                 self._barrier(group)
@@ -150,12 +157,17 @@ class Observer:
         Args:
             fingerprint: of the plan that ran, so that it is not compared with another.
             skip: first steps to leave out, such as those that warm up.
+
+        Raises:
+            DataError: no steps, or another number of them on another rank.
         """
         own = self._steps[skip:]
         every: list[Any] = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(every, [_sums(step) for step in own], group=process_group)
+        if not any(every):
+            raise DataError("no steps were observed; call step() after each")
         if len({len(steps) for steps in every}) != 1:
-            raise RuntimeError("ranks observed different numbers of steps; call step() on every rank after each step")
+            raise DataError("ranks observed different numbers of steps; call step() on every rank after each step")
         keys = sorted({key for steps in every for _, calls in steps for key in calls})
         nothing = (0, 0, 0, 0.0, 0.0)
         collectives = []

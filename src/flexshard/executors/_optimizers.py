@@ -15,7 +15,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from flexshard.errors import TableError
 
-__all__ = ["OptimizerSpec", "apply_update", "new_state"]
+__all__ = ["OptimizerSpec", "apply_update", "new_state", "rounded"]
 
 _NAMES = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -87,6 +87,11 @@ class OptimizerSpec:
         return cls(_NAMES[kind], **given, options=options, fused_params=dict(fused_params) | {"optimizer": kind})
 
     @property
+    def rounds_stochastically(self) -> bool:
+        """Whether 16-bit weights are, as FBGEMM does it unless told otherwise."""
+        return bool(self.fused_params.get("stochastic_rounding", True))
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """Names of its state, as TorchRec's checkpoints have them."""
         return tuple(_STATE[self.name])
@@ -112,6 +117,7 @@ def apply_update(
     *,
     learning_rate: float,
     step: int,
+    seed: int = 0,
 ) -> None:
     """Update rows in place by their summed gradients.
 
@@ -121,7 +127,9 @@ def apply_update(
         state: shape (n, 1) or (n, D) each, float32.
         learning_rate: of this step.
         step: 1 for the first (Adam's bias correction).
+        seed: of the rounding of 16-bit weights, with the step: copies that give the same round alike.
     """
+    random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step)
     for start in range(0, weight.shape[0], _CHUNK_ROWS):  # bounds the memory of what follows
         part = slice(start, start + _CHUNK_ROWS)
         grad = gradient[part].float()
@@ -140,4 +148,16 @@ def apply_update(
             squares = grad * grad
             own["momentum1"] += squares.mean(1, keepdim=True) if spec.name == "rowwise_adagrad" else squares
             change = grad / own["momentum1"].sqrt().add_(spec.eps)
-        weight[part] -= (learning_rate * change).to(weight.dtype)
+        updated = weight[part].float() - learning_rate * change
+        # FBGEMM does so on CUDA alone.
+        by_chance = spec.rounds_stochastically and weight.device.type == "cuda"
+        weight[part] = rounded(updated, weight.dtype, random if by_chance else None)
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype, random: torch.Generator | None) -> torch.Tensor:
+    """As 16-bit numbers, up or down by chance, so that many small updates are not lost; float32 stays as it is."""
+    if dtype == torch.float32 or random is None:
+        return values.to(dtype)
+    bits = 13 if dtype == torch.float16 else 16  # of a float32's fraction that do not fit
+    noise = torch.randint(0, 1 << bits, values.shape, generator=random, dtype=torch.int32, device=values.device)
+    return ((values.view(torch.int32) + noise) & -(1 << bits)).view(torch.float32).to(dtype)

@@ -14,13 +14,12 @@ from flexshard.costmodels import DTYPE_BYTES
 from flexshard.errors import DataError
 from flexshard.executors._layout import Layout
 from flexshard.executors._observation import Observation
-from flexshard.executors._replay import counts_bytes, together
+from flexshard.executors._replay import COUNT_BYTES, counts_bytes, together
 from flexshard.planner import Plan
 
 __all__ = ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"]
 
 Key = tuple[str, int, str]
-_COUNT_BYTES = 4
 # What the cost model's time of a collective covers: (kind, contents).
 _TIMED = {
     "all_to_all": ("embeddings", "gradients"),
@@ -55,7 +54,7 @@ def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None =
             if size < world and layout.whole_slots[level]:
                 add("all_reduce", size, "replicas", layout.whole_slots[level] * row_bytes)
             if size < world and layout.whole_slots[level] < layout.slots[level]:
-                add("all_reduce", size, "touched", _COUNT_BYTES)
+                add("all_reduce", size, "touched", COUNT_BYTES)
     for collective in plan.predicted.collectives:
         if collective.kind == "all_gather":
             add("all_gather", collective.group_size, "touched_rows", collective.nbytes)
@@ -146,6 +145,11 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
             f"the observation is of {observed.world_size} ranks, the plan is for {plan.cluster.world_size}; compare it"
             " with the plan that ran"
         )
+    if row_wise is not None and row_wise.world_size != observed.world_size:
+        raise DataError(
+            f"row-wise sharding was observed on {row_wise.world_size} ranks, the plan on {observed.world_size}; observe"
+            " both on the same"
+        )
     expected = predicted_bytes(plan)
     seen = {(c.kind, c.group_size, c.content): c.bytes for c in observed.collectives}
     lines = [
@@ -175,9 +179,10 @@ def _reductions(plan: Plan, observed: Observation, row_wise: Observation | None)
     baseline = _global_bytes((c.kind, c.group_size, c.nbytes * c.calls) for c in plan.baselines["row_wise"].collectives)
 
     def of(observation: Observation) -> float:
-        return sum(c.bytes for c in observation.of("all_to_all", world, "embeddings", "gradients"))
+        contents = ("embeddings", "gradients", "other embeddings")
+        return sum(c.bytes for c in observation.of("all_to_all", world, *contents))
 
-    against = baseline[world] if row_wise is None else of(row_wise)
+    against = baseline.get(world, 0.0) if row_wise is None else of(row_wise)
     if not baseline.get(world) or not against:
         return 0.0, 0.0
     return 1 - predicted.get(world, 0.0) / baseline[world], 1 - of(observed) / against

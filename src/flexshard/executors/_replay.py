@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import DTYPE_BYTES, SLOT_BYTES
+from flexshard.costmodels import DTYPE_BYTES, SLOT_BYTES, translation_bytes
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, PlanError
 from flexshard.executors._layout import Layout
 from flexshard.planner import Plan, TablePlan
 from flexshard.profiling import AccessProfile
 
-__all__ = ["Lookups", "Replay", "Traffic", "counts_bytes", "deal", "replay", "together"]
+__all__ = ["COUNT_BYTES", "Lookups", "Replay", "Traffic", "counts_bytes", "deal", "replay", "together"]
 
 IntArray = npt.NDArray[np.int64]
 Ranking = IndexBijection | AccessProfile
 _CHUNK = 1 << 22
-_COUNT_BYTES = 4
+COUNT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,12 @@ class Replay:
         steps: how many.
         traffic: every collective.
         rows_served: rows that each rank reads for all; shape (steps, U).
-        scale_up_bytes: bytes that each rank sends to others of its node, all collectives together; shape (steps, U).
-        scale_out_bytes: bytes that each rank sends to other nodes; shape (steps, U).
-        static_memory_bytes: of a rank: rows, their replicas' gradients and buckets, optimizer state.
+        all_to_all_scale_up_bytes: bytes that each rank sends to others of its node in all all-to-alls of ids, rows and
+            gradients; shape (steps, U).
+        all_to_all_scale_out_bytes: the same to other nodes; shape (steps, U). What reductions send over which link is
+            up to the library's algorithm; ``traffic`` has their buffers.
+        static_memory_bytes: of a rank: rows, their replicas' gradients and buckets, optimizer state, and the
+            translation of ids if the plan has it on the device.
         dynamic_memory_bytes: rows looked up and served; shape (steps, U).
     """
 
@@ -93,8 +96,8 @@ class Replay:
     steps: int
     traffic: tuple[Traffic, ...]
     rows_served: IntArray
-    scale_up_bytes: IntArray
-    scale_out_bytes: IntArray
+    all_to_all_scale_up_bytes: IntArray
+    all_to_all_scale_out_bytes: IntArray
     static_memory_bytes: float
     dynamic_memory_bytes: IntArray
 
@@ -118,6 +121,7 @@ def deal(
 
     Args:
         samples: of each table: ids one after the other, and how many each sample has.
+        world_size, batch_size: U and B.
 
     Raises:
         DataError: tables of different numbers of samples, or fewer than one step needs.
@@ -302,6 +306,8 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
         )
 
     static = 0.0
+    if plan.settings.translation == "device":
+        static += sum(translation_bytes(table.rows) for table in plan.tables.values())
     for index, group in enumerate(groups):
         layout = group.layout
         if world > 1:
@@ -332,7 +338,7 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
 
 def counts_bytes(layout: Layout) -> int:
     """Of the message of counts: to every rank one number for each level with g > 1, and a status."""
-    return layout.world_size * (sum(size > 1 for size in layout.group_sizes) + 1) * _COUNT_BYTES
+    return layout.world_size * (sum(size > 1 for size in layout.group_sizes) + 1) * COUNT_BYTES
 
 
 def _transposed(pairs: IntArray, size: int) -> IntArray:
@@ -364,5 +370,5 @@ def _add_reductions(add: Any, group: _Group, level: int, touched: Sequence[IntAr
         most = np.stack([step.reshape(copies, size).max(axis=0) for step in touched])
         entry = group.row_bytes + SLOT_BYTES
         own = np.tile(most * entry, (1, copies))
-        add("all_reduce", size, "touched", _COUNT_BYTES, _COUNT_BYTES)
+        add("all_reduce", size, "touched", COUNT_BYTES, COUNT_BYTES)
         add("all_gather", size, "touched_rows", own * copies, own * copies)

@@ -54,7 +54,8 @@ def reshard(
     """Put every planned table of a running model where another plan wants it; every rank must call it.
 
     Weights and optimizer states go on as they are. Call it between steps, with no batch under way: a pipeline that
-    prefetches has to be drained first.
+    prefetches has to be drained first. While rows move, a rank holds the old ones, the new ones and a float32 copy of
+    the old ones with their states.
 
     Args:
         model: with modules sharded by :class:`FlexShardEmbeddingCollectionSharder`.
@@ -70,10 +71,10 @@ def reshard(
     }
     if not modules:
         raise PlanError("the model has no module under a FlexShard plan; shard it first")
-    _check(modules, new_plan)
     planner = FlexShardPlanner(new_plan, profiles=profiles, base=Path(base))
     planned, problem = [], None
     try:
+        _check(modules, new_plan)
         for name, module in modules.items():
             for index, group in enumerate(module.groups):
                 planned.append((name, module, index, planner.shardings_of(_plain_name(name), module.configs_of(group))))

@@ -227,6 +227,7 @@ class ShardedFlexShardEmbeddingCollection(
     # -- output
 
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> list[Rows]:  # noqa: ARG002 - TorchRec's interface
+        self._optimizer.step()  # a scheduler may have set another learning rate
         for group in self.groups:
             group.begin_step()
         return [exchange.start() for exchange in dist_input[0].exchanges]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         super().__init__(fused_params, qcomm_codecs_registry)
         self._stock = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, use_index_dedup)
         self._translated_ids = translated_ids
+
+    carries_out_plans = True  # which FlexShardPlanner asks for
 
     @property
     def module_type(self) -> type[EmbeddingCollection]:
@@ -136,6 +139,13 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         fused = merge_fused_params(self.fused_params, kwargs)
         fused.pop("cache_precision", None)
         spec = OptimizerSpec.of(fused, config.name, device)
+        if how.table.optimizer not in ("", spec.name):
+            warnings.warn(
+                f"table {config.name!r}: the plan counts the memory of optimizer {how.table.optimizer}, the model has"
+                f" {spec.name}; plan again for its budget to hold",
+                UserWarning,
+                stacklevel=2,
+            )
         output = _OUTPUTS.get(getattr(fused.get("output_dtype"), "name", ""), torch.float32)
         return GroupTraits(config.embedding_dim, dtype, spec, how.index_dedup, output)
 

@@ -252,7 +252,8 @@ class ReplicatedStore(RowStore):
     def _update(self, where: slice | torch.Tensor, gradient: torch.Tensor) -> None:
         weight = self.weight.detach()[where]
         state = {name: values[where] for name, values in self._state.items()}
-        apply_update(self.spec, weight, gradient, state, learning_rate=self._learning_rate, step=self._step)
+        rate, step = self._learning_rate, self._step
+        apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=self.group_size)
         if isinstance(where, torch.Tensor):  # indexing made copies
             self.weight.detach().index_copy_(0, where, weight)
             for name, values in state.items():

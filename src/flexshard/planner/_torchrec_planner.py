@@ -17,6 +17,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from flexshard import units
 from flexshard._together import picklable, raise_together
 from flexshard.costmodels import DTYPE_BYTES, OverlapLike, Table
 from flexshard.errors import JobError, PlanError
@@ -50,9 +51,11 @@ class FlexShardPlanner(ShardingPlanner):
         plan: to carry out; or give ``profiles``, ``cluster`` and ``batch_size``, and it is solved for the model.
         profiles: by table (its own name, or the module's full name and its own), or files of them. With a plan they
             only rank rows, and those that the plan names are read where none is given.
-        cluster, batch_size, budget, tiers, overlap, index_dedup, reduction: as :func:`flexshard.solve` takes them.
+        cluster, batch_size, budget, tiers, overlap, index_dedup, reduction: as :func:`flexshard.solve` takes them, if no
+            plan is given; reduction is "auto" here. The translation of ids is counted as on the device.
         base: directory that a plan's profile paths are relative to: that of its job file.
-        torchrec_planner: for the other modules; by default TorchRec's own with the cluster's figures.
+        torchrec_planner: for the other modules, with a memory limit of its own; by default TorchRec's with what the
+            plan leaves.
 
     Raises:
         JobError: neither a plan nor all that solving needs.
@@ -141,9 +144,10 @@ class FlexShardPlanner(ShardingPlanner):
     def _decide(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ShardingPlan:
         kinds = {sharder.module_type: sharder for sharder in sharders}
         collections = {fqn: part for fqn, part in module.named_modules() if type(part) is EmbeddingCollection}
-        if collections and EmbeddingCollection not in kinds:
+        if collections and not getattr(kinds.get(EmbeddingCollection), "carries_out_plans", False):
+            found = type(kinds[EmbeddingCollection]).__name__ if EmbeddingCollection in kinds else "none"
             raise PlanError(
-                "no sharder for EmbeddingCollection was given; add FlexShardEmbeddingCollectionSharder to the sharders"
+                f"the sharder for EmbeddingCollection is {found}; give FlexShardEmbeddingCollectionSharder in its place"
             )
         tables = {
             (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
@@ -261,7 +265,14 @@ class FlexShardPlanner(ShardingPlanner):
             for (fqn, name), config in tables.items()
             if self._name(fqn, name, plan.tables) is None
         )
-        left = int(cluster.hbm_bytes - cluster.reserve_bytes - plan.predicted.memory_bytes - unplanned)
+        taken = plan.predicted.memory_bytes + unplanned
+        left = int(cluster.hbm_bytes - cluster.reserve_bytes - taken)
+        if left <= 0:
+            raise PlanError(
+                f"the plan takes {units.format_bytes(taken)} per rank, which leaves nothing of"
+                f" {units.format_bytes(cluster.hbm_bytes - cluster.reserve_bytes)} for the other modules; plan with a"
+                " smaller budget"
+            )
         planner = self._torchrec_planner
         if planner is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
