@@ -51,8 +51,8 @@ class FlexShardPlanner(ShardingPlanner):
         plan: to carry out; or give ``profiles``, ``cluster`` and ``batch_size``, and it is solved for the model.
         profiles: by table (its own name, or the module's full name and its own), or files of them. With a plan they
             only rank rows, and those that the plan names are read where none is given.
-        cluster, batch_size, budget, tiers, overlap, index_dedup, reduction: as :func:`flexshard.solve` takes them, if no
-            plan is given; reduction is "auto" here. The translation of ids is counted as on the device.
+        cluster, batch_size, budget, tiers, overlap, index_dedup, reduction: as for :func:`flexshard.solve`, if no plan
+            is given; reduction is "auto" here. The translation of ids is counted as on the device.
         base: directory that a plan's profile paths are relative to: that of its job file.
         torchrec_planner: for the other modules, with a memory limit of its own; by default TorchRec's with what the
             plan leaves.
