@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsFloat
 
 from flexshard.errors import FlexShardError, MissingDependencyError
@@ -55,13 +55,22 @@ def finite(value: SupportsFloat, name: str, error_type: type[FlexShardError]) ->
     return number
 
 
-def from_extra(module: str, name: str) -> Any:
-    """A public name of a module that needs TorchRec, imported when it is first used.
+def from_extra(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's ``__getattr__`` for public names that need TorchRec, imported when they are first used.
 
-    Raises:
-        MissingDependencyError: TorchRec or torch is not installed.
+    Args:
+        package: its full name.
+        modules: which of its modules has each name.
+
+    Its result raises MissingDependencyError where TorchRec or torch is not installed.
     """
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise MissingDependencyError(f"{name} needs TorchRec; run 'make setup' ({error})") from error
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        except ImportError as error:
+            raise MissingDependencyError(f"{name} needs TorchRec; run 'make setup' ({error})") from error
+
+    return get

@@ -6,7 +6,6 @@ from flexshard.costmodels._placement import collective, column_wise_cost, placem
 from flexshard.costmodels._reduction import (
     REDUCTIONS,
     SLOT_BYTES,
-    dense_reduction,
     gathered_bytes,
     sparse_reduction,
     touched_rows,
@@ -30,7 +29,6 @@ __all__ = [
     "breakpoints",
     "collective",
     "column_wise_cost",
-    "dense_reduction",
     "expected_distinct",
     "gathered_bytes",
     "normalized_costs",

@@ -6,16 +6,18 @@ copy touched. Legend: g group size, M = U/g copies, B batch size per rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 
-from flexshard.costmodels._cost import Collective, Overlap
+from flexshard.costmodels._cost import Collective, CollectiveKind, Overlap
+from flexshard.costmodels._placement import collective
 from flexshard.costmodels._table import Table, expected_distinct
 from flexshard.topologies import Cluster
 
-__all__ = ["REDUCTIONS", "SLOT_BYTES", "dense_reduction", "gathered_bytes", "sparse_reduction", "touched_rows"]
+__all__ = ["REDUCTIONS", "SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"]
 
 REDUCTIONS = ("dense", "sparse", "auto")
 SLOT_BYTES = 4
@@ -34,17 +36,15 @@ def touched_rows(table: Table, batch_size: int, group_size: int, first_rank: int
     return float(q @ inside) / group_size, float((q * (1 - q)) @ inside) / group_size
 
 
-def gathered_bytes(
-    cluster: Cluster, group_size: int, touched: Sequence[tuple[float, float]], row_bytes: Sequence[float]
-) -> float:
+def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, row_bytes: npt.ArrayLike) -> float:
     """Buffer of the all-gather: slot and gradient of every touched row of every copy.
 
     All copies send as many entries as the one that touched most: of M copies, about Blom's estimate of the largest of M
     normal numbers above the mean.
 
     Args:
-        touched: mean and variance of each table's touched rows, as :func:`touched_rows` gives them.
-        row_bytes: of each table.
+        touched: mean and variance of each table's touched rows, as :func:`touched_rows` gives them; shape (T, 2).
+        row_bytes: of each table; shape (T,).
     """
     copies = cluster.world_size // group_size
     entry = np.asarray(row_bytes, np.float64) + SLOT_BYTES
@@ -53,22 +53,16 @@ def gathered_bytes(
     return float(copies * (mean @ entry + above * np.sqrt(variance @ entry**2)))
 
 
-def dense_reduction(cluster: Cluster, group_size: int, nbytes: float, overlap: Overlap) -> Collective:
-    """All-reduce of ``nbytes`` per rank across the groups of a level."""
-    rate = cluster.level(group_size).all_reduce
-    assert rate is not None
-    hidden = overlap.get(("all_reduce", group_size), 0.0)
-    return Collective("all_reduce", group_size, 1, nbytes, rate.alpha_seconds, rate.bytes_per_s, hidden)
-
-
 def sparse_reduction(cluster: Cluster, group_size: int, nbytes: float, overlap: Overlap) -> Collective:
     """All-gather of ``nbytes`` per rank across the groups of a level, after one of how many rows there are.
 
     Where a level does not say what an all-gather costs, it is taken to need half the all-reduce's time per byte of its
-    buffer: rings send (M-1)/M of it once instead of twice. α counts twice, for the message ahead.
+    buffer: rings send (M-1)/M of it once instead of twice. α counts twice, for the message ahead. Without a share of
+    its own, as much of it is hidden as of an all-reduce.
     """
-    level = cluster.level(group_size)
-    rate = level.all_gather
+    rate = cluster.level(group_size).all_gather
     assert rate is not None
-    hidden = overlap.get(("all_gather", group_size), overlap.get(("all_reduce", group_size), 0.0))
-    return Collective("all_gather", group_size, 1, nbytes, 2 * rate.alpha_seconds, rate.bytes_per_s, hidden)
+    twice = replace(rate, alpha_seconds=2 * rate.alpha_seconds)
+    own: tuple[CollectiveKind, int] = ("all_gather", group_size)
+    hidden = overlap.get(own, overlap.get(("all_reduce", group_size), 0.0))
+    return collective("all_gather", group_size, twice, nbytes, {own: hidden})

@@ -1,7 +1,8 @@
 """A plan on a real model: sharded modules, observation, replay, checkpoints."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexshard._values import from_extra
 from flexshard.executors._layout import Layout, Piece
 from flexshard.executors._observation import Observation, ObservedCollective
 from flexshard.executors._predicted import Comparison, ComparisonLine, compare_observed, predicted_bytes
@@ -40,22 +41,17 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_NEED_TORCHREC = {
-    "FlexShardEmbeddingCollectionSharder": "_sharder",
-    "Observer": "_observer",
-    "Resharded": "_reshard",
-    "ShardedFlexShardEmbeddingCollection": "_sharded",
-    "Translator": "_translation",
-    "full_state_dict": "_checkpoint",
-    "load_checkpoint": "_checkpoint",
-    "reshard": "_reshard",
-    "save_checkpoint": "_checkpoint",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCHREC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flexshard._values import from_extra
-
-    return from_extra(f"{__name__}.{_NEED_TORCHREC[name]}", name)
+__getattr__ = from_extra(
+    __name__,
+    {
+        "FlexShardEmbeddingCollectionSharder": "_sharder",
+        "Observer": "_observer",
+        "Resharded": "_reshard",
+        "ShardedFlexShardEmbeddingCollection": "_sharded",
+        "Translator": "_translation",
+        "full_state_dict": "_checkpoint",
+        "load_checkpoint": "_checkpoint",
+        "reshard": "_reshard",
+        "save_checkpoint": "_checkpoint",
+    },
+)

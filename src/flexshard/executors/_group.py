@@ -73,8 +73,7 @@ class TableGroup(nn.Module):
         # Where ids are translated ahead, it happens on the host.
         place = torch.device("cpu") if translated_ids else device
         self.books = [CodeBook(layout, index, bijection, place) for index, bijection in enumerate(bijections)]
-        code_type = torch.int32 if layout.code_type is np.int32 else torch.int64
-        self._first_code = torch.from_numpy(layout.first_code).to(device, code_type)
+        self._first_code = torch.from_numpy(layout.first_code.astype(layout.code_type)).to(device)
         self.stores = nn.ModuleList(self._store(level) for level in range(len(layout.group_sizes)))
 
     def _store(self, level: int) -> RowStore:
@@ -163,8 +162,7 @@ class TableGroup(nn.Module):
             piece = self.layout.piece(table, level, self.groups[store.group_size].position)
             ids = torch.from_numpy(self.ids_of(table, piece.ranks))
             for name, whole in values.items():
-                target = store.values if name == "weight" else store.states()[name]
-                target[piece.slots].copy_(whole[ids])
+                store.part(name)[piece.slots].copy_(whole[ids])
 
     def ids_of(self, table: int, ranks: range) -> npt.NDArray[np.int64]:
         """Row ids (int64) at ranks of a table; shape (n,)."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import PlanError
-from flexshard.planner import Tier
+from flexshard.planner import TablePlan, Tier
 
 __all__ = ["Layout", "Piece"]
 
@@ -85,6 +85,12 @@ class Layout:
             if end != num_rows[name]:
                 raise PlanError(f"table {name!r}: has {num_rows[name]:,} rows, the plan places {end:,}; plan again")
         return cls(world_size, tuple(tiers), np.array([num_rows[name] for name in tiers]), sizes, first, rows, sparse)
+
+    @classmethod
+    def of_tables(cls, tables: Mapping[str, TablePlan], world_size: int) -> Layout:
+        """Layout of tables by the names that they go by here; raises as :meth:`of`."""
+        tiers = {name: table.tiers for name, table in tables.items()}
+        return cls.of(tiers, {name: table.rows for name, table in tables.items()}, world_size)
 
     @cached_property
     def depth(self) -> IntArray:

@@ -15,13 +15,7 @@ from flexshard.errors import CheckpointError
 from flexshard.executors._collectives import Label, all_to_all
 from flexshard.executors._group import TableGroup
 
-__all__ = ["ask_rows", "from_logical", "select", "send_rows", "to_logical"]
-
-
-def select(group: TableGroup, level: int, name: str) -> torch.Tensor:
-    """Weights ("weight") or a state of one level's store; shape (slots, width)."""
-    store = group.level_stores()[level]
-    return store.values if name == "weight" else store.states()[name]
+__all__ = ["ask_rows", "from_logical", "send_rows", "to_logical"]
 
 
 def to_logical(group: TableGroup, table: int, name: str) -> DTensor:
@@ -33,13 +27,14 @@ def to_logical(group: TableGroup, table: int, name: str) -> DTensor:
     world, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     block = -(-rows // world)
     ids, values = [], []
-    for level, size in enumerate(group.layout.group_sizes):
+    for level, store in enumerate(group.level_stores()):
+        size = store.group_size
         own = group.groups[size]
         piece = group.layout.piece(table, level, own.position)
         copies = world // size
         mine = np.arange(own.copy, len(piece.ranks), copies)
         ids.append(group.ids_of(table, piece.ranks)[mine])
-        values.append(select(group, level, name)[piece.slots][torch.from_numpy(mine)])
+        values.append(store.part(name)[piece.slots][torch.from_numpy(mine)])
     all_ids = torch.from_numpy(np.concatenate(ids)).to(group.device)
     label = Label(world, "checkpoint", (group.layout.tables[table],))
     got_ids, got = send_rows(all_ids, torch.cat(values), all_ids // block, process_group, label)
@@ -78,7 +73,7 @@ def from_logical(group: TableGroup, table: int, name: str, value: Any) -> None:
         piece = group.layout.piece(table, level, group.groups[store.group_size].position)
         ids = torch.from_numpy(group.ids_of(table, piece.ranks)).to(group.device)
         answer = ask_rows(ids, ids // block, lambda asked: local[asked - rank * block], group.process_group, label)
-        select(group, level, name)[piece.slots].copy_(answer)
+        store.part(name)[piece.slots].copy_(answer)
 
 
 def send_rows(
@@ -92,15 +87,11 @@ def send_rows(
     Returns:
         the keys and rows that came, in order of their senders.
     """
-    order = torch.argsort(ranks, stable=True)
-    sent = torch.bincount(ranks, minlength=dist.get_world_size(process_group))
-    received = torch.empty_like(sent)
-    all_to_all(received, sent, None, None, process_group, label).wait()
-    splits = received.tolist(), sent.tolist()
-    got_keys, got = keys.new_empty(sum(splits[0])), values.new_empty(sum(splits[0]), values.shape[1])
+    order, out, back = _announce(ranks, process_group, label)
+    got_keys, got = keys.new_empty(sum(back)), values.new_empty(sum(back), values.shape[1])
     waiting = [
-        all_to_all(got_keys, keys[order].contiguous(), *splits, process_group, label),
-        all_to_all(got, values[order].contiguous(), *splits, process_group, label),
+        all_to_all(got_keys, keys[order].contiguous(), back, out, process_group, label),
+        all_to_all(got, values[order].contiguous(), back, out, process_group, label),
     ]
     for pending in waiting:
         pending.wait()
@@ -122,11 +113,7 @@ def ask_rows(
     Returns:
         the rows in the keys' order; shape (n, width).
     """
-    order = torch.argsort(ranks, stable=True)
-    sent = torch.bincount(ranks, minlength=dist.get_world_size(process_group))
-    received = torch.empty_like(sent)
-    all_to_all(received, sent, None, None, process_group, label).wait()
-    out, back = sent.tolist(), received.tolist()
+    order, out, back = _announce(ranks, process_group, label)
     asked = keys.new_empty(sum(back))
     all_to_all(asked, keys[order].contiguous(), back, out, process_group, label).wait()
     found = answer(asked).contiguous()
@@ -135,6 +122,14 @@ def ask_rows(
     result = torch.empty_like(got)
     result[order] = got
     return result
+
+
+def _announce(ranks: torch.Tensor, process_group: Any, label: Label) -> tuple[torch.Tensor, list[int], list[int]]:
+    """The order that sorts entries by the rank that each goes to, how many go to each rank, and how many will come."""
+    sent = torch.bincount(ranks, minlength=dist.get_world_size(process_group))
+    received = torch.empty_like(sent)
+    all_to_all(received, sent, None, None, process_group, label).wait()
+    return torch.argsort(ranks, stable=True), sent.tolist(), received.tolist()
 
 
 _meshes: dict[Any, DeviceMesh] = {}

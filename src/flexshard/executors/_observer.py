@@ -134,10 +134,7 @@ class Observer:
             work = original(*args, **kwargs)
             if self._blocking and work is not None:
                 work.wait()
-                noted.end = time.perf_counter()
-                noted.blocked = noted.end - noted.start
-                return work
-            if work is None or not hasattr(work, "wait"):
+            if self._blocking or work is None or not hasattr(work, "wait"):
                 noted.end = time.perf_counter()
                 noted.blocked = noted.end - noted.start
                 return work

@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 
 from flexshard import units
 from flexshard._grids import new_grid
-from flexshard.costmodels import DTYPE_BYTES
+from flexshard.costmodels import DTYPE_BYTES, Cost
 from flexshard.errors import DataError
 from flexshard.executors._layout import Layout
 from flexshard.executors._observation import Observation
@@ -42,7 +42,7 @@ def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None =
     world = plan.cluster.world_size
     for tables in together(plan, collections):
         row_bytes = tables[0].dim * DTYPE_BYTES[tables[0].dtype]
-        layout = Layout.of({t.name: t.tiers for t in tables}, {t.name: t.rows for t in tables}, world)
+        layout = Layout.of_tables({t.name: t for t in tables}, world)
         if world > 1:
             add("all_to_all", world, "counts", counts_bytes(layout))
         for level, size in enumerate(layout.group_sizes):
@@ -175,18 +175,17 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
 
 def _reductions(plan: Plan, observed: Observation, row_wise: Observation | None) -> tuple[float, float]:
     world = plan.cluster.world_size
-    predicted = _global_bytes((c.kind, c.group_size, c.nbytes * c.calls) for c in plan.predicted.collectives)
-    baseline = _global_bytes((c.kind, c.group_size, c.nbytes * c.calls) for c in plan.baselines["row_wise"].collectives)
+
+    def planned(cost: Cost) -> float:
+        found = (c for c in cost.collectives if (c.kind, c.group_size) == ("all_to_all", world))
+        return sum(c.nbytes * c.calls for c in found)
 
     def of(observation: Observation) -> float:
         contents = ("embeddings", "gradients", "other embeddings")
         return sum(c.bytes for c in observation.of("all_to_all", world, *contents))
 
-    against = baseline.get(world, 0.0) if row_wise is None else of(row_wise)
-    if not baseline.get(world) or not against:
+    baseline = planned(plan.baselines["row_wise"])
+    against = baseline if row_wise is None else of(row_wise)
+    if not baseline or not against:
         return 0.0, 0.0
-    return 1 - predicted.get(world, 0.0) / baseline[world], 1 - of(observed) / against
-
-
-def _global_bytes(collectives: Any) -> dict[int, float]:
-    return {size: nbytes for kind, size, nbytes in collectives if kind == "all_to_all"}
+    return 1 - planned(plan.predicted) / baseline, 1 - of(observed) / against

@@ -204,9 +204,7 @@ class _Group:
         self.world, self.dedup = plan.cluster.world_size, plan.settings.index_dedup
         self.tables = tables
         self.row_bytes = tables[0].dim * DTYPE_BYTES[tables[0].dtype]
-        self.layout = Layout.of(
-            {table.name: table.tiers for table in tables}, {table.name: table.rows for table in tables}, self.world
-        )
+        self.layout = Layout.of_tables({table.name: table for table in tables}, self.world)
         self.bijections = [_bijection(table, rankings.get(table.name)) for table in tables]
 
     def static_bytes(self, level: int) -> float:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from flexshard._together import raise_together
-from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.executors._collectives import Label
 from flexshard.executors._group import TableGroup
-from flexshard.executors._layout import Layout
 from flexshard.executors._logical import ask_rows
 from flexshard.executors._sharded import ShardedFlexShardEmbeddingCollection
-from flexshard.executors._sharder import check_world
-from flexshard.planner import FlexShardPlanner, Plan
+from flexshard.executors._sharder import check_world, placement_of
+from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan
 from flexshard.profiling import AccessProfile
 
 __all__ = ["Resharded", "reshard"]
@@ -121,19 +118,10 @@ def _plain_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _new_group(old: TableGroup, shardings: Mapping[str, Any]) -> TableGroup:
-    tables = old.layout.tables
-    layout = Layout.of(
-        {name: shardings[name].table.tiers for name in tables},
-        {name: shardings[name].table.rows for name in tables},
-        old.layout.world_size,
-    )
-    bijections = []
-    for name in tables:
-        ranked = shardings[name].ranked_rows
-        rows = np.zeros(0, np.int64) if ranked is None else np.asarray(ranked, np.int64)
-        bijections.append(IndexBijection(rows, shardings[name].table.rows))
-    return old.with_layout(layout, bijections, index_dedup=shardings[tables[0]].index_dedup)
+def _new_group(old: TableGroup, shardings: Mapping[str, FlexShardParameterSharding]) -> TableGroup:
+    planned = {name: shardings[name] for name in old.layout.tables}
+    index_dedup = next(iter(planned.values())).index_dedup
+    return old.with_layout(*placement_of(planned, old.layout.world_size), index_dedup=index_dedup)
 
 
 def _move(old: TableGroup, new: TableGroup) -> Resharded:
@@ -141,7 +129,7 @@ def _move(old: TableGroup, new: TableGroup) -> Resharded:
     rank = dist.get_rank(old.process_group)
     names = ["weight", *old.traits.spec.state_names]
     stores = old.level_stores()
-    packed = [torch.cat([_values(store, name).float() for name in names], dim=1) for store in stores]
+    packed = [torch.cat([store.part(name).float() for name in names], dim=1) for store in stores]
     first = np.concatenate([[0], np.cumsum([len(rows) for rows in packed])])
     flat = torch.cat(packed)
     moved = kept = 0
@@ -161,13 +149,8 @@ def _move(old: TableGroup, new: TableGroup) -> Resharded:
             kept, moved = kept + int(here.sum()), moved + int((~here).sum())
             column = 0
             for part in names:
-                target = _values(store, part)
+                target = store.part(part)
                 width = target.shape[1]
                 target[piece.slots].copy_(rows[:, column : column + width])
                 column += width
     return Resharded(moved, moved * flat.shape[1] * 4, kept)
-
-
-def _values(store: Any, name: str) -> torch.Tensor:
-    values: torch.Tensor = store.values if name == "weight" else store.states()[name]
-    return values

@@ -27,7 +27,7 @@ from flexshard.executors._fused import FlexShardFusedOptimizer
 from flexshard.executors._group import TableGroup
 from flexshard.executors._logical import from_logical, to_logical
 from flexshard.executors._pending import FlexShardContext, PendingOutput, WaitForCounts
-from flexshard.executors._translation import CodeBook, Translator, outside_message
+from flexshard.executors._translation import CodeBook, Translator, extremes_of, outside_message, outside_of
 
 __all__ = ["ShardedFlexShardEmbeddingCollection"]
 
@@ -46,13 +46,6 @@ class _Lookup:
     feature: str
     group: int
     table: int
-
-
-def _extremes(parts: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:
-    """Least and largest of each part that is not empty; one transfer from the device for all of them."""
-    full = [torch.stack(torch.aminmax(part)) for part in parts if part.numel()]
-    found = iter(torch.stack(full).tolist() if full else [])
-    return [tuple(next(found)) if part.numel() else None for part in parts]
 
 
 class _TableRows(nn.Module):
@@ -165,7 +158,7 @@ class ShardedFlexShardEmbeddingCollection(
         place = {key: index for index, key in enumerate(keys)}
         lookups: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.groups]
         status, error = [0] * len(self.groups), None
-        extremes = _extremes([values[start:end] for start, end in pairwise(ends)])
+        extremes = extremes_of([values[start:end] for start, end in pairwise(ends)])
         for lookup in self._lookups_of:
             book = self.groups[lookup.group].books[lookup.table]
             if lookup.feature not in place:
@@ -198,11 +191,9 @@ class ShardedFlexShardEmbeddingCollection(
             return None
         if dtype.is_floating_point or dtype == torch.bool:
             return f"feature {feature!r}: ids of table {book.table!r} must be whole numbers, found {dtype}"
-        low, high = (int(bound) for bound in extremes)
-        end = book.num_codes if self.translated_ids else book.num_rows
-        if low >= 0 and high < end:
+        outside = outside_of(extremes, book.num_codes if self.translated_ids else book.num_rows)
+        if outside is None:
             return None
-        outside = low if low < 0 else high
         if self.translated_ids:
             return (
                 f"feature {feature!r}: {outside} is no place of table {book.table!r}; translate its ids with this"

@@ -26,7 +26,7 @@ from flexshard.executors._optimizers import OptimizerSpec
 from flexshard.executors._sharded import ShardedFlexShardEmbeddingCollection
 from flexshard.planner import FlexShardParameterSharding
 
-__all__ = ["FlexShardEmbeddingCollectionSharder", "check_world"]
+__all__ = ["FlexShardEmbeddingCollectionSharder", "check_world", "placement_of"]
 
 _OUTPUTS = {"FP16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
@@ -100,9 +100,18 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
         groups = []
         for traits, names in members.items():
-            of_group = {name: planned[name] for name in names}
-            groups.append(_table_group(traits, of_group, env, device, codecs, translated_ids=self._translated_ids))
-            _initialise(groups[-1], [configs[name] for name in names], [weights[name] for name in names])
+            layout, bijections = placement_of({name: planned[name] for name in names}, env.world_size)
+            group = TableGroup(
+                layout,
+                traits,
+                bijections,
+                process_group=env.process_group,
+                device=device,
+                codecs=codecs,
+                translated_ids=self._translated_ids,
+            )
+            groups.append(group)
+            _initialise(group, [configs[name] for name in names], [weights[name] for name in names])
         return ShardedFlexShardEmbeddingCollection(
             module.embedding_configs(),
             groups,
@@ -134,8 +143,6 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         (kind,) = getattr(weight, "_optimizer_classes", [None])
         if kind is not None:
             kwargs["optimizer"] = optimizer_type_to_emb_opt_type(kind)
-            if "lr" in kwargs:
-                kwargs["learning_rate"] = kwargs.pop("lr")
         fused = merge_fused_params(self.fused_params, kwargs)
         fused.pop("cache_precision", None)
         spec = OptimizerSpec.of(fused, config.name, device)
@@ -194,31 +201,17 @@ def check_world(planned: Mapping[str, FlexShardParameterSharding], process_group
         )
 
 
-def _table_group(
-    traits: GroupTraits,
-    planned: Mapping[str, FlexShardParameterSharding],
-    env: ShardingEnv,
-    device: torch.device,
-    codecs: QuantizedCommCodecs | None,
-    *,
-    translated_ids: bool,
-) -> TableGroup:
-    tiers, rows, bijections = {}, {}, []
+def placement_of(
+    planned: Mapping[str, FlexShardParameterSharding], world_size: int
+) -> tuple[Layout, list[IndexBijection]]:
+    """Where the rows of tables that travel together live, and the ranking of each."""
+    tables, bijections = {}, []
     for name, how in planned.items():
         assert how.table is not None
-        tiers[name], rows[name] = how.table.tiers, how.table.rows
+        tables[name] = how.table
         ranked = () if how.ranked_rows is None else how.ranked_rows
         bijections.append(IndexBijection(np.asarray(ranked, np.int64), how.table.rows))
-    layout = Layout.of(tiers, rows, env.world_size)
-    return TableGroup(
-        layout,
-        traits,
-        bijections,
-        process_group=env.process_group,
-        device=device,
-        codecs=codecs,
-        translated_ids=translated_ids,
-    )
+    return Layout.of_tables(tables, world_size), bijections
 
 
 @torch.no_grad()

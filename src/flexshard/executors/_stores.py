@@ -69,6 +69,10 @@ class RowStore(nn.Module, abc.ABC):
     def states(self) -> dict[str, torch.Tensor]:
         """Optimizer state by TorchRec's names, shape (slots, 1) or (slots, D) each; writing changes it."""
 
+    def part(self, name: str) -> torch.Tensor:
+        """Weights ("weight") or a state by its name; writing changes it."""
+        return self.values if name == "weight" else self.states()[name]
+
     @abc.abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:
         """From the next update on."""

@@ -5,6 +5,9 @@ A ranked table has its codes listed, four bytes a row; a table without a ranking
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -13,7 +16,7 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
 from flexshard.executors._layout import Layout
 
-__all__ = ["CodeBook", "Translator"]
+__all__ = ["CodeBook", "Translator", "extremes_of", "outside_message", "outside_of"]
 
 
 class CodeBook:
@@ -54,15 +57,6 @@ class CodeBook:
             moved._codes = self._codes.to(device)
         return moved
 
-    def outside(self, ids: torch.Tensor) -> int | None:
-        """An id that the table does not have, if there is one."""
-        if ids.numel() == 0:
-            return None
-        low, high = (int(bound) for bound in torch.aminmax(ids))
-        if low >= 0 and high < self.num_rows:
-            return None
-        return low if low < 0 else high
-
     @property
     def num_codes(self) -> int:
         """Codes of the layout, which all its tables share."""
@@ -97,6 +91,7 @@ class Translator:
             DataError: an id outside its table.
         """
         ends = features.offset_per_key()
+        extremes = extremes_of([features.values()[start:end] for start, end in pairwise(ends)])
         parts = []
         for index, name in enumerate(features.keys()):
             ids = features.values()[ends[index] : ends[index + 1]]
@@ -104,7 +99,7 @@ class Translator:
             if book is None:
                 parts.append(ids.long())
                 continue
-            outside = book.outside(ids)
+            outside = outside_of(extremes[index], book.num_rows)
             if outside is not None:
                 raise DataError(outside_message(name, book, outside))
             parts.append(book.codes(ids).long())
@@ -115,6 +110,23 @@ class Translator:
             weights=features.weights_or_none(),
             stride=features.stride(),
         )
+
+
+def extremes_of(parts: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:
+    """Least and largest of each part that is not empty; one transfer from the device for all of them."""
+    full = [torch.stack(torch.aminmax(part)) for part in parts if part.numel()]
+    found = iter(torch.stack(full).tolist() if full else [])
+    return [tuple(next(found)) if part.numel() else None for part in parts]
+
+
+def outside_of(extremes: tuple[float, float] | None, end: int) -> int | None:
+    """The one of the extremes that is not among 0 to ``end - 1``, if there is one."""
+    if extremes is None:
+        return None
+    low, high = (int(bound) for bound in extremes)
+    if low >= 0 and high < end:
+        return None
+    return low if low < 0 else high
 
 
 def outside_message(feature: str, book: CodeBook, found: int) -> str:

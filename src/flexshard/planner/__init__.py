@@ -1,7 +1,8 @@
 """Which placement to choose: solver, Pareto curve, baselines, the plan document, the planner for TorchRec."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexshard._values import from_extra
 from flexshard.planner._compare import compare
 from flexshard.planner._diff import Move, PlanDiff, diff
 from flexshard.planner._document import cost_document, plan_document
@@ -50,16 +51,11 @@ __all__ = [
     "whole_table_cost",
 ]
 
-_NEED_TORCHREC = {
-    "FLEX_SHARD": "_sharding",
-    "FlexShardParameterSharding": "_sharding",
-    "FlexShardPlanner": "_torchrec_planner",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCHREC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flexshard._values import from_extra
-
-    return from_extra(f"{__name__}.{_NEED_TORCHREC[name]}", name)
+__getattr__ = from_extra(
+    __name__,
+    {
+        "FLEX_SHARD": "_sharding",
+        "FlexShardParameterSharding": "_sharding",
+        "FlexShardPlanner": "_torchrec_planner",
+    },
+)

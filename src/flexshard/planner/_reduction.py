@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Collective, Cost, dense_reduction, gathered_bytes, sparse_reduction, touched_rows
+from flexshard.costmodels import Collective, Cost, collective, gathered_bytes, sparse_reduction, touched_rows
 from flexshard.planner._instance import Allocation, Instance
 
 __all__ = ["cost_with_reductions", "sparse_tiers"]
 
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
 
 
 def sparse_tiers(instance: Instance, allocation: Allocation, reduction: str) -> BoolArray:
@@ -34,19 +35,20 @@ def sparse_tiers(instance: Instance, allocation: Allocation, reduction: str) -> 
         assert rates.all_reduce is not None
         assert rates.all_gather is not None
         dense = allocation[:, level] * instance.row_bytes / size / rates.all_reduce.bytes_per_s
-        gathered = [
-            _gathered_bytes(instance, allocation, np.arange(len(instance.tables)) == t, level)
-            for t in range(len(instance.tables))
-        ]
+        touched = _touched(instance, allocation, level)
+        tables = np.eye(len(instance.tables), dtype=bool)
+        gathered = [_gathered_bytes(instance, touched, table, size) for table in tables]
         gathered_seconds = np.array(gathered) / rates.all_gather.bytes_per_s
         options = (
             np.zeros_like(possible[:, level]),
             possible[:, level],
             possible[:, level] & (gathered_seconds < dense),
         )
-        chosen[:, level] = min(
-            options, key=lambda option: sum(c.seconds for c in _reductions(instance, allocation, option, level))
-        )
+
+        def seconds(option: BoolArray, level: int = level, touched: FloatArray = touched) -> float:
+            return sum(c.seconds for c in _reductions(instance, allocation, option, level, touched))
+
+        chosen[:, level] = min(options, key=seconds)
     return chosen
 
 
@@ -60,32 +62,41 @@ def cost_with_reductions(instance: Instance, allocation: Allocation, sparse: Boo
         c
         for level in np.flatnonzero(allocation.any(axis=0)).tolist()
         if instance.group_sizes[level] < instance.cluster.world_size
-        for c in _reductions(instance, allocation, sparse[:, level], level)
+        for c in _reductions(instance, allocation, sparse[:, level], level, _touched(instance, allocation, level))
     )
     merged = sorted(others + reductions, key=lambda c: (c.kind, c.group_size))
     return replace(cost, collectives=tuple(merged))
 
 
-def _reductions(instance: Instance, allocation: Allocation, sparse: BoolArray, level: int) -> tuple[Collective, ...]:
-    """Collectives that bring one level's gradients together."""
+def _reductions(
+    instance: Instance, allocation: Allocation, sparse: BoolArray, level: int, touched: FloatArray
+) -> tuple[Collective, ...]:
+    """Collectives that bring one level's gradients together; ``touched`` as :func:`_touched` gives it."""
     size, rows = int(instance.group_sizes[level]), allocation[:, level]
     found = []
     if (rows[~sparse] > 0).any():
+        rate = instance.cluster.level(size).all_reduce
+        assert rate is not None
         reduced = float(instance.row_bytes[~sparse] @ rows[~sparse]) / size
-        found.append(dense_reduction(instance.cluster, size, reduced, instance.overlap))
+        found.append(collective("all_reduce", size, rate, reduced, instance.overlap))
     if sparse.any():
-        gathered = _gathered_bytes(instance, allocation, sparse, level)
+        gathered = _gathered_bytes(instance, touched, sparse, size)
         found.append(sparse_reduction(instance.cluster, size, gathered, instance.overlap))
     return tuple(found)
 
 
-def _gathered_bytes(instance: Instance, allocation: Allocation, wanted: BoolArray, level: int) -> float:
-    """Bytes that the wanted tables (shape (T,)) gather together at a level."""
-    size = int(instance.group_sizes[level])
-    first = np.cumsum(allocation, axis=1) - allocation
-    chosen = np.flatnonzero(wanted & (allocation[:, level] > 0)).tolist()
-    touched = [
-        touched_rows(instance.tables[t], instance.batch_size, size, int(first[t, level]), int(allocation[t, level]))
-        for t in chosen
-    ]
-    return gathered_bytes(instance.cluster, size, touched, instance.row_bytes[chosen].tolist())
+def _touched(instance: Instance, allocation: Allocation, level: int) -> FloatArray:
+    """Mean and variance of the rows of each table's tier that a rank's group touches; shape (T, 2)."""
+    first = (np.cumsum(allocation, axis=1) - allocation)[:, level].tolist()
+    size, rows = int(instance.group_sizes[level]), allocation[:, level].tolist()
+    return np.array(
+        [
+            touched_rows(table, instance.batch_size, size, start, number) if number else (0.0, 0.0)
+            for table, start, number in zip(instance.tables, first, rows, strict=True)
+        ]
+    )
+
+
+def _gathered_bytes(instance: Instance, touched: FloatArray, wanted: BoolArray, size: int) -> float:
+    """Bytes that the wanted tables (shape (T,)) gather together."""
+    return gathered_bytes(instance.cluster, size, touched[wanted], instance.row_bytes[wanted])

@@ -175,7 +175,7 @@ class FlexShardPlanner(ShardingPlanner):
         """
         assert self._plan is not None
         shardings, _ = self._shardings(fqn, configs, self._plan)
-        return {name: replace(how, ranked_rows=self._ranking(fqn, name, how.table)) for name, how in shardings.items()}
+        return {name: self._ranked(fqn, name, how) for name, how in shardings.items()}
 
     def _shardings(
         self, fqn: str, configs: Sequence[EmbeddingConfig], plan: Plan
@@ -297,9 +297,12 @@ class FlexShardPlanner(ShardingPlanner):
             result[fqn] = type(shardings)()
             for name, how in shardings.items():
                 if isinstance(how, FlexShardParameterSharding):
-                    how = replace(how, ranked_rows=self._ranking(fqn, name, how.table))
+                    how = self._ranked(fqn, name, how)
                 result[fqn][name] = how
         return ShardingPlan(result)
+
+    def _ranked(self, fqn: str, name: str, how: FlexShardParameterSharding) -> FlexShardParameterSharding:
+        return replace(how, ranked_rows=self._ranking(fqn, name, how.table))
 
     def _ranking(self, fqn: str, name: str, table: TablePlan | None) -> Any:
         assert table is not None

@@ -70,12 +70,7 @@ def level_groups(group_sizes: Sequence[int], process_group: Any = None) -> dict[
 def _timeout(group: Any) -> Any:
     """How long collectives of a group wait; new groups would otherwise wait for the library's default."""
     import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() and "nccl" in str(_backend(group)) else "cpu")
-    return group._get_backend(device).options._timeout
-
-
-def _backend(group: Any) -> Any:
     import torch.distributed as dist
 
-    return dist.get_backend(group)
+    device = torch.device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend(group)) else "cpu")
+    return group._get_backend(device).options._timeout

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from flexshard import units
 from flexshard.errors import ClusterError, MissingDependencyError
 from flexshard.topologies._cluster import Cluster, CollectiveRate, Level
+from flexshard.topologies._groups import level_groups
 
 __all__ = ["Fit", "fit_rate", "measure_cluster"]
 
@@ -122,20 +123,14 @@ def _timer(dist: Any, levels: Sequence[int], repeats: int) -> Timer:
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    world, rank = dist.get_world_size(), dist.get_rank()
-    groups: dict[tuple[str, int], Any] = {}
-    for size in levels:
-        # Every rank has to make every group, and uses the one that it is in.
-        inside = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-        across = [dist.new_group(list(range(position, world, size))) for position in range(size)]
-        groups["all_to_all", size], groups["all_reduce", size] = inside[rank // size], across[rank % size]
+    groups = level_groups(levels)
 
     def synchronise() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def seconds(kind: str, group_size: int, nbytes: int) -> float:
-        group = groups[kind, group_size]
+        group = groups[group_size].inside if kind == "all_to_all" else groups[group_size].across
         members = dist.get_world_size(group)
         elements = max(nbytes // 4 // members, 1) * members
         sent = torch.zeros(elements, dtype=torch.float32, device=device)
