@@ -48,7 +48,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if args.what == "measure":
-        sizes = [1 << 20, 1 << 22, 1 << 24]
+        sizes = [1 << 20, 1 << 22, 1 << 24, 1 << 25]  # to what row-wise sends
         width = int(os.environ["LOCAL_WORLD_SIZE"])
         found = measure_cluster(
             name="namespaces", memory_bytes=1e9, reserve_bytes=0.0, ranks_per_node=width, sizes=sizes, repeats=5
@@ -125,6 +125,7 @@ def run(
             "step_seconds": statistics.median(seconds[name]),
             "blocking_step_seconds": statistics.median(blocking[name]),
             "predicted_comm_seconds": costs[name].comm_seconds,
+            "predicted_bottleneck_seconds": costs[name].bottleneck_seconds(dist.get_world_size()),
             "observed_comm_seconds": planned_seconds(observed[name]),
             "observed_exposed_seconds": exposed_seconds(free_observed[name]),
             "observed_input_seconds": input_seconds(observed[name]),

@@ -131,6 +131,18 @@ class Cost:
         """Time of all collectives that other work does not hide."""
         return sum(c.exposed_seconds for c in self.collectives)
 
+    def bottleneck_seconds(self, world_size: int) -> float:
+        """Time of all collectives if those that cross different links run at once: of the links that take longest.
+
+        An all-to-all inside groups of g < U stays on the links of its level; all else crosses the outermost ones. The
+        sharded module starts every level's collectives together, so this is what a step waits for at least.
+        """
+        links: dict[int, float] = {}
+        for c in self.collectives:
+            link = c.group_size if c.kind == "all_to_all" else world_size
+            links[link] = links.get(link, 0.0) + c.seconds
+        return max(links.values(), default=0.0)
+
 
 def _together(a: Collective, b: Collective) -> Collective:
     assert (a.alpha_seconds, a.bytes_per_s, a.overlap, a.calls) == (b.alpha_seconds, b.bytes_per_s, b.overlap, b.calls)

@@ -1,5 +1,49 @@
-"""Tensors and modules that stand alone: the index bijection."""
+"""Tensors and modules that stand alone: the index bijection, deduplicated batches."""
 
+from typing import TYPE_CHECKING
+
+from flexshard._values import from_extra
 from flexshard.embeddings._bijection import IndexBijection
+from flexshard.embeddings._jagged import Distinct, JaggedArray, distinct_rows, jagged_of_arrow, shared_runs
 
-__all__ = ["IndexBijection"]
+if TYPE_CHECKING:
+    from flexshard.embeddings._deduped import (
+        Deduped,
+        DedupedEmbeddingBagCollection,
+        DedupedEmbeddingCollection,
+        DedupedJagged,
+    )
+    from flexshard.embeddings._inverse import DedupedGroup, InverseKeyedJaggedTensor
+    from flexshard.embeddings._partial import PartialJaggedTensor
+    from flexshard.embeddings._select import jagged_index_select
+
+__all__ = [
+    "Deduped",
+    "DedupedEmbeddingBagCollection",
+    "DedupedEmbeddingCollection",
+    "DedupedGroup",
+    "DedupedJagged",
+    "Distinct",
+    "IndexBijection",
+    "InverseKeyedJaggedTensor",
+    "JaggedArray",
+    "PartialJaggedTensor",
+    "distinct_rows",
+    "jagged_index_select",
+    "jagged_of_arrow",
+    "shared_runs",
+]
+
+__getattr__ = from_extra(
+    __name__,
+    {
+        "Deduped": "_deduped",
+        "DedupedEmbeddingBagCollection": "_deduped",
+        "DedupedEmbeddingCollection": "_deduped",
+        "DedupedGroup": "_inverse",
+        "DedupedJagged": "_deduped",
+        "InverseKeyedJaggedTensor": "_inverse",
+        "PartialJaggedTensor": "_partial",
+        "jagged_index_select": "_select",
+    },
+)

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from flexshard._sources import Chunk, ParquetSource
 from flexshard.errors import DataError
 from flexshard.profiling._moments import LengthMoments
-from flexshard.profiling._sources import Chunk, ParquetSource
 
 __all__ = ["IdBatch", "arrow_ids", "check_column", "key_array", "key_kind", "read_ids"]
 

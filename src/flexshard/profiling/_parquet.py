@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from flexshard._sources import Chunk, ParquetSource, expand, read_chunks
 from flexshard._values import finite, whole
 from flexshard.errors import DataError
 from flexshard.profiling._counting import IdCounter, KeyedLengths, held_out
@@ -19,7 +20,6 @@ from flexshard.profiling._ids import IdBatch, check_column, key_array, key_kind,
 from flexshard.profiling._moments import LengthMoments
 from flexshard.profiling._profile import AccessProfile, Holdout
 from flexshard.profiling._ranking import checked_whole
-from flexshard.profiling._sources import Chunk, ParquetSource, expand, read_chunks
 
 __all__ = ["ProgressCallback", "profile_arrays", "profile_parquet", "profile_parquet_by", "read_samples"]
 

@@ -1,0 +1,176 @@
+"""From columns of lists to keyed jagged tensors and between them, by feature and by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flexshard._values import first_repeated
+from flexshard.embeddings._jagged import JaggedArray, jagged_of_arrow
+from flexshard.embeddings._select import jagged_index_select
+from flexshard.errors import DataError
+
+__all__ = [
+    "Groups",
+    "arrow_columns",
+    "bad_row",
+    "changed",
+    "checked_groups",
+    "columns_of",
+    "in_order",
+    "keyed",
+    "padded",
+    "rows_of",
+]
+
+Groups = Sequence[Sequence[str]]
+
+
+def checked_groups(groups: Groups, keys: Sequence[str]) -> list[list[str]]:
+    if isinstance(groups, str) or any(isinstance(group, str) for group in groups):
+        raise DataError(f"groups are lists of features, such as [['history', 'authors']]; found {groups!r}")
+    names = [list(group) for group in groups]
+    for number, group in enumerate(names):
+        if not group:
+            raise DataError(f"group {number} names no feature")
+        for key in group:
+            if key not in keys:
+                raise DataError(
+                    f"group {number} names feature {key!r}, which is not there; there are {', '.join(keys)}"
+                )
+    twice = first_repeated(key for group in names for key in group)
+    if twice is not None:
+        raise DataError(f"feature {twice!r} is named twice in the groups; a feature belongs to one group")
+    return names
+
+
+def columns_of(features: KeyedJaggedTensor) -> dict[str, JaggedArray]:
+    """Views of a batch's features on the CPU."""
+    stride, ends = features.stride(), features.offset_per_key()
+    values, lengths = features.values().cpu().numpy(), features.lengths().cpu().numpy()
+    weights = None if features.weights_or_none() is None else features.weights().detach().cpu().numpy()
+    found = {}
+    for place, key in enumerate(features.keys()):
+        own = slice(ends[place], ends[place + 1])
+        each = lengths[place * stride : (place + 1) * stride]
+        found[key] = JaggedArray.of(values[own], each, None if weights is None else weights[own])
+    return found
+
+
+def arrow_columns(
+    table: pa.Table | pa.RecordBatch,
+    keys: Sequence[str] | None,
+    weights: dict[str, str],
+    where: str,
+    first_row: int,
+) -> dict[str, JaggedArray]:
+    names = list(keys) if keys is not None else [n for n in table.schema.names if n not in weights.values()]
+    for name in [*names, *weights, *weights.values()]:
+        if table.schema.names.count(name) != 1:
+            raise DataError(f"{where}: no column {name!r}; there are {', '.join(table.schema.names)}")
+    if weights and set(weights) != set(names):
+        without = next(iter(set(names) ^ set(weights)))
+        raise DataError(f"{where}: feature {without!r} has no weights or is none of the keys; all have them or none")
+    found = {}
+    for name in names:
+        column = jagged_of_arrow(table.column(name), name, where=where, first_row=first_row)
+        if column.values.dtype.kind != "i":
+            raise DataError(
+                f"{where}: column {name!r} holds {table.schema.field(name).type}, not ids; round them before"
+            )
+        if name in weights:
+            other = jagged_of_arrow(table.column(weights[name]), weights[name], where=where, first_row=first_row)
+            wrong = np.flatnonzero(other.lengths != column.lengths)
+            if wrong.size:
+                row = int(wrong[0])
+                raise DataError(
+                    f"{where}: column {weights[name]!r} has {other.lengths[row]} weights for {column.lengths[row]} ids"
+                    f" of {name!r} in row {first_row + row:,}"
+                )
+            column = JaggedArray(column.values, column.offsets, other.values.astype(np.float32, copy=False))
+        found[name] = JaggedArray(column.values.astype(np.int64, copy=False), column.offsets, column.weights)
+    return found
+
+
+def bad_row(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> DataError:
+    for number, row in enumerate(rows):
+        try:
+            pa.array([row.get(name)], pa.large_list(pa.int64()))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            return DataError(f"the rows: feature {name!r} of row {number:,} is {row.get(name)!r}, not a list of ids")
+    return DataError(f"the rows: feature {name!r} is not lists of ids")
+
+
+def keyed(
+    columns: Mapping[str, JaggedArray], lengths: torch.dtype, device: torch.device, stride: int | None = None
+) -> KeyedJaggedTensor:
+    arrays = list(columns.values())
+    weights = [array.weights for array in arrays if array.weights is not None]
+    each = torch.from_numpy(np.concatenate([array.lengths for array in arrays])).to(lengths)
+    return KeyedJaggedTensor(
+        keys=list(columns),
+        values=torch.from_numpy(np.concatenate([array.values for array in arrays])).to(device),
+        lengths=each.to(device),
+        weights=torch.from_numpy(np.concatenate(weights)).to(device) if weights else None,
+        stride=len(arrays[0]) if stride is None else stride,
+    )
+
+
+def rows_of(jagged: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
+    """A batch of these rows of every feature."""
+    keys, stride = jagged.keys(), jagged.stride()
+    index = (torch.arange(len(keys), device=rows.device)[:, None] * stride + rows[None]).reshape(-1)
+    values, lengths = jagged_index_select(jagged.values(), jagged.lengths(), index)
+    weights = jagged.weights_or_none()
+    if weights is not None:
+        weights = jagged_index_select(weights, jagged.lengths(), index)[0]
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights, stride=int(rows.numel()))
+
+
+def padded(jagged: KeyedJaggedTensor, stride: int) -> KeyedJaggedTensor:
+    """The same rows, followed by empty ones up to ``stride``."""
+    each = jagged.lengths().view(len(jagged.keys()), -1)
+    lengths = torch.nn.functional.pad(each, (0, stride - each.shape[1])).reshape(-1)
+    return KeyedJaggedTensor(
+        keys=jagged.keys(), values=jagged.values(), lengths=lengths, weights=jagged.weights_or_none(), stride=stride
+    )
+
+
+def in_order(parts: Sequence[KeyedJaggedTensor], keys: Sequence[str], stride: int) -> KeyedJaggedTensor:
+    """One batch of all parts' features, in the order of ``keys``."""
+    if not parts:
+        empty = torch.zeros(0, dtype=torch.int64)
+        return KeyedJaggedTensor(keys=[], values=empty, lengths=empty, stride=stride)
+    if len(parts) == 1 and list(parts[0].keys()) == list(keys):
+        return parts[0]
+    values, lengths, weights = {}, {}, {}
+    for part in parts:
+        ends = part.offset_per_key()
+        for place, key in enumerate(part.keys()):
+            own = slice(ends[place], ends[place + 1])
+            values[key] = part.values()[own]
+            lengths[key] = part.lengths()[place * stride : (place + 1) * stride]
+            if part.weights_or_none() is not None:
+                weights[key] = part.weights()[own]
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.cat([values[key] for key in keys]),
+        lengths=torch.cat([lengths[key] for key in keys]),
+        weights=torch.cat([weights[key] for key in keys]) if weights else None,
+        stride=stride,
+    )
+
+
+def changed(jagged: KeyedJaggedTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> KeyedJaggedTensor:
+    weights = jagged.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=jagged.keys(),
+        values=change(jagged.values()),
+        lengths=change(jagged.lengths()),
+        weights=None if weights is None else change(weights),
+        stride=jagged.stride(),
+    )

@@ -1,0 +1,29 @@
+"""Rows of jagged tensors by index, without padding (RecD paper, section 5, O6)."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["jagged_index_select"]
+
+
+def jagged_index_select(
+    values: torch.Tensor, lengths: torch.Tensor, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lists at ``index``, one after the other; gradients of a list that is named often add up.
+
+    Args:
+        values: of all lists; shape (N, ...).
+        lengths: of each list; shape (rows,).
+        index: of lists, each any number of times; shape (taken,).
+
+    Returns:
+        values and lengths of the lists taken.
+    """
+    taken = lengths.index_select(0, index)
+    starts = (torch.cumsum(lengths, 0) - lengths).index_select(0, index)
+    shift = starts - (torch.cumsum(taken, 0) - taken)
+    total = int(taken.sum())  # waits for the device, as every op of unknown size does
+    places = torch.repeat_interleave(shift, taken, output_size=total)
+    places = places + torch.arange(total, device=values.device, dtype=places.dtype)
+    return values.index_select(0, places), taken
