@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("what", choices=["measure", "train"])
     parser.add_argument("cluster", type=Path)
     parser.add_argument("--workload", choices=list(WORKLOADS))
+    parser.add_argument("--sizes", type=int, nargs="*", help="bytes of the messages that are timed")
     parser.add_argument("--result", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -48,10 +49,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if args.what == "measure":
-        sizes = [1 << 20, 1 << 22, 1 << 24, 1 << 25]  # to what row-wise sends
         width = int(os.environ["LOCAL_WORLD_SIZE"])
         found = measure_cluster(
-            name="namespaces", memory_bytes=1e9, reserve_bytes=0.0, ranks_per_node=width, sizes=sizes, repeats=5
+            name="namespaces", memory_bytes=1e9, reserve_bytes=0.0, ranks_per_node=width, sizes=args.sizes, repeats=5
         )
         if dist.get_rank() == 0:
             found.save(args.cluster)

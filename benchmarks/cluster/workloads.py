@@ -30,6 +30,7 @@ class Workload:
         batch_size: B, samples per rank.
         profile: with ranked rows.
         batch: (rank, step) to ids and lengths of B samples.
+        message_bytes: what its plans send, least to most: the sizes at which the cluster is measured for it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Workload:
     batch_size: int
     profile: AccessProfile
     batch: Callable[[int, int], tuple[IntArray, IntArray]]
+    message_bytes: tuple[int, ...]
 
 
 def published(model: str, batch_size: int = 200) -> Workload:
@@ -58,7 +60,7 @@ def published(model: str, batch_size: int = 200) -> Workload:
         ids = place[np.minimum(np.searchsorted(cumulative, drawn, side="right"), ROWS - 1)]
         return ids, np.full(batch_size, length, np.int64)
 
-    return Workload(f"{model}-like", ROWS, batch_size, profile, batch)
+    return Workload(f"{model}-like", ROWS, batch_size, profile, batch, (1 << 20, 1 << 22, 1 << 24, 1 << 25))
 
 
 def globo(batch_size: int = 4096) -> Workload:
@@ -76,7 +78,7 @@ def globo(batch_size: int = 4096) -> Workload:
         users = np.random.default_rng([rank, step]).integers(0, len(lengths), batch_size)
         return np.concatenate([ids[ends[u] : ends[u + 1]] for u in users.tolist()]), lengths[users]
 
-    return Workload("globo_clicks", len(items), batch_size, profile, batch)
+    return Workload("globo_clicks", len(items), batch_size, profile, batch, (1 << 19, 1 << 21, 1 << 23))
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {

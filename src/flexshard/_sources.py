@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from flexshard._values import first_repeated
 from flexshard.errors import DataError, MissingDependencyError
 
-__all__ = ["Chunk", "ParquetSource", "expand", "read_chunks"]
+__all__ = ["Chunk", "ParquetSource", "expand", "read_chunks", "read_group"]
 
 # A row group whose columns unpack to more than this is streamed in batches instead of read at once.
 _WHOLE_GROUP_BYTES = 64 << 20
@@ -197,7 +197,7 @@ def read_chunks(sources: Sequence[ParquetSource], columns: Sequence[str], worker
             first_row = 0
             for group, (rows, size) in enumerate(zip(source.group_rows, source.group_bytes, strict=True)):
                 if size <= _WHOLE_GROUP_BYTES:
-                    pending.append(pool.submit(_read_group, source, group, first_row, columns))
+                    pending.append(pool.submit(read_group, source, group, first_row, columns))
                 else:
                     while pending:
                         yield pending.popleft().result()
@@ -209,7 +209,12 @@ def read_chunks(sources: Sequence[ParquetSource], columns: Sequence[str], worker
             yield pending.popleft().result()
 
 
-def _read_group(source: ParquetSource, group: int, first_row: int, columns: Sequence[str]) -> Chunk:
+def read_group(source: ParquetSource, group: int, first_row: int, columns: Sequence[str]) -> Chunk:
+    """Columns of one row group, which starts at ``first_row``.
+
+    Raises:
+        DataError: a page that cannot be decoded; names file and row.
+    """
     try:
         with source.open() as file:
             return Chunk(source, first_row, file.read_row_group(group, columns=list(columns), use_threads=False))

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torchrec import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from flexshard._values import first_repeated
 from flexshard.embeddings._inverse import InverseKeyedJaggedTensor
+from flexshard.embeddings._keyed import padded
 from flexshard.embeddings._select import jagged_index_select
 from flexshard.errors import DataError
 
@@ -70,21 +72,32 @@ class Deduped(nn.Module):
         Raises:
             DataError: no sequences, or of different groups; or an output that has not a row per distinct row.
         """
-        if not sequences:
-            raise DataError("a deduplicated module needs a sequence; call it with DedupedJagged values")
-        inverse = sequences[0].inverse
-        rows = int(sequences[0].lengths.numel())
-        for other in sequences[1:]:
-            if other.inverse is not inverse and not torch.equal(other.inverse, inverse):
-                raise DataError("sequences of different groups have rows of their own; put their features in one group")
-        found = self.module(*(sequence.distinct() for sequence in sequences), **others)
+        shared = _shared(sequences)
+        return _expanded(self.module(*(sequence.distinct() for sequence in sequences), **others), shared)
 
-        def expand(output: torch.Tensor) -> torch.Tensor:
-            if output.shape[:1] != (rows,):
-                raise DataError(f"the module returned shape {tuple(output.shape)} for {rows} distinct rows")
-            return output.index_select(0, inverse)
 
-        return pytree.tree_map_only(torch.Tensor, expand, found)
+@torch.fx.wrap
+def _shared(sequences: tuple[DedupedJagged, ...]) -> DedupedJagged:
+    """One of them, all being of one group."""
+    if not sequences:
+        raise DataError("a deduplicated module needs a sequence; call it with DedupedJagged values")
+    for other in sequences[1:]:
+        if other.inverse is not sequences[0].inverse and not torch.equal(other.inverse, sequences[0].inverse):
+            raise DataError("sequences of different groups have rows of their own; put their features in one group")
+    return sequences[0]
+
+
+@torch.fx.wrap
+def _expanded(found: Any, shared: DedupedJagged) -> Any:
+    """A module's outputs, for every sample."""
+    rows = int(shared.lengths.numel())
+
+    def expand(output: torch.Tensor) -> torch.Tensor:
+        if output.shape[:1] != (rows,):
+            raise DataError(f"the module returned shape {tuple(output.shape)} for {rows} distinct rows")
+        return output.index_select(0, shared.inverse)
+
+    return pytree.tree_map_only(torch.Tensor, expand, found)
 
 
 class DedupedEmbeddingCollection(nn.Module):
@@ -101,8 +114,13 @@ class DedupedEmbeddingCollection(nn.Module):
 
     def forward(self, features: InverseKeyedJaggedTensor) -> dict[str, DedupedJagged | JaggedTensor]:
         """Embeddings by feature: of distinct rows where a feature is in a group, of every sample where it is plain."""
-        found = self.collection(features.distinct)
-        return {name: _deduped(features, name, found[name]) for name in found}
+        return _by_feature(features, self.collection(features.distinct))
+
+
+# What is wrapped stays whole where a pipeline traces the model to find out what its lookups are given.
+@torch.fx.wrap
+def _by_feature(features: InverseKeyedJaggedTensor, found: Any) -> dict[str, DedupedJagged | JaggedTensor]:
+    return {name: _deduped(features, name, embeddings) for name, embeddings in found.items()}
 
 
 def _deduped(features: InverseKeyedJaggedTensor, name: str, embeddings: JaggedTensor) -> DedupedJagged | JaggedTensor:
@@ -127,6 +145,7 @@ class DedupedEmbeddingBagCollection(nn.Module):
         *,
         is_weighted: bool = False,
         device: torch.device | None = None,
+        process_group: Any = None,
     ) -> None:
         """Make the collections.
 
@@ -134,6 +153,9 @@ class DedupedEmbeddingBagCollection(nn.Module):
             tables: EmbeddingBagConfigs.
             groups: of features; features in none are plain.
             is_weighted, device: as for EmbeddingBagCollection.
+            process_group: all ranks of a job in which tables are sharded row-wise over gloo, which needs as many rows
+                on every rank: each group is filled up with empty ones to the most that any rank has (one all-reduce of
+                a number per group and step).
 
         Raises:
             DataError: a table whose features are in different groups, or a group with no table.
@@ -156,6 +178,7 @@ class DedupedEmbeddingBagCollection(nn.Module):
             if number not in tables_of:
                 raise DataError(f"no table has the features of group {number}, {', '.join(group)}")
         self._groups = [list(group) for group in groups]
+        self._process_group = process_group
         self.collections = nn.ModuleDict(
             {
                 _name(number): EmbeddingBagCollection(tables=own, is_weighted=is_weighted, device=device)
@@ -169,33 +192,57 @@ class DedupedEmbeddingBagCollection(nn.Module):
         Raises:
             DataError: the batch has other groups.
         """
-        if [group.keys for group in features.groups] != self._groups:
-            raise DataError(
-                f"the batch has groups {[group.keys for group in features.groups]}, the collection {self._groups}"
-            )
-        keys: list[str] = []
-        dims: list[int] = []
-        values: list[torch.Tensor] = []
+        _check_same_groups(features, self._groups, _name(-1) in self.collections)
         # All collections are asked before the first answer is awaited: sharded ones answer late.
-        asked: dict[str, Any] = {}
-        if _name(-1) in self.collections:
-            if features.plain is None:
-                raise DataError("the batch has no plain features, but tables of such; leave some out of the groups")
-            asked[_name(-1)] = self.collections[_name(-1)](features.plain)
-        for number, group in enumerate(features.groups):
-            asked[_name(number)] = self.collections[_name(number)](group.jagged)
-        for name, found in asked.items():
-            pooled = found.values()
-            if name != _name(-1):
-                pooled = pooled.index_select(0, features.groups[int(name.removeprefix("group_"))].inverse)
-            keys += found.keys()
-            dims += found.length_per_key()
-            values.append(pooled)
-        return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat(values, dim=1))
+        even = None if self._process_group is None else _evened(features, self._process_group)
+        asked = {}
+        for name, collection in self.collections.items():
+            if name == _name(-1):
+                asked[name] = collection(features.plain)
+            else:
+                number = _number(name)
+                asked[name] = collection(features.groups[number].jagged if even is None else even[number])
+        return _side_by_side(features, asked)
+
+
+@torch.fx.wrap
+def _check_same_groups(features: InverseKeyedJaggedTensor, groups: list[list[str]], plain: bool) -> None:
+    found = [group.keys for group in features.groups]
+    if found != groups:
+        raise DataError(f"the batch has groups {found}, the collection {groups}")
+    if plain and features.plain is None:
+        raise DataError("the batch has no plain features, but the collection has tables of such")
+
+
+@torch.fx.wrap
+def _evened(features: InverseKeyedJaggedTensor, process_group: Any) -> list[KeyedJaggedTensor]:
+    """Every group, with as many rows as any rank has."""
+    most = torch.tensor([group.num_distinct for group in features.groups], device=features.device())
+    dist.all_reduce(most, dist.ReduceOp.MAX, process_group)
+    return [padded(group.jagged, rows) for group, rows in zip(features.groups, most.tolist(), strict=True)]
+
+
+@torch.fx.wrap
+def _side_by_side(features: InverseKeyedJaggedTensor, asked: dict[str, Any]) -> KeyedTensor:
+    """Pooled embeddings of all collections, for every sample."""
+    keys: list[str] = []
+    dims: list[int] = []
+    values: list[torch.Tensor] = []
+    for name, found in asked.items():
+        pooled = found.values()
+        keys += found.keys()
+        dims += found.length_per_key()
+        number = _number(name)
+        values.append(pooled if number < 0 else pooled.index_select(0, features.groups[number].inverse))
+    return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat(values, dim=1))
 
 
 def _name(number: int) -> str:
     return "plain" if number < 0 else f"group_{number}"
+
+
+def _number(name: str) -> int:
+    return -1 if name == "plain" else int(name.removeprefix("group_"))
 
 
 pytree.register_pytree_node(

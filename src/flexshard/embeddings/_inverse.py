@@ -276,7 +276,8 @@ class InverseKeyedJaggedTensor(Pipelineable):
         group = self.group_of(key)
         if group is None:
             return 1.0
-        lengths = group.jagged[key].lengths()
+        rows, place = group.num_distinct, group.keys.index(key)
+        lengths = group.jagged.lengths()[place * rows : (place + 1) * rows]  # jagged[key] has no batches of no rows
         kept = int(lengths.sum())
         return int(lengths[group.inverse].sum()) / kept if kept else 1.0
 

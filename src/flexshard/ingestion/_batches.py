@@ -1,0 +1,119 @@
+"""Batches of rows from row groups, in order: RecD's reader fills them (RecD paper, section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import pyarrow as pa
+
+from flexshard._sources import ParquetSource, read_group
+from flexshard.errors import DataError
+
+__all__ = ["RowGroup", "Rows", "check_columns", "fill_batches", "row_groups"]
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of a file.
+
+    Attributes:
+        source: its file.
+        number: in it.
+        first_row: of the file at which it starts.
+        num_rows: in it.
+    """
+
+    source: ParquetSource
+    number: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows: a batch.
+
+    Attributes:
+        table: them.
+        where: file of the first of them.
+        first_row: its place in that file.
+        bytes_read: compressed, of the row groups that were opened for this batch.
+        seconds: that reading took.
+    """
+
+    table: pa.Table
+    where: str
+    first_row: int
+    bytes_read: int
+    seconds: float
+
+
+def row_groups(sources: Sequence[ParquetSource]) -> list[RowGroup]:
+    """All row groups, in order."""
+    found = []
+    for source in sources:
+        first = 0
+        for number, rows in enumerate(source.group_rows):
+            found.append(RowGroup(source, number, first, rows))
+            first += rows
+    return found
+
+
+def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> None:
+    """Check that every file has each column once, of one type.
+
+    Raises:
+        DataError: one has not; names the file and lists what is there.
+    """
+    for source in sources:
+        for column in columns:
+            if source.schema.names.count(column) != 1:
+                raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
+            kind, other = source.schema.field(column).type, sources[0].schema.field(column).type
+            if kind != other:
+                raise DataError(
+                    f"{source.name}: column {column!r} holds {kind}, but {other} in {sources[0].name}; write them alike"
+                )
+
+
+def fill_batches(
+    groups: Sequence[RowGroup], columns: Sequence[str], batch_size: int, *, drop_last: bool = False
+) -> Iterator[Rows]:
+    """Batches of ``batch_size`` rows across row groups; the last may be smaller, or is left out.
+
+    Raises:
+        DataError: a page that cannot be decoded; names file and row.
+    """
+    waiting: list[pa.Table] = []
+    ready, nbytes, seconds = 0, 0, 0.0
+    where, first_row = "", 0
+    for group in groups:
+        start = perf_counter()
+        table = read_group(group.source, group.number, group.first_row, columns).table
+        seconds += perf_counter() - start
+        nbytes += _compressed_bytes(group, columns)
+        if not ready:
+            where, first_row = group.source.name, group.first_row
+        waiting.append(table)
+        ready += table.num_rows
+        begin = 0
+        whole = pa.concat_tables(waiting) if ready >= batch_size else None
+        while whole is not None and ready - begin >= batch_size:
+            yield Rows(whole.slice(begin, batch_size), where, first_row, nbytes, seconds)
+            nbytes, seconds = 0, 0.0
+            begin += batch_size
+            where, first_row = group.source.name, group.first_row + table.num_rows - (ready - begin)
+        if whole is not None:
+            waiting, ready = ([whole.slice(begin)] if begin < ready else []), ready - begin
+    if ready and not drop_last:
+        yield Rows(pa.concat_tables(waiting), where, first_row, nbytes, seconds)
+
+
+def _compressed_bytes(group: RowGroup, columns: Sequence[str]) -> int:
+    wanted = set(columns)
+    with group.source.open() as file:
+        found = file.metadata.row_group(group.number)
+        chunks = (found.column(number) for number in range(found.num_columns))
+        return sum(chunk.total_compressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted)
