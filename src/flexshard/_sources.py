@@ -14,11 +14,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from flexshard._values import first_repeated
 from flexshard.errors import DataError, MissingDependencyError
 
-__all__ = ["Chunk", "ParquetSource", "expand", "read_chunks", "read_group"]
+__all__ = ["Chunk", "ParquetSource", "expand", "is_list", "read_chunks", "read_group"]
 
 # A row group whose columns unpack to more than this is streamed in batches instead of read at once.
 _WHOLE_GROUP_BYTES = 64 << 20
@@ -101,6 +102,11 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
     if twice is not None:
         raise DataError(f"{twice}: is given twice, and would be counted twice")
     return found
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column holds lists."""
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
 def _nothing(text: str) -> str:

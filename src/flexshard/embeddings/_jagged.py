@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from flexshard._sources import is_list
 from flexshard.errors import DataError
 
-__all__ = ["Distinct", "JaggedArray", "distinct_rows", "is_list", "jagged_of_arrow", "shared_runs"]
+__all__ = ["Distinct", "JaggedArray", "distinct_rows", "jagged_of_arrow", "shared_runs"]
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
@@ -160,11 +161,6 @@ def jagged_of_arrow(
         raise DataError(f"{where}: column {name!r} has a null id in row {first_row + row:,}; drop or fill it")
     flat = values.to_numpy(zero_copy_only=False)
     return JaggedArray(flat.astype(np.int64) if flat.dtype.kind == "u" else flat, offsets)
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a column holds lists."""
-    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
 def shared_runs(rows: JaggedArray, *, newest: str = "last", max_shift: int = 16) -> tuple[AnyArray, IntArray]:

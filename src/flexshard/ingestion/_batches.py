@@ -37,17 +37,26 @@ class Rows:
 
     Attributes:
         table: them.
-        where: file of the first of them.
-        first_row: its place in that file.
+        origins: where runs of them come from: row of the batch, file, row of the file; in order.
         bytes_read: compressed, of the row groups that were opened for this batch.
         seconds: that reading took.
     """
 
     table: pa.Table
-    where: str
-    first_row: int
+    origins: tuple[tuple[int, str, int], ...]
     bytes_read: int
     seconds: float
+
+    def runs(self) -> Iterator[tuple[pa.Table, str, int]]:
+        """Rows of one row group each, with the file and the row of it at which they start."""
+        ends = [start for start, _, _ in self.origins[1:]] + [self.table.num_rows]
+        for (start, where, row), end in zip(self.origins, ends, strict=True):
+            yield self.table.slice(start, end - start), where, row
+
+    def origin_of(self, row: int) -> tuple[str, int]:
+        """File, and row of it, of a row of the batch."""
+        start, where, first = max(origin for origin in self.origins if origin[0] <= row)
+        return where, first + row - start
 
 
 def row_groups(sources: Sequence[ParquetSource]) -> list[RowGroup]:
@@ -87,28 +96,39 @@ def fill_batches(
         DataError: a page that cannot be decoded; names file and row.
     """
     waiting: list[pa.Table] = []
+    origins: list[tuple[int, str, int]] = []  # of the rows that wait
     ready, nbytes, seconds = 0, 0, 0.0
-    where, first_row = "", 0
     for group in groups:
         start = perf_counter()
         table = read_group(group.source, group.number, group.first_row, columns).table
         seconds += perf_counter() - start
         nbytes += _compressed_bytes(group, columns)
-        if not ready:
-            where, first_row = group.source.name, group.first_row
+        if table.num_rows:
+            origins.append((ready, group.source.name, group.first_row))
         waiting.append(table)
         ready += table.num_rows
         begin = 0
         whole = pa.concat_tables(waiting) if ready >= batch_size else None
         while whole is not None and ready - begin >= batch_size:
-            yield Rows(whole.slice(begin, batch_size), where, first_row, nbytes, seconds)
+            yield Rows(whole.slice(begin, batch_size), _within(origins, begin, begin + batch_size), nbytes, seconds)
             nbytes, seconds = 0, 0.0
             begin += batch_size
-            where, first_row = group.source.name, group.first_row + table.num_rows - (ready - begin)
         if whole is not None:
-            waiting, ready = ([whole.slice(begin)] if begin < ready else []), ready - begin
+            waiting, origins = [whole.slice(begin)], list(_within(origins, begin, ready))
+            ready -= begin
     if ready and not drop_last:
-        yield Rows(pa.concat_tables(waiting), where, first_row, nbytes, seconds)
+        yield Rows(pa.concat_tables(waiting), tuple(origins), nbytes, seconds)
+
+
+def _within(origins: Sequence[tuple[int, str, int]], begin: int, end: int) -> tuple[tuple[int, str, int], ...]:
+    """Origins of rows ``begin`` to ``end``, counted from ``begin``."""
+    found = []
+    ends = [start for start, _, _ in origins[1:]] + [end]
+    for (start, where, row), stop in zip(origins, ends, strict=True):
+        first = max(start, begin)
+        if first < min(stop, end):
+            found.append((first - begin, where, row + first - start))
+    return tuple(found)
 
 
 def _compressed_bytes(group: RowGroup, columns: Sequence[str]) -> int:

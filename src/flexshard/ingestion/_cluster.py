@@ -32,6 +32,7 @@ PathLike = str | os.PathLike[str]
 SESSION_KEY, TIME_KEY = b"flexshard.session", b"flexshard.time"
 _FILE, _ROW, _SHARD = "__flexshard_file", "__flexshard_row", "__flexshard_shard"
 _BATCH_ROWS = 1 << 16
+_THREAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -239,9 +240,7 @@ def _here(
             f"SELECT {_columns(schema)}, {_shard_of(job)} AS {_SHARD} FROM input WHERE {_kept(job)}"
             f" ORDER BY {_SHARD}, {_order(job)}"
         )
-        with _failing_as(job):
-            batches = _batches(database.sql(query))
-            _write_all(batches, schema, job, outputs)
+        _write_all(_batches(database.sql(query)), schema, job, outputs)
         return counts
 
 
@@ -287,8 +286,7 @@ def _sort(job: _Job, parts: Sequence[str], schema: pa.Schema, output: str) -> _C
         database.execute(f"CREATE VIEW input AS SELECT * FROM read_parquet([{listed}])")
         (counts,) = _count(database, job, "input")
         query = f"SELECT {_columns(schema)}, 0 AS {_SHARD} FROM input WHERE {_kept(job)} ORDER BY {_order(job)}"
-        with _failing_as(job):
-            _write_all(_batches(database.sql(query)), schema, job, [output])
+        _write_all(_batches(database.sql(query)), schema, job, [output])
         return counts
 
 
@@ -299,7 +297,9 @@ def _database(job: _Job) -> Iterator[Any]:
     settings: dict[str, Any] = {"temp_directory": str(Path(job.scratch) / "spill"), "preserve_insertion_order": False}
     if job.memory_bytes is not None:
         settings["memory_limit"] = f"{job.memory_bytes // 1000}KB"
-    with closing(duckdb.connect(config=settings)) as database:
+        # Each thread holds blocks that it cannot give back while it sorts.
+        settings["threads"] = max(1, min(os.cpu_count() or 1, job.memory_bytes // _THREAD_BYTES))
+    with closing(duckdb.connect(config=settings)) as database, _failing_as(job):
         yield database
 
 
@@ -310,12 +310,15 @@ def _failing_as(job: _Job) -> Iterator[None]:
 
     try:
         yield
-    except duckdb.OutOfMemoryException as error:
-        limit = "its default" if job.memory_bytes is None else units.format_bytes(job.memory_bytes)
+    except OutputError:
+        raise
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise OutputError(f"sorting does not fit {limit} of memory: {reason}; give it more with --memory") from error
-    except (duckdb.IOException, pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
+        if "Out of Memory" in reason:  # through Arrow's reader, its own type is lost
+            limit = "DuckDB's default" if job.memory_bytes is None else units.format_bytes(job.memory_bytes)
+            raise OutputError(
+                f"sorting needs more memory than {limit}: {reason}; give it more with --memory"
+            ) from error
         raise OutputError(f"cannot write the sorted data: {reason}; free some space or choose another path") from error
 
 
@@ -378,6 +381,8 @@ def _check_keys(database: Any, job: _Job, files: Sequence[str], names: Sequence[
             try:
                 nulls, row = database.sql(query).fetchall()[0]
             except Exception as error:  # a damaged page
+                if "Out of Memory" in str(error):
+                    raise
                 raise DataError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
             if nulls:
                 raise DataError(

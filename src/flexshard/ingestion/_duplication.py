@@ -17,9 +17,9 @@ import pyarrow.dataset as pads
 import pyarrow.types as pt
 
 from flexshard._dedup import dedup_factor
-from flexshard._sources import ParquetSource, expand
+from flexshard._sources import ParquetSource, expand, is_list
 from flexshard._values import finite, whole
-from flexshard.embeddings import JaggedArray, distinct_rows, is_list, jagged_of_arrow
+from flexshard.embeddings import JaggedArray, distinct_rows, jagged_of_arrow
 from flexshard.errors import DataError
 from flexshard.ingestion._batches import check_columns, fill_batches, row_groups
 
@@ -119,14 +119,15 @@ def measure_duplication(
     for batch in fill_batches(row_groups(sources), [session, *names], batch_size):
         keys = batch.table.column(session)
         if keys.null_count:
-            row = batch.first_row + int(np.flatnonzero(pc.is_null(keys).to_numpy())[0])
-            raise DataError(f"{batch.where}: session column {session!r} is null in row {row:,}; drop or fill such rows")
-        sessions = distinct_rows(_jagged(keys, session, batch.where)).inverse
+            where, row = batch.origin_of(int(np.flatnonzero(pc.is_null(keys).to_numpy())[0]))
+            raise DataError(f"{where}: session column {session!r} is null in row {row:,}; drop or fill such rows")
+        where = batch.origins[0][1]
+        sessions = distinct_rows(_jagged(keys, session, where)).inverse
         in_batches.append(np.bincount(sessions))
         order = np.argsort(sessions, kind="stable")
         together = np.flatnonzero(np.diff(sessions[order]) == 0)
         for name in names:
-            column = _jagged(batch.table.column(name), name, batch.where)
+            column = _jagged(batch.table.column(name), name, where)
             found = distinct_rows(column)
             codes = found.inverse[order]
             same = codes[together] == codes[together + 1]
@@ -315,4 +316,4 @@ def _tables(
     names = _features(sources, features)
     check_columns(sources, names)
     for batch in fill_batches(row_groups(sources), names, batch_size):
-        yield batch.table, batch.where
+        yield batch.table, batch.origins[0][1]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from flexshard._sources import Chunk, ParquetSource
+from flexshard._sources import Chunk, ParquetSource, is_list
 from flexshard.errors import DataError
 from flexshard.profiling._moments import LengthMoments
 
@@ -72,16 +72,12 @@ def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> No
     if role != "ids":
         return
     found = source.schema.field(column).type
-    inner = found.value_type if _is_list(found) or pt.is_dictionary(found) else found
+    inner = found.value_type if is_list(found) or pt.is_dictionary(found) else found
     if not pt.is_integer(inner):
         raise DataError(
             f"{source.name}: column {column!r} holds {found}, not ids; expected integers or lists of integers"
             " (encode texts and round floats before)"
         )
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
 def read_ids(chunk: Chunk, column: str) -> IdBatch:
@@ -97,7 +93,7 @@ def arrow_ids(data: pa.ChunkedArray, name: str, column: str, first_row: int) -> 
     """As :func:`read_ids`, of a column of any table."""
     lengths: IntArray | None = None
     values = data
-    if _is_list(data.type):
+    if is_list(data.type):
         lengths = np.asarray(pc.fill_null(pc.list_value_length(data), 0).to_numpy()).astype(np.int64)
         values = pa.chunked_array([part.flatten() for part in data.chunks], type=data.type.value_type)
     elif pt.is_dictionary(data.type):

@@ -1,0 +1,240 @@
+"""Datasets by session: what is rewritten, what it costs, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flexshard.errors import DataError, OutputError
+from flexshard.ingestion import cluster_sessions
+from tests.ingestion.data import log, written
+
+
+def rows_of(folder: Path) -> list[list[dict[str, object]]]:
+    """Rows of each row group of each file, in order."""
+    found = []
+    for path in sorted(folder.glob("*.parquet")):
+        with pq.ParquetFile(path) as file:
+            found += [file.read_row_group(number).to_pylist() for number in range(file.num_row_groups)]
+    return found
+
+
+def expected(table: pa.Table) -> list[dict[str, object]]:
+    """In order of session, time, then place: Python's sort is stable."""
+    return sorted(table.to_pylist(), key=lambda row: (row["session"], row["time"]))
+
+
+def test_a_sessions_rows_are_adjacent_and_in_order_of_time(tmp_path: Path) -> None:
+    table = log()
+    paths = written(table, tmp_path / "in", 3)
+    found = cluster_sessions(paths, tmp_path / "out", session="session", time="time", row_group_rows=40)
+    groups = rows_of(tmp_path / "out")
+    assert [row for group in groups for row in group] == expected(table)
+    assert len(groups) > 5
+    for group, after in pairwise(groups):
+        assert len(group) <= 40
+        assert group[-1]["session"] != after[0]["session"]  # no session is split
+    assert (found.rows, found.sessions) == (table.num_rows, 60)
+    assert found.samples_per_session == table.num_rows / 60
+    assert found.bytes_after == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert found.storage_ratio == found.bytes_before / found.bytes_after
+    schema = pq.read_schema(tmp_path / "out" / found.files[0])
+    assert schema.remove_metadata() == table.schema
+    assert schema.metadata[b"flexshard.session"] == b"session"
+    assert list(tmp_path.glob(".*")) == []  # no drafts
+
+
+def test_a_session_larger_than_a_row_group_is_split_and_only_it(tmp_path: Path) -> None:
+    table = pa.table({"s": [1] * 25 + [2] * 3 + [3] * 9, "t": list(range(37))})
+    written(table, tmp_path / "in")
+    cluster_sessions(tmp_path / "in", tmp_path / "out", session="s", time="t", row_group_rows=10)
+    assert [[row["s"] for row in group] for group in rows_of(tmp_path / "out")] == [
+        [1] * 10,
+        [1] * 10,
+        [1] * 5 + [2] * 3,
+        [3] * 9,
+    ]
+
+
+def test_shards_are_by_hash_of_the_session(tmp_path: Path) -> None:
+    table = log()
+    written(table, tmp_path / "in", 2)
+    found = cluster_sessions(tmp_path / "in", tmp_path / "out", session="session", time="time", shards=4)
+    seen: dict[str, int] = {}
+    sizes = []
+    for number, name in enumerate(found.files):
+        rows = pq.read_table(tmp_path / "out" / name).to_pylist()
+        assert rows == expected(pa.Table.from_pylist(rows, table.schema))
+        sizes.append(len(rows))
+        for row in rows:
+            assert seen.setdefault(str(row["session"]), number) == number
+    assert len(seen) == 60
+    assert sum(sizes) == table.num_rows
+    assert min(sizes) > 0
+
+
+def test_a_shard_that_no_session_falls_into_is_an_empty_file(tmp_path: Path) -> None:
+    written(pa.table({"s": [7, 7], "t": [2, 1], "x": [[1], None]}), tmp_path / "in")
+    found = cluster_sessions(tmp_path / "in", tmp_path / "out", session="s", time="t", shards=3)
+    tables = [pq.read_table(tmp_path / "out" / name) for name in found.files]
+    assert sorted(table.num_rows for table in tables) == [0, 0, 2]
+    assert [row for table in tables for row in table.to_pylist()] == [
+        {"s": 7, "t": 1, "x": None},
+        {"s": 7, "t": 2, "x": [1]},
+    ]
+
+
+def test_what_does_not_fit_memory_is_spilled(tmp_path: Path) -> None:
+    rows = 400_000
+    generator = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "s": generator.integers(0, 20_000, rows),
+            "t": generator.permutation(rows),
+            "x": pa.FixedSizeListArray.from_arrays(generator.integers(0, 1 << 40, rows * 32), 32).cast(
+                pa.list_(pa.int64())
+            ),
+        }
+    )
+    assert table.nbytes > 100 << 20
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=10_000)
+    cluster_sessions(tmp_path / "in.parquet", tmp_path / "out", session="s", time="t", memory="80MB")
+    found = pq.read_table(tmp_path / "out")
+    order = np.lexsort((table["t"].to_numpy(), table["s"].to_numpy()))
+    assert found.equals(table.take(order))
+    with pytest.raises(OutputError, match=r"sorting needs more memory than 3.81 MiB: .*; give it more with --memory"):
+        cluster_sessions(tmp_path / "in.parquet", tmp_path / "no", session="s", time="t", memory="4MB")
+
+
+@pytest.mark.parametrize("by", ["session", "sample"])
+def test_downsampling(tmp_path: Path, by: str) -> None:
+    table = log(400)
+    written(table, tmp_path / "in")
+    how = {"session": "session", "time": "time", "keep": 0.4, "keep_by": by}
+    found = cluster_sessions(tmp_path / "in", tmp_path / "out", **how)  # type: ignore[arg-type]
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert abs(found.rows / table.num_rows - 0.4) < 0.06
+    assert found.rows == len(rows)
+    assert found.rows_read == table.num_rows
+    assert found.sessions_read == 400
+    whole = {s: sum(row["session"] == s for row in table.to_pylist()) for s in {row["session"] for row in rows}}
+    if by == "session":  # S stays
+        assert all(whole[s] == sum(row["session"] == s for row in rows) for s in whole)
+        assert abs(found.samples_per_session / found.samples_per_session_read - 1) < 0.1
+    else:  # S falls
+        assert found.samples_per_session < 0.6 * found.samples_per_session_read
+    again = cluster_sessions(tmp_path / "in", tmp_path / "again", **how)  # type: ignore[arg-type]
+    other = cluster_sessions(tmp_path / "in", tmp_path / "other", seed=1, **how)  # type: ignore[arg-type]
+    assert pq.read_table(tmp_path / "again").equals(pq.read_table(tmp_path / "out"))
+    assert again.rows == found.rows
+    assert not pq.read_table(tmp_path / "other").equals(pq.read_table(tmp_path / "out"))
+    assert other.rows
+
+
+def test_ray_gives_the_same_files(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    written(log(), tmp_path / "in", 3)
+    ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        how = {"session": "session", "time": "time", "shards": 3, "row_group_rows": 40, "keep": 0.7}
+        a = cluster_sessions(tmp_path / "in", tmp_path / "here", **how)  # type: ignore[arg-type]
+        b = cluster_sessions(tmp_path / "in", tmp_path / "ray", ray=True, **how)  # type: ignore[arg-type]
+        written(log().set_column(0, "session", pa.nulls(log().num_rows, pa.string())), tmp_path / "bad")
+        with pytest.raises(DataError, match="session column 'session' has"):
+            cluster_sessions(tmp_path / "bad", tmp_path / "no", ray=True, **how)  # type: ignore[arg-type]
+    finally:
+        ray.shutdown()
+    for name in a.files:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "ray" / name).read_bytes()
+    assert (a.rows, a.sessions, a.rows_read) == (b.rows, b.sessions, b.rows_read)
+
+
+def test_the_two_steps_of_a_cluster_give_the_same_files_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ray would run, run here in turn."""
+
+    class Turns:
+        @staticmethod
+        def remote(function: object) -> object:
+            return type("Remote", (), {"remote": staticmethod(function)})
+
+        @staticmethod
+        def get(results: object) -> object:
+            return results
+
+    monkeypatch.setitem(sys.modules, "ray", Turns)  # type: ignore[arg-type]
+    written(log(), tmp_path / "in", 3)
+    how = {"session": "session", "time": "time", "shards": 3, "row_group_rows": 40, "keep": 0.7}
+    a = cluster_sessions(tmp_path / "in", tmp_path / "here", **how)  # type: ignore[arg-type]
+    b = cluster_sessions(tmp_path / "in", tmp_path / "steps", ray=True, **how)  # type: ignore[arg-type]
+    for name in a.files:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "steps" / name).read_bytes()
+    assert (a.rows, a.sessions, a.rows_read, a.sessions_read) == (b.rows, b.sessions, b.rows_read, b.sessions_read)
+
+
+def test_an_interrupted_run_leaves_nothing_and_can_be_started_again(tmp_path: Path) -> None:
+    written(log(20_000), tmp_path / "in", 2, row_group_size=5000)
+    script = (
+        "from flexshard.ingestion import cluster_sessions\n"
+        f"cluster_sessions({str(tmp_path / 'in')!r}, {str(tmp_path / 'out')!r}, session='session', time='time')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob(".out.draft-*/data/*.parquet")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.glob(".out.draft-*"))
+    cluster_sessions(tmp_path / "in", tmp_path / "out", session="session", time="time")
+    assert not list(tmp_path.glob(".out.draft-*"))
+    assert pq.read_table(tmp_path / "out").num_rows == log(20_000).num_rows
+
+
+def test_data_that_cannot_be_clustered(tmp_path: Path) -> None:
+    table = log()
+    written(table, tmp_path / "in", 2)
+
+    def fails(message: str, folder: str = "in", **how: object) -> None:
+        settings = {"session": "session", "time": "time"} | how
+        with pytest.raises((DataError, OutputError), match=message):
+            cluster_sessions(tmp_path / folder, tmp_path / "out", **settings)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+        assert not list(tmp_path.glob(".out*"))
+
+    fails("log-0.parquet: no column 'user'; there are session, time", session="user")
+    fails("log-0.parquet: no column 'when'", time="when")
+    fails("session column 'history' holds list", session="history")
+    fails("time column 'session' holds string; expected numbers or timestamps", time="session")
+    fails("shards must be at least 1, found 0", shards=0)
+    fails("keep is a share of the data, above 0 and at most 1; found 0", keep=0.0)
+    fails("keep_by is 'session' or 'sample', found 'user'", keep_by="user")
+    nulls = table.set_column(0, "session", pa.array([None if n == 77 else "a" for n in range(table.num_rows)]))
+    written(nulls, tmp_path / "nulls")
+    fails(r"log-0.parquet: session column 'session' has 1 nulls, the first in row 77; drop or fill them", "nulls")
+    written(table.set_column(1, "time", pa.array([None] * table.num_rows, pa.int64())), tmp_path / "times")
+    fails("time column 'time' has .* nulls, the first in row 0", "times")
+    mixed = tmp_path / "mixed"
+    written(table, mixed)
+    (mixed / "log-0.parquet").rename(mixed / "a.parquet")
+    written(table.set_column(2, "history", pa.array([["x"]] * table.num_rows)), mixed)
+    fails(r"log-0.parquet: column 'history' holds list<.*string>, but list<.*int64> in .*a.parquet", "mixed")
+    written(table.drop_columns(["liked"]), mixed)
+    fails("column 'liked' is in this file or in .*a.parquet, but not in both", "mixed")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(OutputError, match="it exists and is not an empty folder"):
+        cluster_sessions(tmp_path / "in", tmp_path / "out", session="session", time="time")
+    assert (tmp_path / "out" / "mine").read_text() == "keep"

@@ -1,0 +1,121 @@
+"""What is said twice, against counts in Python; the paper's model against what is measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from flexshard.costmodels import dedup_factor, dedup_len
+from flexshard.errors import DataError
+from flexshard.ingestion import cluster_sessions, measure_duplication, suggest_groups
+from tests.ingestion.data import log, written
+
+
+def test_section_4_2s_worked_example() -> None:
+    assert dedup_len(3, 3, 3, 0.5) == pytest.approx(6)
+    assert dedup_factor(3, 0.5) == pytest.approx(1.5)
+    with pytest.raises(DataError, match="d is a probability, found 2"):
+        dedup_factor(3, 2)
+    with pytest.raises(DataError, match="at least one sample, found 0"):
+        dedup_factor(0, 0.5)
+
+
+def test_a_list_shifted_by_one_is_half_a_duplicate(tmp_path: Path) -> None:
+    """Section 3's example: 100 ids in two samples, shifted by one: 99/200; and 15.5/16.5 if nothing changes."""
+    table = pa.table({"s": [1, 1], "f": [list(range(100)), list(range(1, 101))]})
+    written(table, tmp_path)
+    (feature,) = measure_duplication(tmp_path, session="s").features
+    assert (feature.exact, feature.partial) == (0, pytest.approx(0.495))
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+def test_counts_are_pythons(tmp_path: Path, clustered: bool) -> None:
+    table = log(200)
+    written(table, tmp_path / "in", 3)
+    folder = tmp_path / "in"
+    if clustered:
+        folder = cluster_sessions(folder, tmp_path / "out", session="session", time="time").path
+        table = table.sort_by([("session", "ascending"), ("time", "ascending")])
+    batch = 64
+    found = measure_duplication(folder, session="session", batch_size=batch, features=["history", "liked", "item"])
+    rows = table.to_pylist()
+    sizes = Counter(row["session"] for row in rows)
+    assert found.session_sizes.tolist() == sorted(sizes.values())
+    assert found.samples_per_session == pytest.approx(len(rows) / 200)
+    batches = [rows[start : start + batch] for start in range(0, len(rows), batch)]
+    in_batches = [size for part in batches for size in Counter(row["session"] for row in part).values()]
+    assert found.samples_per_session_in_batch == pytest.approx(np.mean(in_batches))
+    for feature in found.features:
+
+        def of(row: dict[str, object], name: str = feature.feature) -> tuple[int, ...]:
+            value = row[name]
+            return tuple(value) if isinstance(value, list) else (value,)  # type: ignore[return-value]
+
+        lists = {(row["session"], of(row)) for row in rows}
+        assert feature.exact == pytest.approx(1 - len(lists) / len(rows))
+        most: Counter[tuple[object, int]] = Counter()
+        for session, values in lists:
+            for value, count in Counter(values).items():
+                most[session, value] = max(most[session, value], count)
+        total = sum(len(of(row)) for row in rows)
+        assert feature.partial == pytest.approx(1 - sum(most.values()) / total)
+        kept = sum(len(values) for part in batches for values in {of(row) for row in part})
+        assert feature.measured == pytest.approx(total / kept)
+        if clustered and feature.feature != "item":
+            assert feature.predicted == pytest.approx(feature.measured, rel=0.1)
+            assert feature.measured > 2
+    exact, partial = found.overall(weighted=False)
+    assert exact == pytest.approx(np.mean([feature.exact for feature in found.features]))
+    weighted = found.overall(weighted=True)
+    assert weighted[0] > exact  # the longest feature repeats most
+    assert weighted[1] > partial
+
+
+def test_texts_are_features_too(tmp_path: Path) -> None:
+    table = pa.table({"s": ["a", "a", "b"], "f": [["x", "yy"], ["x", "yy"], None], "g": ["q", "q", "r"]})
+    written(table, tmp_path)
+    found = measure_duplication(tmp_path, session="s", features=["f", "g"])
+    assert [feature.measured for feature in found.features] == [2, 1.5]
+
+
+def test_groups_are_the_features_that_change_together(tmp_path: Path) -> None:
+    table = log(300).sort_by([("session", "ascending"), ("time", "ascending")])
+    assert suggest_groups(table) == [["history", "shops"], ["liked"]]
+    assert suggest_groups(table, features=["liked", "item", "history"]) == [["history"], ["liked"]]
+    assert suggest_groups(table, threshold=100) == []
+    written(table, tmp_path)
+    assert suggest_groups(tmp_path, batch_size=128) == [["history", "shops"], ["liked"]]
+    shuffled = table.take(np.random.default_rng(0).permutation(table.num_rows))
+    assert suggest_groups(shuffled, batch_size=128) == []  # S is about 1 in such batches
+
+
+def test_features_that_hardly_ever_differ_share_a_group() -> None:
+    generator = np.random.default_rng(0)
+    a = np.repeat(np.arange(100), 10)
+    b = a.copy()
+    b[generator.choice(1000, 2)] = 1000  # rows where only one of them changed
+    table = pa.table({"a": [[v] * 9 for v in a.tolist()], "b": [[v] * 9 for v in b.tolist()]})
+    assert suggest_groups(table) == [["a", "b"]]
+    assert suggest_groups(table, tolerance=0.0) == [["a"], ["b"]]
+
+
+def test_data_that_cannot_be_measured(tmp_path: Path) -> None:
+    written(log(), tmp_path / "in", 2)
+    with pytest.raises(DataError, match="no column 'user'"):
+        measure_duplication(tmp_path / "in", session="user")
+    with pytest.raises(DataError, match="no column 'x'"):
+        suggest_groups(tmp_path / "in", features=["x"])
+    with pytest.raises(DataError, match="the table: no column 'x'"):
+        suggest_groups(log(), features=["x"])
+    written(pa.table({"s": [1], "t": [1]}), tmp_path / "flat")
+    with pytest.raises(DataError, match="no columns of lists; name the features"):
+        measure_duplication(tmp_path / "flat", session="s")
+    table = log()
+    keys = pa.array([None if number == 100 else "a" for number in range(table.num_rows)])
+    written(table.set_column(0, "session", keys), tmp_path / "nulls", 2)
+    with pytest.raises(DataError, match=r"log-0\.parquet: session column 'session' is null in row 100"):
+        measure_duplication(tmp_path / "nulls", session="session")
