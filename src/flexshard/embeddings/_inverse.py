@@ -118,17 +118,17 @@ class InverseKeyedJaggedTensor(Pipelineable):
         if features.variable_stride_per_key():
             raise DataError("features have batches of different size per key; give every key one length per sample")
         names = checked_groups(groups, features.keys())
-        device, stride = features.device(), int(features.stride())
+        device = features.device()
         columns = columns_of(features)
         found = []
         for group in names:
             same = distinct_rows(*(columns[key] for key in group))
-            taken = {key: columns[key].take(same.first) for key in group}
-            jagged = keyed(taken, features.lengths().dtype, device)
+            own = {key: columns[key] for key in group}
+            jagged = keyed(own, features.lengths().dtype, device, rows=same.first)
             found.append(DedupedGroup(jagged, torch.from_numpy(same.inverse).to(device)))
         grouped = {key for group in names for key in group}
         rest = [key for key in features.keys() if key not in grouped]
-        plain = keyed({key: columns[key] for key in rest}, features.lengths().dtype, device, stride) if rest else None
+        plain = keyed({key: columns[key] for key in rest}, features.lengths().dtype, device) if rest else None
         return cls(found, plain, features.keys())
 
     @classmethod
@@ -161,11 +161,12 @@ class InverseKeyedJaggedTensor(Pipelineable):
         found = []
         for group in names:
             same = distinct_rows(*(columns[key] for key in group))
-            jagged = keyed({key: columns[key].take(same.first) for key in group}, torch.int64, torch.device("cpu"))
+            own = {key: columns[key] for key in group}
+            jagged = keyed(own, torch.int64, torch.device("cpu"), rows=same.first)
             found.append(DedupedGroup(jagged, torch.from_numpy(same.inverse)))
         grouped = {key for group in names for key in group}
         rest = {key: column for key, column in columns.items() if key not in grouped}
-        plain = keyed(rest, torch.int64, torch.device("cpu"), table.num_rows) if rest else None
+        plain = keyed(rest, torch.int64, torch.device("cpu")) if rest else None
         return cls(found, plain, list(columns))
 
     @classmethod

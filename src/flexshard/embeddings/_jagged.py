@@ -1,7 +1,8 @@
-"""Lists of numbers as flat arrays, and which rows of them are the same: exact, on Arrow's hash tables."""
+"""Lists of numbers as flat arrays, and which rows of them are the same: exact, compiled or on Arrow's hash tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ import pyarrow.types as pt
 from flexshard._sources import is_list
 from flexshard.errors import DataError
 
-__all__ = ["Distinct", "JaggedArray", "distinct_rows", "jagged_of_arrow", "shared_runs"]
+__all__ = ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"]
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
+_COMPILED_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class JaggedArray:
 
     def take(self, rows: IntArray) -> JaggedArray:
         """These rows, in this order."""
-        weights = None if self.weights is None else _taken(self.weights, self.offsets, rows)[0]
-        return JaggedArray(*_taken(self.values, self.offsets, rows), weights)
+        values, lengths, weights = joined([self], rows)
+        return JaggedArray.of(values, lengths, weights)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ def distinct_rows(*columns: JaggedArray) -> Distinct:
     """
     if not columns or len({len(column) for column in columns}) > 1:
         raise DataError(f"columns of one batch have as many rows, found {[len(column) for column in columns]}")
+    rows, kernels = len(columns[0]), _kernels(len(columns[0]))
+    if kernels is not None:
+        parts = [
+            (_as_unsigned(values), column.offsets)
+            for column in columns
+            for values in (column.values, column.weights)
+            if values is not None
+        ]
+        same = kernels.first_rows(parts, rows)
+        if same is not None:
+            is_first = same == np.arange(rows)
+            return Distinct((np.cumsum(is_first) - 1)[same], np.flatnonzero(is_first))
     codes: list[npt.NDArray[np.int32]] = []
     for column in columns:
         for values in (column.values, column.weights):
@@ -95,6 +109,22 @@ def distinct_rows(*columns: JaggedArray) -> Distinct:
     return Distinct(both.astype(np.int64), first)
 
 
+def _kernels(rows: int) -> Any:
+    """Compiled loops, where numba is installed and the rows are enough to pay for loading them; else None."""
+    if rows < _COMPILED_ROWS:
+        return None
+    try:
+        from flexshard.embeddings import _kernels as compiled
+    except ImportError:
+        return None
+    return compiled
+
+
+def _as_unsigned(values: AnyArray) -> AnyArray:
+    """The values' bits, without copying them."""
+    return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+
+
 def _codes(array: pa.Array) -> npt.NDArray[np.int32]:
     """Number of the distinct value at every place, in order of first appearance."""
     return np.asarray(array.dictionary_encode().indices.to_numpy())
@@ -107,13 +137,39 @@ def _binary(values: AnyArray, offsets: IntArray) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), offsets.size - 1, [None, ends, pa.py_buffer(data.view(np.uint8))])
 
 
-def _taken(values: AnyArray, offsets: IntArray, rows: IntArray) -> tuple[AnyArray, IntArray]:
+def joined(columns: Sequence[JaggedArray], rows: IntArray | None = None) -> tuple[AnyArray, IntArray, AnyArray | None]:
+    """Values, lengths and weights of these rows (all by default) of the first column, then of the next, and so on.
+
+    The arrays are new ones, which may be written to.
+    """
+    lengths = [column.lengths if rows is None else column.lengths[rows] for column in columns]
+    values = _joined([(column.values, column.offsets) for column in columns], lengths, rows)
+    weighted = [(column.weights, column.offsets) for column in columns if column.weights is not None]
+    return values, np.concatenate(lengths), _joined(weighted, lengths, rows) if weighted else None
+
+
+def _joined(
+    columns: Sequence[tuple[AnyArray, IntArray]], lengths: Sequence[IntArray], rows: IntArray | None
+) -> AnyArray:
+    if rows is None:
+        return np.concatenate([values for values, _ in columns])
+    kernels, kind = _kernels(rows.size), columns[0][0].dtype
+    if kernels is None or any(values.dtype != kind for values, _ in columns):
+        return np.concatenate([_taken(values, offsets, rows) for values, offsets in columns])
+    sizes = [int(each.sum()) for each in lengths]
+    # Arrow keeps the pages of buffers that are given back; NumPy would fault new ones in for every batch.
+    found: AnyArray = np.frombuffer(pa.allocate_buffer(sum(sizes) * kind.itemsize), kind)
+    start = 0
+    for (values, offsets), size in zip(columns, sizes, strict=True):
+        kernels.gather(_as_unsigned(values), offsets, rows, _as_unsigned(found[start : start + size]))
+        start += size
+    return found
+
+
+def _taken(values: AnyArray, offsets: IntArray, rows: IntArray) -> AnyArray:
     taken = _binary(values, offsets).take(pa.array(rows))
-    ends = np.frombuffer(taken.buffers()[1], np.int64, rows.size + 1) // values.itemsize
-    data = taken.buffers()[2]
-    count = int(ends[-1])
-    flat = np.frombuffer(data, values.dtype, count) if count else np.zeros(0, values.dtype)
-    return flat, ends
+    count = np.frombuffer(taken.buffers()[1], np.int64, rows.size + 1)[-1] // values.itemsize
+    return np.frombuffer(taken.buffers()[2], values.dtype, count) if count else np.zeros(0, values.dtype)
 
 
 def jagged_of_arrow(

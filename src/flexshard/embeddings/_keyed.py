@@ -10,7 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from flexshard._values import first_repeated
-from flexshard.embeddings._jagged import JaggedArray, jagged_of_arrow
+from flexshard.embeddings._jagged import IntArray, JaggedArray, jagged_of_arrow, joined
 from flexshard.embeddings._select import jagged_index_select
 from flexshard.errors import DataError
 
@@ -106,17 +106,20 @@ def bad_row(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> DataError
 
 
 def keyed(
-    columns: Mapping[str, JaggedArray], lengths: torch.dtype, device: torch.device, stride: int | None = None
+    columns: Mapping[str, JaggedArray],
+    lengths: torch.dtype,
+    device: torch.device,
+    *,
+    rows: IntArray | None = None,
 ) -> KeyedJaggedTensor:
-    arrays = list(columns.values())
-    weights = [array.weights for array in arrays if array.weights is not None]
-    each = torch.from_numpy(np.concatenate([array.lengths for array in arrays])).to(lengths)
+    """These rows (all by default) of some columns."""
+    values, each, weights = joined(list(columns.values()), rows)
     return KeyedJaggedTensor(
         keys=list(columns),
-        values=torch.from_numpy(np.concatenate([array.values for array in arrays])).to(device),
-        lengths=each.to(device),
-        weights=torch.from_numpy(np.concatenate(weights)).to(device) if weights else None,
-        stride=len(arrays[0]) if stride is None else stride,
+        values=torch.from_numpy(values).to(device),
+        lengths=torch.from_numpy(each).to(lengths).to(device),
+        weights=None if weights is None else torch.from_numpy(weights).to(device),
+        stride=len(next(iter(columns.values()))) if rows is None else int(rows.size),
     )
 
 

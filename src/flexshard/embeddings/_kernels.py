@@ -1,0 +1,128 @@
+"""Compiled loops over rows of lists, for the exact search of duplicates; a plain path stands beside each.
+
+A row is found by a hash of its length and of its first and last values only, and then compared with the candidate as a
+whole. Rows that such a hash takes for others' are found by a hash of all their values, and compared again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["first_rows", "gather"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+def first_rows(columns: Sequence[tuple[npt.NDArray[Any], IntArray]], rows: int) -> IntArray | None:
+    """For each row, the first that is the same in all columns; shape (rows,).
+
+    Args:
+        columns: values (seen as unsigned integers) and offsets of each.
+        rows: of every column.
+
+    Returns:
+        None where even hashes of whole rows collide; the plain path decides then.
+    """
+    hashes = np.zeros(rows, np.uint64)
+    first = np.empty(rows, np.int64)
+    same = np.ones(rows, np.bool_)
+    table = np.zeros(1 << max(4, (2 * rows - 1).bit_length()), np.uint64)
+    for values, offsets in columns:
+        _hash_ends(values, offsets, hashes)
+    _probe(hashes, table, first)
+    for values, offsets in columns:
+        _compare(values, offsets, first, same)
+    wrong = np.flatnonzero(~same)
+    if not wrong.size:
+        return first
+    found = np.empty(wrong.size, np.int64)
+    full = np.zeros(wrong.size, np.uint64)
+    for values, offsets in columns:
+        _hash_whole(values, offsets, wrong, full)
+    _probe(full, np.zeros(1 << max(4, (2 * wrong.size - 1).bit_length()), np.uint64), found)
+    first[wrong] = wrong[found]
+    same[wrong] = True
+    for values, offsets in columns:
+        _compare(values, offsets, first, same)
+    return first if same.all() else None
+
+
+@numba.njit(cache=True)
+def _mixed(h, value):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    h = (h ^ value) * np.uint64(0x9E3779B97F4A7C15)
+    return h ^ (h >> np.uint64(32))
+
+
+@numba.njit(cache=True)
+def _hash_ends(values, offsets, hashes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    for row in range(hashes.size):
+        begin, stop = offsets[row], offsets[row + 1]
+        h = _mixed(hashes[row], np.uint64(stop - begin))
+        if stop > begin:
+            h = _mixed(_mixed(h, np.uint64(values[begin])), np.uint64(values[stop - 1]))
+        hashes[row] = h
+
+
+@numba.njit(cache=True)
+def _hash_whole(values, offsets, rows, hashes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    for place in range(rows.size):
+        begin, stop = offsets[rows[place]], offsets[rows[place] + 1]
+        h = _mixed(hashes[place], np.uint64(stop - begin))
+        for position in range(begin, stop):
+            h = _mixed(h, np.uint64(values[position]))
+        hashes[place] = h
+
+
+@numba.njit(cache=True)
+def _probe(hashes, table, first):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    # An entry is half a hash and the row, from 1, that brought it.
+    high = np.uint64(0xFFFFFFFF00000000)
+    mask = np.uint64(table.size - 1)
+    for row in range(hashes.size):
+        tag = hashes[row] & high
+        place = (hashes[row] >> np.uint64(7)) & mask
+        while True:
+            entry = table[place]
+            if entry == 0:
+                table[place] = tag | np.uint64(row + 1)
+                first[row] = row
+                break
+            if entry & high == tag:
+                first[row] = np.int64(entry & ~high) - 1
+                break
+            place = (place + np.uint64(1)) & mask
+
+
+@numba.njit(cache=True)
+def _compare(values, offsets, first, same):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    for row in range(first.size):
+        other = first[row]
+        if other == row or not same[row]:
+            continue
+        begin, size = offsets[row], offsets[row + 1] - offsets[row]
+        if offsets[other + 1] - offsets[other] != size:
+            same[row] = False
+            continue
+        mine, theirs = values[begin : begin + size], values[offsets[other] : offsets[other] + size]
+        differ = np.uint64(0)
+        for position in range(size):  # no way out early, so that it becomes vector instructions
+            differ |= np.uint64(mine[position] ^ theirs[position])
+        if differ != 0:
+            same[row] = False
+
+
+@numba.njit(cache=True)
+def gather(values, offsets, rows, taken):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Values of these rows, one after the other, into ``taken``."""
+    end = 0
+    for place in range(rows.size):
+        begin, size = offsets[rows[place]], offsets[rows[place] + 1] - offsets[rows[place]]
+        source, target = values[begin : begin + size], taken[end : end + size]
+        for position in range(size):
+            target[position] = source[position]
+        end += size
