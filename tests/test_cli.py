@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from flexshard import AccessProfile, Plan
+from tests.ingestion.data import log, written
 
 COMMANDS = {
     "profile": {"--column", "--rows", "--hash", "--sample-key", "--holdout", "--by", "--json", "--output"},
@@ -30,6 +31,20 @@ COMMANDS = {
     "diff": {"--json"},
     "drift": {"--json"},
     "replay": {"--column", "--steps", "--profile", "--json"},
+    "cluster-sessions": {
+        "--session",
+        "--time",
+        "--shards",
+        "--keep",
+        "--keep-by",
+        "--seed",
+        "--row-group-rows",
+        "--memory",
+        "--ray",
+        "--output",
+        "--json",
+    },
+    "duplication": {"--session", "--feature", "--batch-size", "--threshold", "--output", "--json"},
     "generate": {"--rows", "--samples", "--length", "--exponent", "--seed", "--output", "--json"},
 }
 
@@ -428,3 +443,26 @@ def test_replay_counts_what_a_plan_would_move(project: Path) -> None:
     assert "5,000 samples are less than one step" in bad(project, "replay", "plan.json", *replay[2:], "items")
     (project / "small.yaml").unlink()
     (project / "small.json").unlink()
+
+
+def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:
+    data = log(600)
+    written(data, tmp_path / "log", 2)
+    out = good(tmp_path, "duplication", "log", "--session", "session", "--batch-size", 16)
+    assert "groups to deduplicate: none is above the threshold" in out
+    cluster = ("cluster-sessions", "log", "-o", "by_session", "--session", "session", "--time", "time")
+    out = good(tmp_path, *cluster, "--shards", 2, "--memory", "200MB")
+    assert "written to by_session (2 files)" in out
+    out = good(tmp_path, "duplication", "by_session", "--session", "session", "--batch-size", 64, "-o", "pictures")
+    assert "groups to deduplicate: [history, shops], [liked]" in out
+    for name in ("sessions.png", "duplication.png"):
+        assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
+    found = json.loads(good(tmp_path, "duplication", "by_session", "--session", "session", "--json"))
+    assert found["groups"] == [["history", "shops"], ["liked"]]
+    assert found["samples_per_session"] == pytest.approx(data.num_rows / 600)
+    kept = (*cluster[:3], "half", *cluster[4:], "--keep", 0.5, "--keep-by", "sample", "--json")
+    assert json.loads(good(tmp_path, *kept))["samples_per_session"] < 0.7 * found["samples_per_session"]
+    assert "it exists and is not an empty folder" in bad(tmp_path, *cluster)
+    assert "no column 'user'" in bad(tmp_path, *cluster[:3], "x", "--session", "user", "--time", "time")
+    assert "--keep-by is 'session' or 'sample'" in bad(tmp_path, *kept[:-2], "row")
+    assert "DataError" not in bad(tmp_path, "duplication", "nowhere", "--session", "session")

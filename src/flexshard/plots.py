@@ -9,16 +9,26 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from flexshard import units
 from flexshard._files import replacing
 from flexshard.costmodels import Table, breakpoints, normalized_costs, overlap_of, strategy_name
 from flexshard.errors import OutputError
+from flexshard.ingestion import Duplication
 from flexshard.planner import MarginalCurve, ParetoCurve, ParetoPoint
 from flexshard.profiling import AccessProfile
 from flexshard.topologies import Cluster
 
-__all__ = ["plot_marginal", "plot_normalized_costs", "plot_pareto", "plot_reduction", "plot_skew"]
+__all__ = [
+    "plot_duplication",
+    "plot_marginal",
+    "plot_normalized_costs",
+    "plot_pareto",
+    "plot_reduction",
+    "plot_sessions",
+    "plot_skew",
+]
 
 PathLike = str | os.PathLike[str]
 
@@ -243,6 +253,64 @@ def _save(figure: Any, path: PathLike) -> None:
     metadata = {"Software": None} if suffix == "png" else ({"Date": None} if suffix == "svg" else None)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150, format=suffix, metadata=metadata)
+
+
+def plot_sessions(found: Duplication, path: PathLike) -> None:
+    """Samples per session, in the dataset and in a batch: Figure 3 of the RecD paper.
+
+    Raises:
+        OutputError: the picture could not be written.
+    """
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for axes, sizes, where in (
+            (left, found.session_sizes, "the dataset"),
+            (right, found.batch_session_sizes, f"a batch of {found.batch_size:,}"),
+        ):
+            largest = max(int(sizes.max(initial=1)), 1)
+            edges = np.unique(np.round(np.geomspace(1, largest + 1, 40)))
+            axes.hist(sizes, bins=edges if edges.size > 1 else [1.0, 2.0], color="white", edgecolor="black", lw=0.8)
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(_plain)
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            mean = float(sizes.mean()) if sizes.size else 0.0
+            axes.axvline(mean, color="black", ls="--", lw=1, label=f"mean {mean:.2f}")
+            axes.set_xlabel(f"samples per session in {where}")
+            axes.set_ylabel("sessions")
+            axes.legend(frameon=False)
+        _save(figure, path)
+
+
+def plot_duplication(found: Duplication, path: PathLike) -> None:
+    """Exact and partial duplication of each feature, the most first: Figure 4 of the RecD paper.
+
+    Raises:
+        OutputError: the picture could not be written.
+    """
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8.5, 3.8), layout="constrained")
+        both = figure.subplots(1, 2, sharey=True)
+        for axes, number, what in ((both[0], 0, "exact"), (both[1], 1, "partial")):
+            features = sorted(found.features, key=lambda one: -getattr(one, what))
+            shares = [100 * getattr(one, what) for one in features]
+            few = len(features) <= 12
+            axes.bar(range(len(shares)), shares, 0.8 if few else 1.0, color="lightgray", edgecolor="black", lw=0.6)
+            for weighted, style in ((False, "--"), (True, ":")):
+                mean = 100 * found.overall(weighted=weighted)[number]
+                of = "ids (by length)" if weighted else "features"
+                axes.axhline(mean, color="black", ls=style, lw=1.2, label=f"all {of}: {mean:.1f} %")
+            if few:
+                axes.set_xticks(range(len(shares)), [one.feature for one in features], rotation=30, ha="right")
+            else:
+                axes.set_xlabel("feature")
+            axes.grid(axis="x", visible=False)
+            axes.set_title(f"{what} duplicates", fontsize=10)
+            axes.set_ylim(0, 100)
+            axes.legend(loc="lower left", fontsize=8.5, framealpha=0.95)
+        both[0].set_ylabel("% of samples' lists (left), of ids (right)")
+        _save(figure, path)
 
 
 def plot_reduction(reductions: Mapping[str, tuple[float, float]], path: PathLike) -> None:

@@ -410,7 +410,7 @@ def _write_all(batches: Iterator[pa.RecordBatch], schema: pa.Schema, job: _Job, 
     """Batches, in order of shard, to the file of their shard; every shard has one, if an empty one."""
     ahead = next(batches, None)
     for shard, path in enumerate(outputs):
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(path, schema, compression="zstd", compression_level=3) as writer:
             groups = _RowGroups(writer, schema, job)
             while ahead is not None:
                 numbers = ahead.column(_SHARD).to_numpy()
