@@ -21,7 +21,19 @@ ROOMS = {
     "executors": {"topologies", "profiling", "costmodels", "planner", "embeddings"},
     "ingestion": {"embeddings"},
 }
-COMMON = {"errors", "units", "_dedup", "_files", "_documents", "_grids", "_sources", "_together", "_values"}
+COMMON = {
+    "errors",
+    "units",
+    "_dedup",
+    "_files",
+    "_documents",
+    "_grids",
+    "_jagged",
+    "_kernels",
+    "_sources",
+    "_together",
+    "_values",
+}
 
 
 def imports_of(file: Path) -> set[str]:

@@ -276,10 +276,11 @@ def plot_sessions(found: Duplication, path: PathLike) -> None:
             axes.xaxis.set_major_formatter(_plain)
             axes.xaxis.set_minor_formatter(NullFormatter())
             mean = float(sizes.mean()) if sizes.size else 0.0
-            axes.axvline(mean, color="black", ls="--", lw=1, label=f"mean {mean:.2f}")
+            axes.axvline(mean, color="black", ls="--", lw=1)
             axes.set_xlabel(f"samples per session in {where}")
             axes.set_ylabel("sessions")
-            axes.legend(frameon=False)
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.set_title(f"mean {mean:.2f} (dashed)", fontsize=10)
         _save(figure, path)
 
 
@@ -306,9 +307,9 @@ def plot_duplication(found: Duplication, path: PathLike) -> None:
             else:
                 axes.set_xlabel("feature")
             axes.grid(axis="x", visible=False)
-            axes.set_title(f"{what} duplicates", fontsize=10)
             axes.set_ylim(0, 100)
-            axes.legend(loc="lower left", fontsize=8.5, framealpha=0.95)
+            where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+            axes.legend(title=f"{what} duplicates", fontsize=8.5, title_fontsize=10, frameon=False, **where)
         both[0].set_ylabel("% of samples' lists (left), of ids (right)")
         _save(figure, path)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexshard import _jagged as module
 from flexshard.embeddings import JaggedArray, distinct_rows
-from flexshard.embeddings import _jagged as module
 from flexshard.errors import DataError
 
 PATHS = ["compiled", "plain"]
@@ -95,7 +95,7 @@ def test_rows_that_differ_in_the_middle_alone(path: str) -> None:
 def test_hashes_that_are_no_use_at_all(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row has the same hash, of its ends and of all of it: the plain path still tells them apart."""
     if path == "compiled":
-        from flexshard.embeddings import _kernels
+        from flexshard import _kernels
 
         monkeypatch.setattr(_kernels, "_hash_ends", lambda *args: None)
         monkeypatch.setattr(_kernels, "_hash_whole", lambda *args: None)

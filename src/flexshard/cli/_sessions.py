@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.table import Table as Grid
 
 from flexshard import units
 from flexshard._files import make_folder
@@ -55,7 +54,7 @@ def cluster_sessions_command(
             memory=memory,
             ray=ray,
         )
-    emit(_clustered_document(found), as_json=as_json, text=_clustered_grid(found))
+    emit(_clustered_document(found), as_json=as_json, text=_clustered_text(found))
 
 
 def _clustered_document(found: Clustered) -> dict[str, Any]:
@@ -66,16 +65,14 @@ def _clustered_document(found: Clustered) -> dict[str, Any]:
     }
 
 
-def _clustered_grid(found: Clustered) -> Grid:
+def _clustered_text(found: Clustered) -> Group:
     grid = new_grid("Clustered by session", [""], ["rows", "sessions", "samples per session", "bytes"])
     read = (found.rows_read, found.sessions_read, found.samples_per_session_read, found.bytes_before)
     kept = (found.rows, found.sessions, found.samples_per_session, found.bytes_after)
     for name, (rows, sessions, mean, nbytes) in (("before", read), ("after", kept)):
         grid.add_row(name, f"{rows:,}", f"{sessions:,}", f"{mean:.2f}", units.format_bytes(nbytes))
-    grid.caption = (
-        f"storage {found.storage_ratio:.2f} times smaller; written to {found.path} ({len(found.files)} files)"
-    )
-    return grid
+    last = f"storage {found.storage_ratio:.2f} times smaller; written to {found.path} ({len(found.files)} files)"
+    return Group(grid, last)
 
 
 @app.command("duplication")

@@ -20,8 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from flexshard._files import replacing
+from flexshard._jagged import distinct_rows
 from flexshard._values import first_repeated
-from flexshard.embeddings._jagged import distinct_rows
 from flexshard.embeddings._keyed import (
     Groups,
     arrow_columns,

@@ -9,8 +9,8 @@ import pyarrow as pa
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from flexshard._jagged import IntArray, JaggedArray, jagged_of_arrow, joined
 from flexshard._values import first_repeated
-from flexshard.embeddings._jagged import IntArray, JaggedArray, jagged_of_arrow, joined
 from flexshard.embeddings._select import jagged_index_select
 from flexshard.errors import DataError
 

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from flexshard.embeddings._jagged import JaggedArray, distinct_rows, shared_runs
+from flexshard._jagged import JaggedArray, distinct_rows, shared_runs
 
 __all__ = ["PartialJaggedTensor"]
 

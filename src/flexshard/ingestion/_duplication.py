@@ -17,9 +17,9 @@ import pyarrow.dataset as pads
 import pyarrow.types as pt
 
 from flexshard._dedup import dedup_factor
+from flexshard._jagged import JaggedArray, distinct_rows, jagged_of_arrow
 from flexshard._sources import ParquetSource, expand, is_list
 from flexshard._values import finite, whole
-from flexshard.embeddings import JaggedArray, distinct_rows, jagged_of_arrow
 from flexshard.errors import DataError
 from flexshard.ingestion._batches import check_columns, fill_batches, row_groups
 

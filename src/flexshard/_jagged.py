@@ -114,7 +114,7 @@ def _kernels(rows: int) -> Any:
     if rows < _COMPILED_ROWS:
         return None
     try:
-        from flexshard.embeddings import _kernels as compiled
+        from flexshard import _kernels as compiled
     except ImportError:
         return None
     return compiled
