@@ -19,7 +19,17 @@ from flexshard import AccessProfile, Plan
 from tests.ingestion.data import log, written
 
 COMMANDS = {
-    "profile": {"--column", "--rows", "--hash", "--sample-key", "--holdout", "--by", "--json", "--output"},
+    "profile": {
+        "--column",
+        "--rows",
+        "--hash",
+        "--sample-key",
+        "--holdout",
+        "--by",
+        "--distinct-batch",
+        "--json",
+        "--output",
+    },
     "clusters": {"--output", "--json"},
     "measure": {"--memory", "--reserve", "--ranks-per-node", "--sizes", "--repeats", "--output", "--json"},
     "job": {"--cluster", "--batch-size", "--dim", "--output", "--json"},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexshard.errors import DataError
 
-__all__ = ["dedup_factor", "dedup_len"]
+__all__ = ["combined_dedup_factor", "dedup_factor", "dedup_len"]
 
 
 def dedup_len(avg_length: float, batch_size: float, samples_per_session: float, same: float) -> float:
@@ -35,3 +37,21 @@ def dedup_factor(samples_per_session: float, same: float) -> float:
         DataError: as :func:`dedup_len`.
     """
     return 1.0 / dedup_len(1.0, 1.0, samples_per_session, same)
+
+
+def combined_dedup_factor(factors: Sequence[float], avg_lengths: Sequence[float]) -> float:
+    """DedupFactor of all ids of several features, such as those of one table.
+
+    Args:
+        factors: of each feature; at least 1.
+        avg_lengths: l of each feature.
+
+    Raises:
+        DataError: factors below 1, negative lengths, or not as many of one as of the other.
+    """
+    if len(factors) != len(avg_lengths):
+        raise DataError(f"every feature has a factor and a length, found {len(factors)} and {len(avg_lengths)}")
+    if any(factor < 1 for factor in factors) or any(length < 0 for length in avg_lengths):
+        raise DataError("factors are at least 1 and lengths at least 0")
+    kept = sum(length / factor for factor, length in zip(factors, avg_lengths, strict=True))
+    return sum(avg_lengths) / kept if kept else 1.0

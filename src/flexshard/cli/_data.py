@@ -33,6 +33,9 @@ def profile_command(
     seed: Annotated[int, typer.Option(help="Seed of the holdout.")] = 0,
     by: Annotated[str | None, typer.Option(help="Column that names the table; writes one profile for each.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the table; the column's by default.")] = None,
+    distinct_batch: Annotated[
+        int | None, typer.Option(help="Count each distinct list once per so many rows, as deduplicated batches do.")
+    ] = None,
     reuse: Annotated[bool, typer.Option("--reuse", help="DATA is Meta's reuse statistics (text).")] = False,
     batch: Annotated[int, typer.Option(help="Which block of the reuse statistics, from 0.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Row groups decoded at once.")] = None,
@@ -42,7 +45,7 @@ def profile_command(
     if any(Path(name).exists() and output.exists() and output.samefile(name) for name in data if "://" not in name):
         raise DataError(f"{output} is the data itself; choose another path with -o")
     if reuse:
-        if by or column or hash_ or sample_key or holdout:
+        if by or column or hash_ or sample_key or holdout or distinct_batch:
             raise DataError("--reuse goes with --rows, --batch and --name alone")
         if len(data) != 1:
             raise DataError(f"--reuse takes one text file, found {len(data)}")
@@ -52,8 +55,8 @@ def profile_command(
     else:
         with counting_progress("reading") as progress:
             if by is not None:
-                if hash_ or sample_key or holdout:
-                    raise DataError("--by does not go with --hash, --sample-key or --holdout")
+                if hash_ or sample_key or holdout or distinct_batch:
+                    raise DataError("--by does not go with --hash, --sample-key, --holdout or --distinct-batch")
                 tables = AccessProfile.from_parquet_by(
                     data, column=column, by=by, num_rows=rows, workers=workers, progress=progress
                 )
@@ -69,6 +72,7 @@ def profile_command(
                     seed=seed,
                     workers=workers,
                     table=name,
+                    distinct_batch=distinct_batch,
                     progress=progress,
                 )
                 profiles = [one]

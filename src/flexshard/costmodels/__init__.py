@@ -1,6 +1,6 @@
 """What one placement costs: memory, bytes, seconds; for whole tables and for sets of rows."""
 
-from flexshard._dedup import dedup_factor, dedup_len
+from flexshard._dedup import combined_dedup_factor, dedup_factor, dedup_len
 from flexshard.costmodels._cost import QUANTILE, Collective, CollectiveKind, Cost, Overlap, OverlapLike, overlap_of
 from flexshard.costmodels._lines import Breakpoints, RowLines, breakpoints, normalized_costs, row_lines
 from flexshard.costmodels._placement import collective, column_wise_cost, placement_cost, strategy_name, table_wise_cost
@@ -30,6 +30,7 @@ __all__ = [
     "breakpoints",
     "collective",
     "column_wise_cost",
+    "combined_dedup_factor",
     "dedup_factor",
     "dedup_len",
     "expected_distinct",

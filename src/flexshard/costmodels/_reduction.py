@@ -32,7 +32,7 @@ def touched_rows(table: Table, batch_size: int, group_size: int, first_rank: int
     profile = table.profile
     ends = np.cumsum(profile.rows)
     inside = np.clip(ends, first_rank, first_rank + rows) - np.clip(ends - profile.rows, first_rank, first_rank + rows)
-    q = expected_distinct(profile.counts / profile.num_samples, batch_size * group_size)
+    q = expected_distinct(profile.counts / profile.num_samples, table.distinct_samples(batch_size) * group_size)
     return float(q @ inside) / group_size, float((q * (1 - q)) @ inside) / group_size
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._values import whole
+from flexshard._values import finite, whole
 from flexshard.errors import TableError
 from flexshard.profiling import AccessProfile
 
@@ -42,6 +42,9 @@ class Table:
         replication_multiplier: κ, bytes that a rank spends per byte of replicated weight. By default weights, dense
             gradient and communication bucket (1 each) and the optimizer's state.
         features: names of the features that look rows up.
+        dedup_factor: ids of a batch per id that deduplicated batches look up (RecD paper, section 4.2); of several
+            features, of all their ids together (:func:`combined_dedup_factor`). 1 if batches are not deduplicated, or
+            if the profile counts distinct lists alone.
 
     Raises:
         TableError: a field is out of range, or the profile is of a larger table.
@@ -55,6 +58,7 @@ class Table:
     optimizer: str = "rowwise_adagrad"
     replication_multiplier: float | None = None
     features: Sequence[str] = ()
+    dedup_factor: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
@@ -74,6 +78,10 @@ class Table:
             if not 1 <= kappa < float("inf"):
                 raise TableError(f"{where}: replication_multiplier must be at least 1 (the weights), found {kappa}")
             object.__setattr__(self, "replication_multiplier", kappa)
+        factor = finite(self.dedup_factor, f"{where}: dedup_factor", TableError)
+        if factor < 1:
+            raise TableError(f"{where}: dedup_factor must be at least 1 (nothing repeats), found {factor}")
+        object.__setattr__(self, "dedup_factor", factor)
         if self.profile.num_rows > self.rows:
             raise TableError(
                 f"{where}: has {self.rows:,} rows, but its profile is of {self.profile.num_rows:,};"
@@ -111,17 +119,22 @@ class Table:
     def reads(self, batch_size: int, *, index_dedup: bool = False) -> FloatArray:
         """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
         p = self.profile.counts / self.profile.num_samples
-        return expected_distinct(p, batch_size) if index_dedup else batch_size * p
+        distinct = self.distinct_samples(batch_size)
+        return expected_distinct(p, distinct) if index_dedup else distinct * p
+
+    def distinct_samples(self, batch_size: int) -> float:
+        """B / DedupFactor: samples of a batch whose lists are looked up, each distinct one once."""
+        return batch_size / self.dedup_factor
 
     def length_variation(self, batch_size: int) -> float | None:
         """Standard deviation over mean of the ids of a rank's batch; None where the profile knows no lengths.
 
-        Samples are taken as independent, so a batch varies less than a sample by sqrt(B).
+        Distinct samples are taken as independent, so a batch varies less than a sample by the root of their number.
         """
         lengths = self.profile.lengths
         if lengths is None or lengths.total == 0:
             return None
-        return float(np.sqrt(lengths.variance / batch_size) / lengths.mean)
+        return float(np.sqrt(lengths.variance / self.distinct_samples(batch_size)) / lengths.mean)
 
 
 def translation_bytes(rows: int) -> int:
@@ -129,7 +142,7 @@ def translation_bytes(rows: int) -> int:
     return rows * (4 if rows < 1 << 31 else 8)
 
 
-def expected_distinct(p: npt.ArrayLike, batch_size: int) -> FloatArray:
+def expected_distinct(p: npt.ArrayLike, batch_size: float) -> FloatArray:
     """Probability that a row is read at all in a batch: ``1 - (1-p)^B`` for p < 1, else 1.
 
     Args:

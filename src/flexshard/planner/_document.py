@@ -41,7 +41,7 @@ def _body(plan: Plan) -> dict[str, Any]:
 def _table_document(table: TablePlan) -> dict[str, Any]:
     document = asdict(table)
     document["tiers"] = [_without(tier, reduction="dense") for tier in document["tiers"]]
-    return document
+    return _without(document, dedup_factor=1.0, undeduplicated=())
 
 
 def _without(document: dict[str, Any], **usual: Any) -> dict[str, Any]:
@@ -130,7 +130,9 @@ def _table(body: dict[str, Any]) -> TablePlan:
     alternatives = tuple(
         Alternative(**(entry | {"group_sizes": tuple(entry["group_sizes"])})) for entry in body["alternatives"]
     )
-    return TablePlan(**(body | {"features": tuple(body["features"]), "tiers": tiers, "alternatives": alternatives}))
+    other = tuple((int(size), int(rows)) for size, rows in body.get("undeduplicated", ()))
+    changed = {"features": tuple(body["features"]), "tiers": tiers, "alternatives": alternatives}
+    return TablePlan(**(body | changed | {"undeduplicated": other}))
 
 
 def _cost(body: dict[str, Any]) -> Cost:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from flexshard import units
-from flexshard.costmodels import overlap_of, row_lines, strategy_name
+from flexshard.costmodels import expected_distinct, overlap_of, row_lines, strategy_name
 from flexshard.errors import PlanError
 from flexshard.planner._plan import Alternative, Plan, TablePlan
 from flexshard.planner._render import table_heading, worth_of_memory
@@ -97,11 +95,8 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
     found = []
     for tier in table.tiers:
         p = tier.coldest_p
-        w = (
-            float(-np.expm1(settings.batch_size * np.log1p(-min(p, 1 - 2**-53))))
-            if settings.index_dedup
-            else p * settings.batch_size
-        )
+        distinct = settings.batch_size / table.dedup_factor
+        w = float(expected_distinct(p, distinct)) if settings.index_dedup else p * distinct
         memory = row_bytes * (lines.memory_fixed + lines.memory_per_read * w)
         seconds = row_bytes * (lines.comm_fixed + lines.comm_per_read * w)
         costs = [

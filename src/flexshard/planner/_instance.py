@@ -286,5 +286,7 @@ def _concatenated(
         np.cumsum((reads[part] if index_dedup else profile.counts) * profile.rows, out=cum_units[part])
         cum_rows[start + count : end] = table.rows
         cum_units[start + count : end] = cum_units[start + count - 1]
-    unit_reads = np.array([1.0 if index_dedup else batch_size / table.profile.num_samples for table in tables])
+    unit_reads = np.array(
+        [1.0 if index_dedup else table.distinct_samples(batch_size) / table.profile.num_samples for table in tables]
+    )
     return starts, reads, cum_rows, cum_units, unit_reads

@@ -43,6 +43,7 @@ class TableSpec(_Spec):
     optimizer: str = "rowwise_adagrad"
     replication_multiplier: float | None = None
     features: list[str] = Field(default_factory=list)
+    dedup_factor: float = 1.0
 
 
 class JobSpec(_Spec):
@@ -153,6 +154,7 @@ def _table(folder: Path, spec: TableSpec) -> Table:
         spec.optimizer,
         spec.replication_multiplier,
         tuple(spec.features),
+        spec.dedup_factor,
     )
 
 

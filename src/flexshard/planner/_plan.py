@@ -103,6 +103,9 @@ class TablePlan:
         num_samples, avg_length: of the profile.
         tiers: hottest first; only those that hold rows.
         alternatives: next best choices, cheapest first; empty for method "paper".
+        dedup_factor: as in :class:`Table`.
+        undeduplicated: (group size, rows) of the tiers that the table would have without deduplication, hottest first;
+            empty where no table of the plan is deduplicated.
     """
 
     name: str
@@ -119,6 +122,8 @@ class TablePlan:
     avg_length: float
     tiers: tuple[Tier, ...]
     alternatives: tuple[Alternative, ...] = ()
+    dedup_factor: float = 1.0
+    undeduplicated: tuple[tuple[int, int], ...] = ()
 
     def tier(self, group_size: int) -> Tier | None:
         """The tier of this group size, if it holds any rows."""
@@ -134,8 +139,8 @@ class Plan:
         settings: what was asked for.
         tables: by name, in the order given.
         predicted: the plan's six metrics per rank and iteration.
-        baselines: those of "row_wise", "data_parallel", "paper_2_tier" and "paper_3_tier", and of those that
-            ``compare`` added.
+        baselines: those of "row_wise", "data_parallel", "paper_2_tier" and "paper_3_tier", of those that ``compare``
+            added, and of the same job "without_deduplication" where some table is deduplicated.
         lower_bound_seconds: no plan within the budget has less exposed communication.
         memory_price_seconds_per_gib: exposed time that one more GiB would save at the margin.
         next_gib_seconds: exposed time of the best plan with one GiB more; None for method "paper".

@@ -25,7 +25,26 @@ def plan_text(plan: Plan) -> str:
 
 def plan_renderable(plan: Plan) -> RenderableType:
     """Tiers of the tables, costs beside the baselines, and the proof."""
-    return Group(_heading(plan), _tiers_grid(plan), costs_grid(plan), *_proof(plan))
+    parts: list[RenderableType] = [_heading(plan), _tiers_grid(plan), costs_grid(plan)]
+    if any(table.undeduplicated for table in plan.tables.values()):
+        parts.append(_dedup_grid(plan))
+    return Group(*parts, *_proof(plan))
+
+
+def _dedup_grid(plan: Plan) -> Grid:
+    """Tiers with deduplicated batches and without; what they cost stands among the baselines."""
+    grid = new_grid("What deduplication changes", ["table"], ["DedupFactor", "rows by group without", "with"])
+    for table in list(plan.tables.values())[:_MOST_TABLES]:
+        now = tuple((tier.group_size, tier.rows) for tier in table.tiers)
+        cells = (" + ".join(f"{rows:,} ({size})" for size, rows in tiers) for tiers in (table.undeduplicated, now))
+        grid.add_row(table.name, f"{table.dedup_factor:.2f}", *cells)
+    before, after = plan.baselines["without_deduplication"], plan.predicted
+    memory = units.format_bytes(abs(before.memory_bytes - after.memory_bytes))
+    grid.caption = (
+        f"{memory} per rank {'less' if after.memory_bytes <= before.memory_bytes else 'more'}, exposed communication"
+        f" {units.format_seconds(before.exposed_seconds)} without, {units.format_seconds(after.exposed_seconds)} with"
+    )
+    return grid
 
 
 def _heading(plan: Plan) -> Text:

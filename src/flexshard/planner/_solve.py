@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -96,12 +96,30 @@ def solve(
         alternatives = _alternatives(instance, allocation, limit, price, tiers)
     sparse = sparse_tiers(instance, allocation, reduction)
     predicted = cost_with_reductions(instance, allocation, sparse)
+    placed, baselines = _tables(instance, allocation, sparse, alternatives), _baselines(instance, limit)
+    if any(table.dedup_factor > 1 for table in instance.tables):
+        whole_batches = solve(
+            [replace(table, dedup_factor=1.0) for table in instance.tables],
+            cluster,
+            batch_size=batch_size,
+            budget=budget,
+            tiers=tiers,
+            method=method,
+            overlap=overlap,
+            index_dedup=index_dedup,
+            reduction=reduction,
+            translation=translation,
+        )
+        baselines["without_deduplication"] = whole_batches.predicted
+        for name, other in whole_batches.tables.items():
+            rows = tuple((tier.group_size, tier.rows) for tier in other.tiers)
+            placed[name] = replace(placed[name], undeduplicated=rows)
     return Plan(
         cluster=cluster,
         settings=settings,
-        tables=_tables(instance, allocation, sparse, alternatives),
+        tables=placed,
         predicted=predicted,
-        baselines=_baselines(instance, limit),
+        baselines=baselines,
         # Two orders of one sum may differ in the last bit; a bound above the cost would read as a contradiction.
         lower_bound_seconds=min(best.lower_bound_seconds, predicted.exposed_seconds),
         memory_price_seconds_per_gib=price * units.GIB,
@@ -182,6 +200,7 @@ def _tables(
             avg_length=table.profile.avg_length,
             tiers=_tiers(instance, index, allocation[index], reads[index], sparse[index]),
             alternatives=alternatives[index],
+            dedup_factor=table.dedup_factor,
         )
         for index, table in enumerate(instance.tables)
     }
@@ -276,6 +295,7 @@ def _per_table(instance: Instance, allocation: Allocation) -> tuple[npt.NDArray[
 def _job_digest(instance: Instance, settings: Settings) -> str:
     tables = [
         (t.name, t.rows, t.dim, t.dtype, t.optimizer, t.replication_multiplier, t.features, t.profile.digest)
+        + ((t.dedup_factor,) if t.dedup_factor > 1 else ())
         for t in instance.tables
     ]
     text = json.dumps([tables, asdict(instance.cluster), asdict(settings)], sort_keys=True)

@@ -53,6 +53,7 @@ class FlexShardPlanner(ShardingPlanner):
             only rank rows, and those that the plan names are read where none is given.
         cluster, batch_size, budget, tiers, overlap, index_dedup, reduction: as for :func:`flexshard.solve`, if no plan
             is given; reduction is "auto" here. The translation of ids is counted as on the device.
+        dedup_factors: DedupFactor of tables, by name as for ``profiles``; 1 for those not named.
         base: directory that a plan's profile paths are relative to: that of its job file.
         torchrec_planner: for the other modules, with a memory limit of its own; by default TorchRec's with what the
             plan leaves.
@@ -73,6 +74,7 @@ class FlexShardPlanner(ShardingPlanner):
         overlap: OverlapLike = None,
         index_dedup: bool = False,
         reduction: str = "auto",
+        dedup_factors: Mapping[str, float] | None = None,
         base: str | os.PathLike[str] = ".",
         torchrec_planner: ShardingPlanner | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class FlexShardPlanner(ShardingPlanner):
             raise JobError("FlexShardPlanner needs a plan, or profiles, a cluster and a batch_size to solve one")
         self._plan, self._profiles, self._base = plan, dict(profiles or {}), Path(base)
         self._cluster, self._batch_size = cluster, batch_size
+        self._dedup_factors = dict(dedup_factors or {})
         self._how: dict[str, Any] = {
             "budget": budget,
             "tiers": tiers,
@@ -238,6 +241,7 @@ class FlexShardPlanner(ShardingPlanner):
                     dtype=_dtype(config),
                     optimizer=_optimizer(collections[fqn].embeddings[name].weight, kinds[EmbeddingCollection]),
                     features=tuple(config.feature_names),
+                    dedup_factor=self._dedup_factors.get(f"{fqn}.{name}", self._dedup_factors.get(name, 1.0)),
                 )
             )
         if not problem:

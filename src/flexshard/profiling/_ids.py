@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from flexshard._jagged import JaggedArray, distinct_rows
 from flexshard._sources import Chunk, ParquetSource, is_list
 from flexshard.errors import DataError
 from flexshard.profiling._moments import LengthMoments
@@ -42,6 +43,21 @@ class IdBatch:
     def num_samples(self) -> int:
         """Samples in the batch."""
         return int(self.ids.size if self.lengths is None else self.lengths.size)
+
+    def distinct(self, batch_size: int) -> IdBatch:
+        """Every distinct list once per ``batch_size`` rows of the file; its other samples have none."""
+        jagged = JaggedArray.of(self.ids, np.ones(self.ids.size, np.int64) if self.lengths is None else self.lengths)
+        lengths, cut = jagged.lengths, self.first_row % batch_size
+        kept = []
+        for start in range(-cut, len(jagged), batch_size):
+            begin, end = max(start, 0), min(start + batch_size, len(jagged))
+            ends = jagged.offsets[begin : end + 1]
+            part = JaggedArray(jagged.values[ends[0] : ends[-1]], ends - ends[0])
+            kept.append(distinct_rows(part).first + begin)
+        first = np.concatenate(kept) if kept else np.zeros(0, np.int64)
+        own = np.zeros_like(lengths)
+        own[first] = lengths[first]
+        return replace(self, ids=jagged.take(first).values, lengths=own)
 
     def moments(self, where: npt.NDArray[np.bool_] | None = None) -> LengthMoments:
         """Moments of the samples' lengths (of those ``where`` it is true)."""

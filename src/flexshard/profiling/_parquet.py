@@ -54,6 +54,7 @@ def profile_parquet(
     seed: int,
     workers: int | None,
     table: str,
+    distinct_batch: int | None,
     progress: ProgressCallback | None,
 ) -> AccessProfile:
     """See :meth:`AccessProfile.from_parquet`."""
@@ -62,6 +63,10 @@ def profile_parquet(
         raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
     if workers is not None:
         workers = whole(workers, "workers", DataError)
+    if distinct_batch is not None:
+        distinct_batch = whole(distinct_batch, "distinct_batch", DataError)
+        if sample_key is not None:
+            raise DataError("distinct_batch counts rows of the file; it does not go with sample_key")
     sources = _checked(paths, column)
     columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
     if sample_key is not None:
@@ -72,6 +77,8 @@ def profile_parquet(
     keyed = KeyedLengths(holdout, seed) if sample_key is not None else None
     for chunk in _with_progress(sources, columns, workers, progress):
         batch = read_ids(chunk, column)
+        if distinct_batch is not None:
+            batch = batch.distinct(distinct_batch)
         if keyed is not None and sample_key is not None:
             keyed.add(key_array(chunk, sample_key), batch.lengths)
         if held is None:

@@ -276,6 +276,7 @@ class AccessProfile:
         seed: int = 0,
         workers: int | None = None,
         table: str | None = None,
+        distinct_batch: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> AccessProfile:
         """A profile from Parquet files, streamed: memory is bounded by ``num_rows``, not by the data.
@@ -292,6 +293,8 @@ class AccessProfile:
             seed: of that hash.
             workers: files or row groups decoded at once; by default the number of processors, at most 8.
             table: name of the profile; the column's by default.
+            distinct_batch: count each distinct list once per so many rows of the file, as deduplicated batches of this
+                size look it up; p is then of these reads, and the table's ``dedup_factor`` stays 1.
             progress: called with (rows read, rows in all).
 
         Raises:
@@ -307,6 +310,7 @@ class AccessProfile:
             sample_key=sample_key,
             holdout=holdout,
             seed=seed,
+            distinct_batch=distinct_batch,
             workers=workers,
             table=column if table is None else table,
             progress=progress,
