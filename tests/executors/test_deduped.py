@@ -202,6 +202,10 @@ def test_a_module_runs_once_per_distinct_row() -> None:
     other = DedupedJagged(rows.values, rows.lengths, torch.tensor([0, 1, 1]))
     with pytest.raises(DataError, match="sequences of different groups"):
         Deduped(Count())(rows, other)
+    plain = JaggedTensor(rows.values, lengths=rows.lengths)
+    assert Deduped(Count())(plain)[0].tolist() == [24, 21]  # as it would by itself
+    with pytest.raises(DataError, match="a plain sequence has a row per sample"):
+        Deduped(Count())(rows, plain)
     with pytest.raises(DataError, match="needs a sequence"):
         Deduped(Count())()
 

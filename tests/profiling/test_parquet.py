@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexshard import AccessProfile
+from flexshard import AccessProfile, _sources
 from flexshard.errors import DataError, ProfileError
-from flexshard.profiling import _counting, _sources, hash_to_rows
+from flexshard.profiling import _counting, hash_to_rows
 
 
 def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:

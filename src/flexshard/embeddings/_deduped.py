@@ -62,34 +62,48 @@ class Deduped(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *sequences: DedupedJagged, **others: Any) -> Any:
+    def forward(self, *sequences: DedupedJagged | JaggedTensor, **others: Any) -> Any:
         """Its output for every sample; shape (B, ...), for each tensor that it returns.
 
         Args:
-            sequences: of features of one group, given to the module as JaggedTensors of R lists.
+            sequences: of features of one group, given to the module as JaggedTensors of R lists; or of plain features,
+                for which it runs as it would by itself.
             others: given to it as they are.
 
         Raises:
             DataError: no sequences, or of different groups; or an output that has not a row per distinct row.
         """
         shared = _shared(sequences)
-        return _expanded(self.module(*(sequence.distinct() for sequence in sequences), **others), shared)
+        return _expanded(self.module(*(_distinct(sequence) for sequence in sequences), **others), shared)
 
 
 @torch.fx.wrap
-def _shared(sequences: tuple[DedupedJagged, ...]) -> DedupedJagged:
-    """One of them, all being of one group."""
+def _shared(sequences: tuple[DedupedJagged | JaggedTensor, ...]) -> DedupedJagged | None:
+    """One of them, all being of one group; None if they are plain."""
     if not sequences:
         raise DataError("a deduplicated module needs a sequence; call it with DedupedJagged values")
-    for other in sequences[1:]:
-        if other.inverse is not sequences[0].inverse and not torch.equal(other.inverse, sequences[0].inverse):
+    deduped = [sequence for sequence in sequences if isinstance(sequence, DedupedJagged)]
+    if not deduped:
+        return None
+    first = deduped[0]
+    for other in deduped[1:]:
+        if other.inverse is not first.inverse and not torch.equal(other.inverse, first.inverse):
             raise DataError("sequences of different groups have rows of their own; put their features in one group")
-    return sequences[0]
+    if len(deduped) < len(sequences):
+        raise DataError("a plain sequence has a row per sample; put its feature in the group of the others")
+    return first
 
 
 @torch.fx.wrap
-def _expanded(found: Any, shared: DedupedJagged) -> Any:
+def _distinct(sequence: DedupedJagged | JaggedTensor) -> JaggedTensor:
+    return sequence.distinct() if isinstance(sequence, DedupedJagged) else sequence
+
+
+@torch.fx.wrap
+def _expanded(found: Any, shared: DedupedJagged | None) -> Any:
     """A module's outputs, for every sample."""
+    if shared is None:
+        return found
     rows = int(shared.lengths.numel())
 
     def expand(output: torch.Tensor) -> torch.Tensor:

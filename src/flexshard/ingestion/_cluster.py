@@ -409,8 +409,11 @@ def _batches(relation: Any) -> Iterator[pa.RecordBatch]:
 def _write_all(batches: Iterator[pa.RecordBatch], schema: pa.Schema, job: _Job, outputs: Sequence[str]) -> None:
     """Batches, in order of shard, to the file of their shard; every shard has one, if an empty one."""
     ahead = next(batches, None)
+    # Numbers in a dictionary are packed into bits, where a repeated list starts at another bit each time and zstd does
+    # not see that it repeats; as they are, it does.
+    flat = [field.name for field in schema if not pt.is_nested(field.type)]
     for shard, path in enumerate(outputs):
-        with pq.ParquetWriter(path, schema, compression="zstd", compression_level=3) as writer:
+        with pq.ParquetWriter(path, schema, compression="zstd", compression_level=3, use_dictionary=flat) as writer:
             groups = _RowGroups(writer, schema, job)
             while ahead is not None:
                 numbers = ahead.column(_SHARD).to_numpy()
