@@ -6,7 +6,7 @@ VENV := .venv
 # dependencies, and they are named here. Planning alone needs none of it: pip install flexshard.
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 
-.PHONY: help setup demo test lint format bench bench-torchrec bench-cluster clean
+.PHONY: help setup demo test lint format bench bench-torchrec bench-recd bench-cluster clean
 
 help:
 	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding (takes minutes)"
+	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
 	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
 
 setup: $(VENV)/.ready
@@ -57,6 +58,9 @@ bench: $(VENV)/.bench
 bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.torchrec_planner
 	$(VENV)/bin/python -m benchmarks.torchrec_row_wise
+
+bench-recd: $(VENV)/.bench
+	$(VENV)/bin/python -m benchmarks.recd
 
 bench-cluster: setup
 	$(VENV)/bin/python -m benchmarks.cluster

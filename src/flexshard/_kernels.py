@@ -1,7 +1,8 @@
 """Compiled loops over rows of lists, for the exact search of duplicates; a plain path stands beside each.
 
-A row is found by a hash of its length and of its first and last values only, and then compared with the candidate as a
-whole. Rows that such a hash takes for others' are found by a hash of all their values, and compared again.
+A row is found by a hash of its length and of its first and last values only (of the last alone of further features,
+which mostly change together), and then compared with the candidate as a whole. Rows that such a hash takes for others'
+are found by a hash of all their values, and compared again.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def first_rows(columns: Sequence[tuple[npt.NDArray[Any], IntArray]], rows: int) 
     first = np.empty(rows, np.int64)
     same = np.ones(rows, np.bool_)
     table = np.zeros(1 << max(4, (2 * rows - 1).bit_length()), np.uint64)
-    for values, offsets in columns:
-        _hash_ends(values, offsets, hashes)
+    every = np.arange(rows)
+    for number, (values, offsets) in enumerate(columns):
+        _hash_ends(values, offsets, hashes, number == 0)
     _probe(hashes, table, first)
     for values, offsets in columns:
-        _compare(values, offsets, first, same)
+        _compare(values, offsets, every, first, same)
     wrong = np.flatnonzero(~same)
     if not wrong.size:
         return first
@@ -48,7 +50,7 @@ def first_rows(columns: Sequence[tuple[npt.NDArray[Any], IntArray]], rows: int) 
     first[wrong] = wrong[found]
     same[wrong] = True
     for values, offsets in columns:
-        _compare(values, offsets, first, same)
+        _compare(values, offsets, wrong, first, same)
     return first if same.all() else None
 
 
@@ -59,12 +61,14 @@ def _mixed(h, value):  # type: ignore[no-untyped-def] # pragma: no cover - compi
 
 
 @numba.njit(cache=True)
-def _hash_ends(values, offsets, hashes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def _hash_ends(values, offsets, hashes, both):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     for row in range(hashes.size):
         begin, stop = offsets[row], offsets[row + 1]
         h = _mixed(hashes[row], np.uint64(stop - begin))
         if stop > begin:
-            h = _mixed(_mixed(h, np.uint64(values[begin])), np.uint64(values[stop - 1]))
+            h = _mixed(h, np.uint64(values[stop - 1]))
+            if both:
+                h = _mixed(h, np.uint64(values[begin]))
         hashes[row] = h
 
 
@@ -99,8 +103,8 @@ def _probe(hashes, table, first):  # type: ignore[no-untyped-def] # pragma: no c
 
 
 @numba.njit(cache=True)
-def _compare(values, offsets, first, same):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    for row in range(first.size):
+def _compare(values, offsets, rows, first, same):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    for row in rows:
         other = first[row]
         if other == row or not same[row]:
             continue

@@ -1,0 +1,1 @@
+"""Deduplicated batches, from storage to training."""

@@ -1,0 +1,29 @@
+"""Storage, reader, conversion and training of deduplicated batches, each against its baseline in the same run.
+
+python -m benchmarks.recd                  # all; or: storage reader conversion training
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from benchmarks.recd import conversion, reader, storage, training
+from benchmarks.timing import machine
+
+PARTS = {"storage": storage.main, "reader": reader.main, "conversion": conversion.main, "training": training.main}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    args = parser.parse_args()
+    print(machine())
+    for part in args.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            PARTS[part](Path(folder))
+
+
+if __name__ == "__main__":
+    main()
