@@ -134,6 +134,7 @@ def auc(model: nn.Module, reader: SessionReader) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mind", help="Parquet file of MIND's impressions; else sessions are generated")
+    parser.add_argument("--sessions", type=int, default=3000, help="to generate")
     parser.add_argument("--plain", action="store_true", help="train without deduplication")
     parser.add_argument("--folder", type=Path, default=Path("recd"), help="for the data")
     parser.add_argument("--batch-size", type=int, default=512, help="samples of a rank")
@@ -150,7 +151,11 @@ def main() -> None:
     # Data: a log in order of time, clustered by session, and which features to deduplicate together.
     box: list[tuple[Path, Path, int, list[list[str]]]] = [None]  # type: ignore[list-item]
     if rank == 0:
-        log, held_out, items = write_mind(args.mind, args.folder) if args.mind else write_generated(args.folder)
+        log, held_out, items = (
+            write_mind(args.mind, args.folder)
+            if args.mind
+            else write_generated(args.folder, sessions=args.sessions, seed=args.seed)
+        )
         paths = []
         for file in (log, held_out):
             target = args.folder / f"{file.stem}.by_session"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -37,3 +39,21 @@ def test_links_lead_somewhere() -> None:
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_code_of_dedup_md_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "dedup.md").read_text(), flags=re.DOTALL))
+    prepare = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "from pathlib import Path\n"
+        "from sessions import write_generated\n"
+        "from flexshard.ingestion import cluster_sessions\n"
+        "log, _, _ = write_generated(Path('data'), sessions=200)\n"
+        "cluster_sessions(log, 'by_session', session='session', time='time')\n"
+    )
+    run = [sys.executable, "-W", "ignore", "-c", prepare + code + "\nprint(scores.shape)"]
+    result = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "InverseKeyedJaggedTensor(b: 2 of 3, c+d: 2 of 3; plain a)\n[0, 1, 0] 1.5" in result.stdout
+    assert result.stdout.endswith("torch.Size([512])\n")

@@ -29,6 +29,7 @@ class Workload:
         rows: E.
         batch_size: B, samples per rank.
         profile: with ranked rows.
+        reads: how often each row is read; shape (E,).
         batch: (rank, step) to ids and lengths of B samples.
         message_bytes: what its plans send, least to most: the sizes at which the cluster is measured for it.
     """
@@ -37,8 +38,17 @@ class Workload:
     rows: int
     batch_size: int
     profile: AccessProfile
+    reads: IntArray
     batch: Callable[[int, int], tuple[IntArray, IntArray]]
     message_bytes: tuple[int, ...]
+
+    def busiest_node(self, nodes: int, ranks_per_node: int) -> float:
+        """Reads of the node that serves most, over the mean, where rank k has the k-th block of rows, as TorchRec's
+        row-wise sharding deals them: what its link carries, and everybody waits for.
+        """
+        block = -(-self.rows // (nodes * ranks_per_node))
+        per_node = np.add.reduceat(self.reads, np.arange(0, self.rows, block * ranks_per_node))
+        return float(per_node.max() / per_node.sum() * nodes)
 
 
 def published(model: str, batch_size: int = 200) -> Workload:
@@ -60,7 +70,7 @@ def published(model: str, batch_size: int = 200) -> Workload:
         ids = place[np.minimum(np.searchsorted(cumulative, drawn, side="right"), ROWS - 1)]
         return ids, np.full(batch_size, length, np.int64)
 
-    return Workload(f"{model}-like", ROWS, batch_size, profile, batch, (1 << 20, 1 << 22, 1 << 24, 1 << 25))
+    return Workload(f"{model}-like", ROWS, batch_size, profile, counts, batch, (1 << 20, 1 << 22, 1 << 24, 1 << 25))
 
 
 def globo(batch_size: int = 4096) -> Workload:
@@ -78,7 +88,7 @@ def globo(batch_size: int = 4096) -> Workload:
         users = np.random.default_rng([rank, step]).integers(0, len(lengths), batch_size)
         return np.concatenate([ids[ends[u] : ends[u + 1]] for u in users.tolist()]), lengths[users]
 
-    return Workload("globo_clicks", len(items), batch_size, profile, batch, (1 << 19, 1 << 21, 1 << 23))
+    return Workload("globo_clicks", len(items), batch_size, profile, counts, batch, (1 << 19, 1 << 21, 1 << 23))
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {

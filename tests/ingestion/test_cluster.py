@@ -133,6 +133,9 @@ def test_downsampling(tmp_path: Path, by: str) -> None:
         assert abs(found.samples_per_session / found.samples_per_session_read - 1) < 0.1
     else:  # S falls
         assert found.samples_per_session < 0.6 * found.samples_per_session_read
+    assert found.kept_by[by] == (found.rows, found.sessions)
+    means = {name: rows / sessions for name, (rows, sessions) in found.kept_by.items()}
+    assert means["session"] > 1.5 * means["sample"]
     again = cluster_sessions(tmp_path / "in", tmp_path / "again", **how)  # type: ignore[arg-type]
     other = cluster_sessions(tmp_path / "in", tmp_path / "other", seed=1, **how)  # type: ignore[arg-type]
     assert pq.read_table(tmp_path / "again").equals(pq.read_table(tmp_path / "out"))

@@ -71,8 +71,13 @@ def _clustered_text(found: Clustered) -> Group:
     kept = (found.rows, found.sessions, found.samples_per_session, found.bytes_after)
     for name, (rows, sessions, mean, nbytes) in (("before", read), ("after", kept)):
         grid.add_row(name, f"{rows:,}", f"{sessions:,}", f"{mean:.2f}", units.format_bytes(nbytes))
+    lines = []
+    if found.rows < found.rows_read:
+        for by, (rows, sessions) in found.kept_by.items():
+            mean = rows / sessions if sessions else 0.0
+            lines.append(f"downsampling by {by} keeps {rows:,} rows and {mean:.2f} samples per session")
     last = f"storage {found.storage_ratio:.2f} times smaller; written to {found.path} ({len(found.files)} files)"
-    return Group(grid, last)
+    return Group(grid, *lines, last)
 
 
 @app.command("duplication")

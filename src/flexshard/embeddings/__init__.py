@@ -1,10 +1,11 @@
-"""Tensors and modules that stand alone: the index bijection, deduplicated batches."""
+"""Tensors and modules that stand alone: the index bijection, deduplicated batches, tensor-train tables."""
 
 from typing import TYPE_CHECKING
 
 from flexshard._jagged import Distinct, JaggedArray, distinct_rows, jagged_of_arrow, shared_runs
 from flexshard._values import from_extra
 from flexshard.embeddings._bijection import IndexBijection
+from flexshard.embeddings._tt_shape import TTShape
 
 if TYPE_CHECKING:
     from flexshard.embeddings._deduped import (
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from flexshard.embeddings._inverse import DedupedGroup, InverseKeyedJaggedTensor
     from flexshard.embeddings._partial import PartialJaggedTensor
     from flexshard.embeddings._select import jagged_index_select
+    from flexshard.embeddings._tt_embedding import TTEmbedding, TTEmbeddingBag
 
 __all__ = [
     "Deduped",
@@ -28,6 +30,9 @@ __all__ = [
     "InverseKeyedJaggedTensor",
     "JaggedArray",
     "PartialJaggedTensor",
+    "TTEmbedding",
+    "TTEmbeddingBag",
+    "TTShape",
     "distinct_rows",
     "jagged_index_select",
     "jagged_of_arrow",
@@ -44,6 +49,8 @@ __getattr__ = from_extra(
         "DedupedJagged": "_deduped",
         "InverseKeyedJaggedTensor": "_inverse",
         "PartialJaggedTensor": "_partial",
+        "TTEmbedding": "_tt_embedding",
+        "TTEmbeddingBag": "_tt_embedding",
         "jagged_index_select": "_select",
     },
 )

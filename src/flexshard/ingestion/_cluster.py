@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ class Clustered:
         files: names of the files in it.
         rows, sessions: kept.
         rows_read, sessions_read: of the input; more where the data were downsampled.
+        kept_by: rows and sessions that downsampling by "session" and by "sample" would keep, whichever was done.
         bytes_before, bytes_after: of the files.
     """
 
@@ -53,6 +54,7 @@ class Clustered:
     sessions: int
     rows_read: int
     sessions_read: int
+    kept_by: Mapping[str, tuple[int, int]]
     bytes_before: int
     bytes_after: int
 
@@ -154,8 +156,9 @@ def cluster_sessions(
             data.replace(target)
         except OSError as error:
             raise OutputError(f"cannot write {output}: {error.strerror}; choose another path with -o") from error
-    rows, kept, read, seen = (sum(column) for column in zip(*counts, strict=True))
-    return Clustered(target, tuple(names), rows, kept, read, seen, before, after)
+    read, seen, *kept = (sum(column) for column in zip(*counts, strict=True))
+    kept_by = {"session": (kept[0], kept[1]), "sample": (kept[2], kept[3])}
+    return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after)
 
 
 def _common_schema(sources: Sequence[ParquetSource], session: str, time: str) -> pa.Schema:
@@ -226,7 +229,7 @@ def _size(path: str) -> int:
 
 # Sorting: here in one go, or file by file and shard by shard.
 
-_Counts = tuple[int, int, int, int]  # rows and sessions kept, rows and sessions read
+_Counts = tuple[int, ...]  # rows and sessions: read, kept by session, kept by sample
 
 
 def _here(
@@ -353,12 +356,12 @@ def _shard_of(job: _Job) -> str:
     return f"CAST({_hash(_key(job))} % {job.shards} AS INTEGER)"
 
 
-def _kept(job: _Job) -> str:
+def _kept(job: _Job, by: str | None = None) -> str:
     if job.keep >= 1:
         return "true"
     salt = hashlib.md5(str(job.seed).encode(), usedforsecurity=False).hexdigest()[:8]
     unit = f"concat('{salt}|', {_key(job)})"
-    if job.keep_by == "sample":
+    if (by or job.keep_by) == "sample":
         unit = f"concat('{salt}|', {_FILE}, '|', {_ROW})"
     return f"{_hash(unit)} < {int(job.keep * float(1 << 64))}::UHUGEINT"
 
@@ -391,13 +394,10 @@ def _check_keys(database: Any, job: _Job, files: Sequence[str], names: Sequence[
 
 
 def _count(database: Any, job: _Job, view: str) -> list[_Counts]:
-    session = _name(job.session)
-    query = (
-        f"SELECT count(*) FILTER ({_kept(job)}), count(DISTINCT {session}) FILTER ({_kept(job)}), count(*),"
-        f" count(DISTINCT {session}) FROM {view}"
-    )
-    rows, kept, read, seen = database.sql(query).fetchall()[0]
-    return [(rows, kept, read, seen)]
+    wanted = []
+    for where in ("true", _kept(job, "session"), _kept(job, "sample")):
+        wanted += [f"count(*) FILTER ({where})", f"count(DISTINCT {_name(job.session)}) FILTER ({where})"]
+    return [database.sql(f"SELECT {', '.join(wanted)} FROM {view}").fetchall()[0]]
 
 
 def _batches(relation: Any) -> Iterator[pa.RecordBatch]:

@@ -1,0 +1,223 @@
+"""Tensor-train tables against the TT-Rec algorithm and a dense table, one thread; compression of the paper's tables.
+
+    python -m benchmarks.tensor_train            # D in 64, 128 and R in 32, 64, 128: minutes
+
+TT-Rec (Yin et al. 2021) multiplies the chain of cores for every id of the batch by itself, in chunks, forward and
+backward; its chunk is tuned here for each case, and it is timed on one id in sixteen, the work being linear. Times are
+medians; ids are hashed, or numbered by frequency, as an index bijection leaves them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from benchmarks.timing import machine
+from flexshard import units
+from flexshard._grids import as_text, new_grid
+from flexshard.embeddings import TTEmbeddingBag, TTShape
+from flexshard.embeddings import _tt_embedding as ours
+
+ROWS, BATCH, LENGTH = 10_000_000, 4096, 20
+FACTORS = (200, 200, 250)
+SHARE = 16  # of the ids that TT-Rec is timed on
+# Rows of the tables above a million of the data sets in Table III, as DLRM's scripts make them, and of all the others.
+TABLE_SETS = {
+    "Avazu": ([6_729_486, 2_686_408], 33_551, 16),
+    "Criteo Terabyte": ([39_884_406, 38_532_951, 2_953_546, 39_979_771, 25_641_295, 39_664_984], 1_110_489, 64),
+    "Criteo Kaggle": ([10_131_227, 2_202_608, 8_351_593, 5_461_306, 7_046_547], 569_296, 16),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dims", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[32, 64, 128])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(machine())
+    batches = {"hashed": zipf(hashed=True), "ordered": zipf(hashed=False)}
+    numbers = ["smaller", "TT-Rec fwd", "fwd+bwd", "plain fwd", "fwd+bwd", "ours fwd", "fwd+bwd+SGD", "fwd", "fwd+bwd"]
+    grid = new_grid(f"E = {ROWS:,}, {BATCH:,} bags of {LENGTH} Zipf ids; milliseconds", ["D", "R", "ids"], numbers)
+    for dim in args.dims:
+        for rank in args.ranks:
+            for name, ids in batches.items():
+                grid.add_row(str(dim), str(rank), name, *row(dim, rank, ids, args.rounds))
+        forward, both = dense(dim, batches["hashed"], args.rounds)
+        grid.add_row(str(dim), "dense", "hashed", "1", "", "", "", "", f"{forward:.1f}", f"{both:.1f}", "", "")
+    print(as_text(grid, 160), flush=True)
+    print_shares(batches, args.rounds)
+    print_compression()
+
+
+def zipf(*, hashed: bool, exponent: float = 1.05) -> torch.Tensor:
+    """Ids of a batch; the k-th most frequent is k, or anywhere."""
+    generator = np.random.default_rng(0)
+    weights = 1.0 / np.arange(1, ROWS + 1) ** exponent
+    cumulative = np.cumsum(weights)
+    drawn = np.searchsorted(cumulative, generator.random(BATCH * LENGTH) * cumulative[-1])
+    if hashed:
+        drawn = generator.permutation(ROWS)[drawn]
+    return torch.from_numpy(drawn.astype(np.int64))
+
+
+def timed(work: Callable[[], object], rounds: int) -> float:
+    """Median milliseconds of processor time, after one round that warms up."""
+    times = []
+    for number in range(rounds + 1):
+        start = time.process_time()
+        work()
+        if number:
+            times.append(1e3 * (time.process_time() - start))
+    return median(times)
+
+
+def row(dim: int, rank: int, ids: torch.Tensor, rounds: int) -> list[str]:
+    offsets = torch.arange(0, ids.numel(), LENGTH)
+    how = {"mode": "sum", "ranks": rank, "rows": FACTORS}
+    table = TTEmbeddingBag(ROWS, dim, **how)
+    fused = TTEmbeddingBag(ROWS, dim, optimizer="sgd", learning_rate=1e-6, **how)
+    upstream = torch.ones(BATCH, dim)
+    usual = ours._compiled
+    ours._compiled = lambda _: False
+    plain_forward = timed(lambda: forward(table, ids, offsets), rounds)
+    plain_both = timed(lambda: table(ids, offsets).backward(upstream), rounds)
+    ours._compiled = usual
+    own_forward = timed(lambda: forward(fused, ids, offsets), rounds)
+    own_both = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
+    few = ids.view(BATCH, LENGTH)[::SHARE].reshape(-1)
+    naive = TTRec(table)
+    chunk = min((4, 16, 64, 256), key=lambda size: timed(lambda: naive.forward(few, size), 1))
+    naive_forward = SHARE * timed(lambda: naive.forward(few, chunk), max(rounds // 2, 1))
+    naive_both = SHARE * timed(lambda: naive.forward_backward(few, chunk), max(rounds // 2, 1))
+    values = (naive_forward, naive_both, plain_forward, plain_both, own_forward, own_both)
+    ratios = (naive_forward / own_forward, naive_both / own_both)
+    return [f"{table.shape.compression:.0f}x", *(f"{v:.0f}" for v in values), *(f"{r:.1f}x" for r in ratios)]
+
+
+@torch.no_grad()
+def forward(table: TTEmbeddingBag, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return table(ids, offsets)
+
+
+class TTRec:
+    """The chain of every id by itself, in chunks."""
+
+    def __init__(self, table: TTEmbeddingBag) -> None:
+        self.shape, self.cores = table.shape, [core.detach() for core in table.cores]
+
+    def slices(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Digits of ids, and the slices of the cores at them."""
+        p = self.shape.rows
+        digits = [ids // (p[1] * p[2]), ids // p[2] % p[1], ids % p[2]]
+        return digits, [core[digit] for core, digit in zip(self.cores, digits, strict=True)]
+
+    def chain(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """The two products of every id."""
+        digits, (a, b, c) = self.slices(ids)
+        n = ids.numel()
+        first = torch.bmm(a.view(n, a.shape[2], -1), b.flatten(2))
+        first = first.view(n, -1, b.shape[3])
+        return digits, [a, b, c], first, torch.bmm(first, c.flatten(2)).view(n, -1)
+
+    def forward(self, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Pooled rows."""
+        rows = torch.cat([self.chain(part)[3] for part in ids.split(chunk)])
+        return rows.view(-1, LENGTH, rows.shape[1]).sum(1)
+
+    def forward_backward(self, ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+        """Gradients of the cores, after a forward pass."""
+        self.forward(ids, chunk)
+        gradients = [torch.zeros_like(core) for core in self.cores]
+        upstream = torch.ones(ids.numel(), self.shape.embedding_dim)
+        for part, own in zip(ids.split(chunk), upstream.split(chunk), strict=True):
+            digits, (a, b, c), first, _ = self.chain(part)  # again, as TT-Rec does
+            n = part.numel()
+            last = own.view(n, -1, c.shape[2])
+            gradients[2].index_add_(0, digits[2], torch.bmm(first.transpose(1, 2), last).view(c.shape))
+            to_first = torch.bmm(last, c.flatten(2).transpose(1, 2)).view(n, a.shape[2], -1)
+            left = a.view(n, a.shape[2], -1)
+            gradients[1].index_add_(0, digits[1], torch.bmm(left.transpose(1, 2), to_first).view(b.shape))
+            gradients[0].index_add_(0, digits[0], torch.bmm(to_first, b.flatten(2).transpose(1, 2)).view(a.shape))
+        return gradients
+
+
+def dense(dim: int, ids: torch.Tensor, rounds: int) -> tuple[float, float]:
+    """A dense table with a sparse gradient and SGD on the rows that were read."""
+    offsets = torch.arange(0, ids.numel(), LENGTH)
+    table = torch.nn.EmbeddingBag(ROWS, dim, mode="sum", sparse=True)
+    upstream = torch.ones(BATCH, dim)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1e-6)
+
+    def step() -> None:
+        table(ids, offsets).backward(upstream)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch.no_grad():
+        forward_only = timed(lambda: table(ids, offsets), rounds)
+    return forward_only, timed(step, rounds)
+
+
+def print_shares(batches: dict[str, torch.Tensor], rounds: int) -> None:
+    """What each step of ours brings at D = R = 64, forward and backward: as Figures 14, 17 and 18 have it."""
+    grid = new_grid("D = 64, R = 64: what each optimisation brings, forward and backward", [""], list(batches))
+    columns = [shares(ids, rounds) for ids in batches.values()]
+    for name in columns[0]:
+        cells = (f"{own[name]:.0f} ms, {next(iter(own.values())) / own[name]:.1f}x" for own in columns)
+        grid.add_row(name, *cells)
+    print(as_text(grid, 110), flush=True)
+
+
+def shares(ids: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Milliseconds with one optimisation more each."""
+    offsets, upstream = torch.arange(0, BATCH * LENGTH, LENGTH), torch.ones(BATCH, 64)
+    table = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS)
+    fused = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS, optimizer="sgd", learning_rate=1e-6)
+    naive = TTRec(table)
+    few = ids.view(BATCH, LENGTH)[::SHARE].reshape(-1)
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    small = distinct[::SHARE]
+    small = small[: small.numel() // LENGTH * LENGTH]
+
+    def pool() -> None:
+        rows = torch.zeros(distinct.numel(), 64, requires_grad=True)
+        functional.embedding_bag(inverse, rows, offsets, mode="sum").backward(upstream)
+
+    found = {"every id by itself (TT-Rec)": SHARE * timed(lambda: naive.forward_backward(few, 16), 1)}
+    each = timed(lambda: naive.forward_backward(small, 16), 1) * distinct.numel() / small.numel()
+    found["every distinct id by itself"] = each + timed(pool, rounds)
+    usual = ours._compiled
+    ours._compiled = lambda _: False
+    found["and prefixes once"] = timed(lambda: table(ids, offsets).backward(upstream), rounds)
+    ours._compiled = usual
+    found["and the suffix compiled"] = timed(lambda: table(ids, offsets).backward(upstream), rounds)
+    found["and SGD within backward"] = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
+    return found
+
+
+def print_compression() -> None:
+    """Table III: all tables of a data set, those above a million rows as tensor trains."""
+    grid = new_grid("Compression (Table III)", ["tables"], ["rows", "D", "dense", "R=32", "R=64", "R=128", "published"])
+    published = {"Avazu": "6.22x", "Criteo Terabyte": "74.19x", "Criteo Kaggle": "7.29x"}
+    for name, (large, small, dim) in TABLE_SETS.items():
+        whole = (sum(large) + small) * dim
+        ratios = []
+        for rank in (32, 64, 128):
+            kept = small * dim + sum(TTShape.choose(rows, dim, rank).parameters for rows in large)
+            ratios.append(f"{whole / kept:.1f}x")
+        size = units.format_bytes(4 * whole)
+        grid.add_row(name, f"{sum(large) + small:,}", str(dim), size, *ratios, published[name])
+    print(as_text(grid, 110), flush=True)
+
+
+if __name__ == "__main__":
+    main()

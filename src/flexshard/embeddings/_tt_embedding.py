@@ -1,0 +1,403 @@
+"""Tables as tensor trains: drop-ins for ``nn.EmbeddingBag`` and ``nn.Embedding`` (EL-Rec paper, section III)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flexshard._values import finite
+from flexshard.embeddings._tt_decompose import decompose
+from flexshard.embeddings._tt_rows import backward_rows, forward_rows, levels_of
+from flexshard.embeddings._tt_shape import TTShape
+from flexshard.errors import DataError, TableError
+
+__all__ = ["TTEmbedding", "TTEmbeddingBag"]
+
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+
+
+class _TTTable(nn.Module):
+    """Cores, and rows of distinct ids."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        ranks: int | Sequence[int],
+        cores: int,
+        rows: Sequence[int] | None,
+        dims: Sequence[int] | None,
+        std: float | None,
+        optimizer: str | None,
+        learning_rate: float,
+        eps: float,
+        padding_idx: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.shape = TTShape.choose(num_embeddings, embedding_dim, ranks, cores=cores, rows=rows, dims=dims)
+        self.num_embeddings, self.embedding_dim = self.shape.num_embeddings, self.shape.embedding_dim
+        if optimizer is not None and optimizer not in OPTIMIZERS:
+            raise TableError(f"optimizer is one of {', '.join(OPTIMIZERS)} or None, found {optimizer!r}")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise TableError(f"cores are float32 or bfloat16, found {dtype}")
+        self.optimizer = optimizer
+        self.learning_rate = finite(learning_rate, "learning_rate", TableError)
+        self.eps = finite(eps, "eps", TableError)
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise TableError(f"padding_idx must be within the {num_embeddings:,} rows, found {padding_idx}")
+            padding_idx %= num_embeddings
+        self.padding_idx = padding_idx
+        bounds = self.shape.bounds
+        self.cores = nn.ParameterList(
+            nn.Parameter(
+                torch.empty(p, bounds[k], q, bounds[k + 1], device=device, dtype=dtype), requires_grad=optimizer is None
+            )
+            for k, (p, q) in enumerate(zip(self.shape.rows, self.shape.dims, strict=True))
+        )
+        if optimizer in ("adagrad", "rowwise_adagrad"):
+            for k, core in enumerate(self.cores):
+                size = core.shape if optimizer == "adagrad" else core.shape[:1]
+                self.register_buffer(f"sum_{k}", torch.zeros(size, device=device))
+        # Backward is only called where some input asks for a gradient; the fused cores do not.
+        self._anchor = torch.zeros((), requires_grad=True)
+        self.reset_parameters(std)
+
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Gaussian cores whose product has the standard deviation ``std``: ``(std² / ΠR)^(1/2d)`` each.
+
+        By default 1/sqrt(3E), as DLRM's uniform initialisation has it; with fused SGD 0.1, since with less the
+        gradients of a product of near-zero cores vanish.
+        """
+        if std is None:
+            std = 0.1 if self.optimizer == "sgd" else (3.0 * self.num_embeddings) ** -0.5
+        std = finite(std, "std", TableError)
+        ranks = 1.0
+        for rank in self.shape.ranks:
+            ranks *= rank
+        each = (std**2 / ranks) ** (1 / (2 * self.shape.cores))
+        with torch.no_grad():
+            for core in self.cores:
+                core.normal_(0.0, each)
+
+    def decompose_(self, weight: torch.Tensor) -> float:
+        """Take over a dense table by TT-SVD; the relative error of that.
+
+        Raises:
+            TableError: a table of another shape, or with numbers that are not finite.
+        """
+        found, error = decompose(weight, self.shape)
+        with torch.no_grad():
+            for core, own in zip(self.cores, found, strict=True):
+                core.copy_(own)
+        return error
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of any ids; shape (*ids.shape, D).
+
+        Raises:
+            DataError: an id outside the table.
+        """
+        distinct, inverse = self._distinct(ids)
+        return self._rows(distinct)[inverse]
+
+    @torch.no_grad()
+    def to_dense(self) -> torch.Tensor:
+        """The whole table; shape (E, D)."""
+        return self._rows(torch.arange(self.num_embeddings, device=self.cores[0].device))
+
+    def _distinct(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise DataError(f"ids are whole numbers, found {ids.dtype}")
+        distinct, inverse = torch.unique(ids.long(), return_inverse=True)
+        if distinct.numel():
+            least, most = int(distinct[0]), int(distinct[-1])
+            if least < 0 or most >= self.num_embeddings:
+                wrong = least if least < 0 else most
+                raise DataError(f"id {wrong} is outside the table's rows, 0 to {self.num_embeddings - 1}")
+        return distinct, inverse
+
+    def _rows(self, distinct: torch.Tensor) -> torch.Tensor:
+        return _Rows.apply(distinct, self, self._anchor.to(distinct.device), *self.cores)
+
+    def _update(self, gradients: Sequence[torch.Tensor]) -> None:
+        """The optimizer's step, of the slices that were touched; others have no gradient and do not change."""
+        with torch.no_grad():
+            for k, (core, own) in enumerate(zip(self.cores, gradients, strict=True)):
+                touched = own.flatten(1).any(dim=1).nonzero().squeeze(1)
+                gradient = own[touched]
+                if self.optimizer != "sgd":
+                    state = getattr(self, f"sum_{k}")
+                    squares = gradient**2
+                    state.index_add_(0, touched, squares if self.optimizer == "adagrad" else squares.flatten(1).mean(1))
+                    total = state[touched]
+                    if self.optimizer == "rowwise_adagrad":
+                        total = total.view(-1, 1, 1, 1)
+                    gradient = gradient / (total.sqrt() + self.eps)
+                core[touched] = (core[touched].float() - self.learning_rate * gradient).to(core.dtype)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        found: list[tuple[int, ...]] = []
+        while f"{prefix}cores.{len(found)}" in state_dict:
+            found.append(tuple(state_dict[f"{prefix}cores.{len(found)}"].shape))
+        own = [tuple(core.shape) for core in self.cores]
+        if found and found != own:
+            raise TableError(
+                f"{prefix or 'the table'}: a checkpoint with cores of shape {found} does not load into cores of shape"
+                f" {own}; make the table with the same factors and ranks"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        fused = "" if self.optimizer is None else f", fused {self.optimizer}"
+        smaller = f"{self.shape.compression:.0f} times smaller"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.shape}, {smaller}{fused}"
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of distinct ids, with the gradients summed per prefix."""
+
+    @staticmethod
+    def forward(ctx: Any, distinct: torch.Tensor, table: _TTTable, _anchor: torch.Tensor, *cores: torch.Tensor) -> Any:
+        shape = table.shape
+        levels = levels_of(distinct, shape)
+        laid = _laid(cores)
+        compiled = _compiled(laid[0])
+        rows, products = forward_rows(levels, shape, laid, compiled=compiled)
+        ctx.table, ctx.levels, ctx.laid, ctx.products, ctx.compiled = table, levels, laid, products, compiled
+        return rows.to(cores[0].dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        table, levels = ctx.table, ctx.levels
+        found = backward_rows(gradient.float(), levels, table.shape, ctx.laid, ctx.products, compiled=ctx.compiled)
+        shaped = [
+            (own.transpose(1, 2) if k == table.shape.cores - 1 else own).reshape(core.shape)
+            for k, (own, core) in enumerate(zip(found, table.cores, strict=True))
+        ]
+        if table.optimizer is not None:
+            table._update(shaped)
+            return (None, None, None, *[None] * len(shaped))
+        return (None, None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
+
+
+def _laid(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cores as the products take them: slices as matrices, the last transposed; in float32."""
+    laid = [core.detach().float().flatten(2) for core in cores[:-1]]
+    return [*laid, cores[-1].detach().float().squeeze(3).transpose(1, 2).contiguous()]
+
+
+def _compiled(core: torch.Tensor) -> bool:
+    if core.device.type != "cpu":
+        return False
+    try:
+        import numba  # noqa: F401 - only to know whether it is there
+    except ImportError:
+        return False
+    return True
+
+
+class TTEmbedding(_TTTable):
+    """A table as a tensor train, for sequences: ``nn.Embedding`` in a fraction of its memory.
+
+    Attributes:
+        shape: factors and ranks.
+        cores: parameters of shape (p_k, r_{k-1}, q_k, r_k).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        ranks: int | Sequence[int] = 32,
+        cores: int = 3,
+        rows: Sequence[int] | None = None,
+        dims: Sequence[int] | None = None,
+        std: float | None = None,
+        optimizer: str | None = None,
+        learning_rate: float = 0.01,
+        eps: float = 1e-8,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Make a table of E rows and dimension D.
+
+        Args:
+            num_embeddings, embedding_dim: E and D.
+            ranks: one for all (cut to what is possible), or r_1 to r_{d-1}.
+            cores: d, 2 to 4.
+            rows, dims: factors of E and D; chosen where not given. The product of ``rows`` may exceed E.
+            std: standard deviation of the table to begin with; see :meth:`reset_parameters`.
+            optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad" or "rowwise_adagrad" (a state per
+                slice of a core) to be updated within the backward pass.
+            learning_rate, eps: of that.
+            padding_idx: row that no gradient flows to.
+            device, dtype: of the cores; float32 or bfloat16.
+
+        Raises:
+            TableError: factors that do not cover the table, ranks above the possible, or other arguments out of range.
+        """
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            ranks=ranks,
+            cores=cores,
+            rows=rows,
+            dims=dims,
+            std=std,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            eps=eps,
+            padding_idx=padding_idx,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of ids of any shape; shape (*input.shape, D).
+
+        Raises:
+            DataError: an id outside the table.
+        """
+        distinct, inverse = self._distinct(input)
+        padding = None
+        if self.padding_idx is not None:
+            place = torch.searchsorted(distinct, self.padding_idx)
+            if int(place) < distinct.numel() and int(distinct[place]) == self.padding_idx:
+                padding = int(place)
+        return functional.embedding(inverse, self._rows(distinct), padding_idx=padding)
+
+
+class TTEmbeddingBag(_TTTable):
+    """A table as a tensor train, pooled: ``nn.EmbeddingBag`` in a fraction of its memory.
+
+    Attributes:
+        shape: factors and ranks.
+        cores: parameters of shape (p_k, r_{k-1}, q_k, r_k).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        ranks: int | Sequence[int] = 32,
+        cores: int = 3,
+        rows: Sequence[int] | None = None,
+        dims: Sequence[int] | None = None,
+        std: float | None = None,
+        optimizer: str | None = None,
+        learning_rate: float = 0.01,
+        eps: float = 1e-8,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Make a table of E rows and dimension D.
+
+        Args:
+            num_embeddings, embedding_dim: E and D.
+            mode: "sum" or "mean".
+            include_last_offset: whether offsets have the end of the last bag too.
+            ranks, cores, rows, dims, std, optimizer, learning_rate, eps, device, dtype: as for :class:`TTEmbedding`.
+            padding_idx: row that is left out of bags.
+
+        Raises:
+            TableError: as :class:`TTEmbedding`, or another mode.
+        """
+        if mode not in ("sum", "mean"):
+            raise TableError(f"mode is 'sum' or 'mean', found {mode!r}")
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            ranks=ranks,
+            cores=cores,
+            rows=rows,
+            dims=dims,
+            std=std,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            eps=eps,
+            padding_idx=padding_idx,
+            device=device,
+            dtype=dtype,
+        )
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pooled rows of each bag; shape (bags, D).
+
+        Args:
+            input: ids; of shape (N,) with ``offsets``, or (bags, length).
+            offsets: where each bag starts; shape (bags,), or (bags + 1,) with ``include_last_offset``.
+            per_sample_weights: of each id, of the input's shape; with mode "sum".
+
+        Raises:
+            DataError: an id outside the table, offsets that decrease or lie outside, or weights of another shape.
+        """
+        _check_bags(input, offsets, per_sample_weights, self.mode, self.include_last_offset)
+        distinct, inverse = self._distinct(input)
+        padding = None
+        if self.padding_idx is not None and distinct.numel():
+            place = int(torch.searchsorted(distinct, self.padding_idx))
+            if place < distinct.numel() and int(distinct[place]) == self.padding_idx:
+                padding = place
+        rows = self._rows(distinct)
+        if not distinct.numel():
+            rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])  # torch wants a row to look up nothing in
+        return functional.embedding_bag(
+            inverse,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+
+def _check_bags(
+    input: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mode: str,
+    include_last_offset: bool,
+) -> None:
+    if input.dim() == 2:
+        if offsets is not None:
+            raise DataError("ids of two dimensions are bags of equal length and take no offsets")
+    elif input.dim() != 1:
+        raise DataError(f"ids have one dimension, with offsets, or two; found shape {tuple(input.shape)}")
+    elif offsets is None:
+        raise DataError("ids of one dimension need offsets, where each bag starts")
+    else:
+        if offsets.dim() != 1 or not offsets.numel() or int(offsets[0]) != 0:
+            raise DataError(f"offsets start at 0, found {offsets[:3].tolist()}")
+        back = (offsets[1:] < offsets[:-1]).nonzero()
+        if back.numel():
+            bag = int(back[0])
+            raise DataError(f"offsets decrease from {int(offsets[bag])} to {int(offsets[bag + 1])} after bag {bag}")
+        if int(offsets[-1]) > input.numel() or (include_last_offset and int(offsets[-1]) != input.numel()):
+            raise DataError(f"the last offset is {int(offsets[-1])}, but there are {input.numel()} ids")
+    if weights is not None:
+        if mode != "sum":
+            raise DataError(f"per_sample_weights go with mode 'sum', found {mode!r}")
+        if weights.shape != input.shape:
+            raise DataError(f"per_sample_weights have shape {tuple(weights.shape)}, ids {tuple(input.shape)}")

@@ -1,0 +1,335 @@
+"""Tensor-train tables against the dense product of their cores, autograd and torch's own modules."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
+from flexshard.embeddings import _tt_embedding as module
+from flexshard.embeddings._tt_rows import levels_of
+from flexshard.errors import DataError, TableError
+
+PATHS = ["compiled", "plain"]
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(module, "_compiled", lambda core: False)
+    return str(request.param)
+
+
+def dense(cores: list[torch.Tensor], rows: int) -> torch.Tensor:
+    """The product of the cores, every row of it; differentiable."""
+    table = cores[0].flatten(1).view(cores[0].shape[0], cores[0].shape[2], -1)
+    for core in cores[1:]:
+        table = torch.einsum("iqr,jrsk->ijqsk", table, core).flatten(0, 1).flatten(1, 2)
+    return table.squeeze(2)[:rows]
+
+
+SHAPES = st.integers(2, 4).flatmap(
+    lambda d: st.tuples(
+        st.lists(st.integers(1, 5), min_size=d, max_size=d),
+        st.lists(st.integers(1, 3), min_size=d, max_size=d),
+        st.integers(1, 4),
+        st.integers(0, 3),
+    )
+)
+
+
+@pytest.mark.parametrize("name", PATHS)
+@given(
+    data=st.data(),
+    case=SHAPES,
+    mode=st.sampled_from(["sum", "mean"]),
+    layout=st.sampled_from(["offsets", "last", "2d"]),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_bags_are_those_of_the_dense_product_and_so_are_gradients(
+    name: str, data: st.DataObject, case: tuple[list[int], list[int], int, int], mode: str, layout: str
+) -> None:
+    if name == "compiled":
+        pytest.importorskip("numba")
+    p, q, rank, spare = case
+    rows = max(prod(p) - spare, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "plain":
+            patch.setattr(module, "_compiled", lambda core: False)
+        padding = data.draw(st.sampled_from([None, 0, rows - 1]))
+        table = TTEmbeddingBag(
+            rows,
+            prod(q),
+            mode=mode,
+            ranks=rank,
+            rows=p,
+            dims=q,
+            std=1.0,
+            padding_idx=padding,
+            include_last_offset=layout == "last",
+        )
+        cores = [core.detach().double().requires_grad_() for core in table.cores]
+        lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+        if layout == "2d":
+            lengths = [3] * len(lengths)
+        count = sum(lengths)
+        ids = torch.tensor(
+            data.draw(st.lists(st.integers(0, rows - 1), min_size=count, max_size=count)), dtype=torch.long
+        )
+        ends = torch.cumsum(torch.tensor([0, *lengths]), 0)
+        offsets = {"offsets": ends[:-1], "last": ends, "2d": None}[layout]
+        given_ids = ids.view(-1, 3) if layout == "2d" else ids
+        weights = None
+        if mode == "sum" and data.draw(st.booleans()):
+            weights = torch.rand(given_ids.shape, requires_grad=True)
+        found = table(given_ids, offsets, weights)
+        other = None if weights is None else weights.detach().double().requires_grad_()
+        expected = functional.embedding_bag(
+            given_ids,
+            dense(cores, rows),
+            offsets,
+            mode=mode,
+            per_sample_weights=other,
+            include_last_offset=layout == "last",
+            padding_idx=padding,
+        )
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+        upstream = torch.randn(found.shape)
+        found.backward(upstream)
+        expected.backward(upstream.double())
+        for own, core in zip(table.cores, cores, strict=True):
+            gradient = torch.zeros_like(own) if own.grad is None else own.grad
+            reference = torch.zeros_like(core) if core.grad is None else core.grad
+            scale = max(float(reference.abs().max()), 1.0)
+            torch.testing.assert_close(gradient.double() / scale, reference / scale, atol=1e-5, rtol=1e-5)
+        if weights is not None and other is not None and count:
+            assert weights.grad is not None
+            assert other.grad is not None
+            torch.testing.assert_close(weights.grad.double(), other.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_sequences_are_nn_embeddings(path: str) -> None:
+    table = TTEmbedding(1000, 16, ranks=5, std=1.0, padding_idx=-1)
+    ids = torch.randint(0, 1000, (7, 3, 2))
+    ids[0, 0, 0] = 999
+    expected = table.to_dense()[ids]
+    assert torch.allclose(table(ids), expected, atol=1e-6)
+    assert torch.allclose(table.rows(ids), expected, atol=1e-6)
+    table(torch.full((4,), 999)).sum().backward()  # the padding row alone
+    assert all(core.grad is not None and not core.grad.any() for core in table.cores)
+    assert table(torch.zeros(0, dtype=torch.long)).shape == (0, 16)
+
+
+def test_dense_rows_are_the_product_of_the_slices() -> None:
+    table = TTEmbedding(60, 12, rows=[3, 4, 5], dims=[2, 3, 2], ranks=[4, 5], std=1.0)
+    torch.testing.assert_close(table.to_dense(), dense(list(table.cores), 60).detach(), atol=1e-6, rtol=1e-5)
+    one, two, three = (core.detach() for core in table.cores)
+    row = 2 * 20 + 1 * 5 + 3  # digits 2, 1, 3
+    by_hand = torch.einsum("qr,rst,tu->qsu", one[2, 0], two[1], three[3, :, :, 0]).flatten()
+    torch.testing.assert_close(table.to_dense()[row], by_hand, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(1 << 24) + 1, 39_979_771, 10**12])
+def test_digits_are_exact_where_single_precision_is_not(rows: int) -> None:
+    """The published code divides in float32, and maps 0.2 % of rows wrongly above 2^24."""
+    shape = TTShape.choose(rows, 64, 8)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.unique(torch.cat([torch.randint(0, rows, (5000,), generator=generator), torch.tensor([0, rows - 1])]))
+    levels = levels_of(ids, shape)
+    p = shape.rows
+    for n in range(0, ids.numel(), 97):
+        i = int(ids[n])
+        assert int(levels.digit[n]) == i % p[2]
+        level = levels.inner[0]
+        place = int(levels.parent[n])
+        assert (int(level.parent[place]), int(level.digit[place])) == (i // p[2] // p[1], i // p[2] % p[1])
+    wrong = (ids.float() / p[2]).floor().long() != ids // p[2]
+    assert rows < 1 << 25 or wrong.any()  # what this test would catch
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_fused_updates_are_those_of_the_optimizer_after_backward(path: str, optimizer: str) -> None:
+    torch.manual_seed(0)
+    make: Any = lambda how: TTEmbeddingBag(  # noqa: E731
+        500, 8, mode="sum", ranks=4, std=1.0, optimizer=how, learning_rate=0.1, eps=1e-8
+    )
+    fused, plain = make(optimizer), make(None)
+    plain.load_state_dict({k: v for k, v in fused.state_dict().items() if not k.startswith("sum_")})
+    steps: Any = {
+        "sgd": lambda: torch.optim.SGD(plain.parameters(), lr=0.1),
+        "adagrad": lambda: torch.optim.Adagrad(plain.parameters(), lr=0.1, eps=1e-8),
+        "rowwise_adagrad": lambda: None,
+    }[optimizer]()
+    sums = [torch.zeros(core.shape[0]) for core in plain.cores]
+    for step in range(5):
+        ids = torch.randint(0, 500, (30,), generator=torch.Generator().manual_seed(step))
+        offsets = torch.arange(0, 30, 3)
+        for table in (fused, plain):
+            table(ids, offsets).square().sum().backward()
+        assert all(core.grad is None for core in fused.cores)
+        if steps is not None:
+            steps.step()
+            steps.zero_grad()
+        else:
+            with torch.no_grad():
+                for core, total in zip(plain.cores, sums, strict=True):
+                    assert core.grad is not None
+                    total += core.grad.square().flatten(1).mean(1)
+                    scale = total.sqrt() + 1e-8
+                    core -= torch.where(total > 0, 0.1 / scale, 0.0).view(-1, 1, 1, 1) * core.grad
+                    core.grad = None
+    for a, b in zip(fused.cores, plain.cores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_same_batch_gives_the_same_bits(path: str) -> None:
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table = TTEmbedding(5000, 16, ranks=8)
+        table(torch.randint(0, 5000, (4000,))).sin().sum().backward()
+        return [core.grad for core in table.cores if core.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
+def test_the_cores_give_the_table_the_deviation_asked_for() -> None:
+    for cores in (2, 3, 4):
+        table = TTEmbedding(20_000, 16, ranks=8, cores=cores, std=0.05)
+        assert float(table.to_dense().std()) == pytest.approx(0.05, rel=0.25)
+    assert float(TTEmbedding(30_000, 16, ranks=16).to_dense().std()) == pytest.approx((3 * 30_000) ** -0.5, rel=0.25)
+    assert float(TTEmbedding(30_000, 16, ranks=16, optimizer="sgd").to_dense().std()) == pytest.approx(0.1, rel=0.25)
+
+
+@pytest.mark.parametrize("cores", [2, 3, 4])
+def test_a_tensor_train_is_found_again(cores: int) -> None:
+    source = TTEmbedding(3000, 24, ranks=6, cores=cores, std=1.0)
+    table = TTEmbedding(3000, 24, ranks=6, cores=cores)
+    error = table.decompose_(source.to_dense())
+    # Rows beyond E are zeros in the decomposition, which the source does not have, where factors do not divide E.
+    if prod(source.shape.rows) == 3000:
+        assert error < 1e-3
+    full = TTEmbedding(24, 8, rows=[2, 3, 4], dims=[2, 2, 2], ranks=[4, 8])
+    weight = torch.randn(24, 8)
+    assert full.decompose_(weight) < 1e-3  # ranks as large as can be: nothing is lost
+    torch.testing.assert_close(full.to_dense(), weight, atol=1e-4, rtol=1e-4)
+
+
+def test_the_error_of_a_decomposition_is_the_tables() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(360, 8) @ torch.diag(torch.logspace(0, -3, 8))
+    table = TTEmbedding(360, 8, ranks=6)
+    error = table.decompose_(weight)
+    actual = float((table.to_dense() - weight).norm() / weight.norm())
+    assert 0.05 < error < 1
+    assert actual == pytest.approx(error, rel=0.02)
+    better = TTEmbedding(360, 8, ranks=20)
+    assert better.decompose_(weight) < error
+
+
+def test_checkpoints_are_state_dicts_of_the_cores() -> None:
+    table = TTEmbeddingBag(1000, 16, ranks=4, optimizer="adagrad")
+    table(torch.tensor([1, 2]), torch.tensor([0])).sum().backward()
+    other = TTEmbeddingBag(1000, 16, ranks=4, optimizer="adagrad")
+    other.load_state_dict(table.state_dict())
+    assert torch.equal(other.to_dense(), table.to_dense())
+    assert torch.equal(other.sum_0, table.sum_0)
+    with pytest.raises(
+        TableError, match=r"cores of shape \[.*, 5, .*\].* does not load into cores of shape \[.*, 4, .*\]"
+    ):
+        table.load_state_dict(TTEmbeddingBag(1000, 16, ranks=5).state_dict())
+
+
+def test_bfloat16_cores() -> None:
+    table = TTEmbeddingBag(1000, 16, ranks=8, mode="sum", std=1.0, dtype=torch.bfloat16)
+    found = table(torch.arange(40).view(8, 5))
+    assert found.dtype == torch.bfloat16
+    found.float().sum().backward()
+    assert table.cores[0].grad is not None
+    assert table.cores[0].grad.dtype == torch.bfloat16
+    whole = TTEmbeddingBag(1000, 16, ranks=8, mode="sum", std=1.0)
+    with torch.no_grad():
+        for a, b in zip(whole.cores, table.cores, strict=True):
+            a.copy_(b)
+    torch.testing.assert_close(found.float(), whole(torch.arange(40).view(8, 5)), atol=0.1, rtol=0.05)
+
+
+def test_factors_are_chosen() -> None:
+    shape = TTShape.choose(10_000_000, 64, 64)
+    assert shape.dims == (4, 4, 4)
+    assert prod(shape.rows) >= 10_000_000
+    assert prod(shape.rows) < 1.02 * 10_000_000
+    assert max(shape.rows) < 1.1 * min(shape.rows)
+    assert TTShape.choose(10, 128, 4).dims == (4, 8, 4)
+    assert TTShape.choose(100, 17, 4, cores=2).dims in {(17, 1), (1, 17)}
+    assert TTShape.choose(1, 1, 1).parameters == 3
+    # Measured beside the paper: 189 times for E = 10^7, D = 64, R = 64.
+    assert TTShape.choose(10_000_000, 64, 64, rows=(200, 200, 250)).compression == pytest.approx(189, rel=0.01)
+
+
+@given(st.integers(1, 10**12), st.integers(2, 4))
+@settings(max_examples=100, deadline=None)
+def test_factors_of_rows_cover_the_table(rows: int, cores: int) -> None:
+    shape = TTShape.choose(rows, 8, 2, cores=cores)
+    assert prod(shape.rows) >= rows
+    assert prod(shape.rows) <= rows * 2 or rows < 10**4
+
+
+def test_arguments_that_cannot_be() -> None:
+    for message, how in {
+        r"factors \(2, 3, 4\) cover 24 rows only": {"rows": [2, 3, 4]},
+        r"factors \(2, 2, 2\) of the dimension multiply to 8": {"dims": [2, 2, 2]},
+        "rank 99 between cores 1 and 2 is above": {"ranks": [99, 4]},
+        "2, 3 or 4 cores, found 5": {"cores": 5},
+        "ranks must be at least 1, found 0": {"ranks": 0},
+        "optimizer is one of sgd, adagrad, rowwise_adagrad or None, found 'adam'": {"optimizer": "adam"},
+        "cores are float32 or bfloat16": {"dtype": torch.float16},
+        "padding_idx must be within the 1,000 rows, found 1000": {"padding_idx": 1000},
+    }.items():
+        with pytest.raises(TableError, match=message):
+            TTEmbedding(1000, 16, **how)  # type: ignore[arg-type]
+    with pytest.raises(TableError, match="mode is 'sum' or 'mean', found 'max'"):
+        TTEmbeddingBag(1000, 16, mode="max")
+    table = TTEmbeddingBag(1000, 16, mode="sum")
+    ids = torch.tensor([1, 2, 3])
+    for message, call in {
+        "id 1000 is outside the table's rows, 0 to 999": lambda: table(torch.tensor([[1000]])),
+        "id -1 is outside": lambda: table(torch.tensor([[-1]])),
+        "ids are whole numbers, found torch.float32": lambda: table(torch.rand(2, 2)),
+        "offsets decrease from 2 to 1 after bag 1": lambda: table(ids, torch.tensor([0, 2, 1])),
+        "offsets start at 0": lambda: table(ids, torch.tensor([1])),
+        "the last offset is 4, but there are 3 ids": lambda: table(ids, torch.tensor([0, 4])),
+        "need offsets": lambda: table(ids),
+        "take no offsets": lambda: table(ids[None], torch.tensor([0])),
+        r"per_sample_weights have shape \(2,\), ids \(3,\)": lambda: table(ids, torch.tensor([0]), torch.rand(2)),
+    }.items():
+        with pytest.raises(DataError, match=message):
+            call()
+    broken = torch.zeros(1000, 16)
+    broken[7, 3] = float("nan")
+    with pytest.raises(TableError, match="nan in row 7, column 3"):
+        table.decompose_(broken)
+    with pytest.raises(TableError, match=r"has shape \(1000, 16\), found \(5, 16\)"):
+        table.decompose_(torch.zeros(5, 16))
+
+
+def test_it_trains_as_a_part_of_a_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TTEmbeddingBag(2000, 8, ranks=8, std=0.3, mode="mean"), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    ids = torch.randint(0, 2000, (256, 6))
+    labels = (ids.float().mean(1) > 1000).float()
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = functional.binary_cross_entropy_with_logits(model(ids).squeeze(1), labels)
+        loss.backward()
+        optimizer.step()
+    assert float(loss) < 0.3

@@ -1,0 +1,41 @@
+"""The examples that train: deduplicated and plain batches give the same losses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def recd(folder: Path, ranks: int, *options: str) -> list[tuple[str, ...]]:
+    """Losses, AUC and DedupFactor of each epoch that recd_mind.py prints."""
+    script = [str(ROOT / "examples" / "recd_mind.py"), "--folder", "recd", "--sessions", "400", "--epochs", "2"]
+    command = [sys.executable, *script, "--batch-size", "128", *options]
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_PORT": "29533"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    pattern = r"epoch \d: loss (\S+) to (\S+), held-out AUC (\S+), .*, (\S+) ids of the batch per id looked up"
+    found = re.findall(pattern, done.stdout)
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recd_mind_has_the_same_losses_with_and_without_deduplication(tmp_path: Path, ranks: int) -> None:
+    deduped, plain = recd(tmp_path, ranks), recd(tmp_path, ranks, "--plain")
+    for a, b in zip(deduped, plain, strict=True):
+        for one, other in zip(a[:2], b[:2], strict=True):
+            assert float(one) == pytest.approx(float(other), rel=1e-4)
+        assert float(a[2]) == pytest.approx(float(b[2]), abs=0.005)
+        assert float(a[3]) > 3
+        assert float(b[3]) == 1
