@@ -57,3 +57,17 @@ def test_the_code_of_dedup_md_runs(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "InverseKeyedJaggedTensor(b: 2 of 3, c+d: 2 of 3; plain a)\n[0, 1, 0] 1.5" in result.stdout
     assert result.stdout.endswith("torch.Size([512])\n")
+
+
+def test_the_code_of_tensor_train_md_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    pytest.importorskip("igraph")
+    code = "\n".join(
+        re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tensor_train.md").read_text(), flags=re.DOTALL)
+    )
+    run = [sys.executable, "-W", "ignore", "-c", code + "\nprint(0 < error <= 1, sorted(ids) != sorted(reads[0]))"]
+    result = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "times smaller" in result.stdout
+    assert result.stdout.endswith("True True\n")
+    assert (tmp_path / "ads.bijection.parquet").exists()

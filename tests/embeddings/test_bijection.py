@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexshard.embeddings import IndexBijection
@@ -31,3 +35,87 @@ def test_bad_rankings_are_refused() -> None:
         IndexBijection([7], 5)
     with pytest.raises(TableError, match="whole row ids"):
         IndexBijection([0.5], 5)
+
+
+def grouped_batches(rows: int, groups: int, batches: int, seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
+    """Batches that each read rows of one hidden group and a few others, and the group of every row."""
+    generator = np.random.default_rng(seed)
+    group = generator.integers(0, groups, rows)
+    members = [np.flatnonzero(group == number) for number in range(groups)]
+    found = []
+    for _ in range(batches):
+        own = generator.choice(members[int(generator.integers(0, groups))], 70)
+        found.append(np.concatenate([own, generator.integers(0, rows, 10)]))
+    return found, group
+
+
+def test_rows_that_are_read_together_come_together() -> None:
+    pytest.importorskip("igraph")
+    rows, groups = 4000, 20
+    batches, group = grouped_batches(rows, groups, 600)
+    counts = np.bincount(np.concatenate(batches), minlength=rows)
+    ranking = IndexBijection(np.lexsort((np.arange(rows), -counts)), rows)
+    found = IndexBijection.by_community(batches, ranking, hot_share=0.01, seed=1)
+    assert np.array_equal(np.sort(found.row_at), np.arange(rows))  # a bijection
+    assert np.array_equal(found.row_at[:40], ranking.row_at[:40])  # hot rows stay
+    assert np.array_equal(found.rank_of[found.row_at], np.arange(rows))
+    read = found.row_at[40:][counts[found.row_at[40:]] > 0]
+    same = np.mean(group[read[1:]] == group[read[:-1]])
+    by_frequency = ranking.row_at[counts[ranking.row_at] > 0]
+    assert same > 0.95
+    assert np.mean(group[by_frequency[1:]] == group[by_frequency[:-1]]) < 0.2
+    # So a batch has fewer distinct prefixes of a tensor train.
+    prefixes = [np.mean([np.unique(order.ranks(b) // 50).size for b in batches]) for order in (ranking, found)]
+    assert prefixes[1] < 0.5 * prefixes[0]
+    again = IndexBijection.by_community(batches, ranking, hot_share=0.01, seed=1)
+    assert np.array_equal(again.row_at, found.row_at)
+
+
+@given(st.integers(1, 60), st.integers(0, 5), st.floats(0, 1), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_communities_are_always_a_bijection(rows: int, batches: int, hot: float, most: int) -> None:
+    pytest.importorskip("igraph")
+    generator = np.random.default_rng(rows)
+    drawn = [generator.integers(0, rows, generator.integers(0, 30)) for _ in range(batches)]
+    ranking = IndexBijection(generator.permutation(rows)[: rows // 2], rows)
+    found = IndexBijection.by_community(drawn, ranking, hot_share=hot, pairs_per_batch=20, max_pairs=most)
+    assert np.array_equal(np.sort(found.row_at), np.arange(rows))
+
+
+def test_pairs_are_capped_and_kept_evenly() -> None:
+    from flexshard.embeddings._communities import index_graph
+
+    rank_of = np.arange(100)
+    batches = [np.array([2 * number, 2 * number + 1]) for number in range(50)] * 40  # one pair each, 40 times
+    edges, counts = index_graph(batches, rank_of, 0, pairs_per_batch=10, max_pairs=500, seed=0)
+    assert counts.sum() == 500
+    assert edges.shape == (50, 2)
+    assert counts.min() >= 2  # early and late ones alike
+    assert (edges[:, 1] == edges[:, 0] + 1).all()
+    none, _ = index_graph([np.array([0, 1])], rank_of, 50, pairs_per_batch=10, max_pairs=500, seed=0)
+    assert none.shape == (0, 2)  # hot rows take no part
+
+
+def test_bijections_are_saved(tmp_path: Path) -> None:
+    found = IndexBijection([5, 0, 3], 9)
+    found.save(tmp_path / "b.parquet")
+    loaded = IndexBijection.load(tmp_path / "b.parquet")
+    assert loaded.row_at.tolist() == found.row_at.tolist()
+    assert pq.read_table(tmp_path / "b.parquet")["row"].to_pylist() == [5, 0, 3]
+    with pytest.raises(TableError, match=r"none\.parquet: no such file"):
+        IndexBijection.load(tmp_path / "none.parquet")
+    pq.write_table(pa.table({"row": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(TableError, match=r"other\.parquet: not an index bijection of version 1"):
+        IndexBijection.load(tmp_path / "other.parquet")
+    whole = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TableError, match=r"cut\.parquet: not an index bijection, or damaged"):
+        IndexBijection.load(tmp_path / "cut.parquet")
+
+
+def test_batches_outside_the_table_are_named() -> None:
+    ranking = IndexBijection.identity(10)
+    with pytest.raises(TableError, match="a batch has id 10, but the table has rows 0 to 9"):
+        IndexBijection.by_community([np.array([1, 10])], ranking)
+    with pytest.raises(TableError, match="hot_share is a share of the rows, found 2"):
+        IndexBijection.by_community([], ranking, hot_share=2)

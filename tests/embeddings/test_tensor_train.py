@@ -174,7 +174,7 @@ def test_fused_updates_are_those_of_the_optimizer_after_backward(path: str, opti
         ids = torch.randint(0, 500, (30,), generator=torch.Generator().manual_seed(step))
         offsets = torch.arange(0, 30, 3)
         for table in (fused, plain):
-            table(ids, offsets).square().sum().backward()
+            table(ids, offsets).square().mean().backward()
         assert all(core.grad is None for core in fused.cores)
         if steps is not None:
             steps.step()
@@ -332,4 +332,4 @@ def test_it_trains_as_a_part_of_a_model() -> None:
         loss = functional.binary_cross_entropy_with_logits(model(ids).squeeze(1), labels)
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.3
+    assert float(loss.detach()) < 0.3

@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from flexshard.embeddings._inverse import DedupedGroup, InverseKeyedJaggedTensor
     from flexshard.embeddings._partial import PartialJaggedTensor
     from flexshard.embeddings._select import jagged_index_select
+    from flexshard.embeddings._tt_compress import (
+        CompressedEmbeddingBagCollection,
+        CompressedEmbeddingCollection,
+        CompressedTable,
+        compress,
+    )
     from flexshard.embeddings._tt_embedding import TTEmbedding, TTEmbeddingBag
 
 __all__ = [
+    "CompressedEmbeddingBagCollection",
+    "CompressedEmbeddingCollection",
+    "CompressedTable",
     "Deduped",
     "DedupedEmbeddingBagCollection",
     "DedupedEmbeddingCollection",
@@ -33,6 +42,7 @@ __all__ = [
     "TTEmbedding",
     "TTEmbeddingBag",
     "TTShape",
+    "compress",
     "distinct_rows",
     "jagged_index_select",
     "jagged_of_arrow",
@@ -42,6 +52,9 @@ __all__ = [
 __getattr__ = from_extra(
     __name__,
     {
+        "CompressedEmbeddingBagCollection": "_tt_compress",
+        "CompressedEmbeddingCollection": "_tt_compress",
+        "CompressedTable": "_tt_compress",
         "Deduped": "_deduped",
         "DedupedEmbeddingBagCollection": "_deduped",
         "DedupedEmbeddingCollection": "_deduped",
@@ -51,6 +64,7 @@ __getattr__ = from_extra(
         "PartialJaggedTensor": "_partial",
         "TTEmbedding": "_tt_embedding",
         "TTEmbeddingBag": "_tt_embedding",
+        "compress": "_tt_compress",
         "jagged_index_select": "_select",
     },
 )

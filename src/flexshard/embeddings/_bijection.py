@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from flexshard._files import replacing
+from flexshard.embeddings._communities import community_order, index_graph
 from flexshard.errors import TableError
 
 __all__ = ["IndexBijection"]
 
 IntArray = npt.NDArray[np.int64]
+_FORMAT, _VERSION = "flexshard.bijection", 1
 
 
 class IndexBijection:
@@ -80,3 +88,87 @@ class IndexBijection:
     def rows(self, ranks: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         """Ids at ranks, of the ranks' shape."""
         return ranks if self.is_identity else self.row_at[ranks]
+
+    @classmethod
+    def by_community(
+        cls,
+        batches: Iterable[npt.NDArray[np.integer[Any]]],
+        ranking: IndexBijection,
+        *,
+        hot_share: float = 0.01,
+        pairs_per_batch: int = 20_000,
+        max_pairs: int = 2_000_000,
+        seed: int = 0,
+    ) -> IndexBijection:
+        """Hot rows by frequency, then cold rows that are read together next to each other (EL-Rec paper, section IV).
+
+        Rows of one community share prefixes of a tensor train, so that a batch computes fewer of them.
+
+        Args:
+            batches: ids of each batch; read once.
+            ranking: by frequency, such as ``IndexBijection(profile.ranked_rows, profile.num_rows)``.
+            hot_share: of the table's rows, the hottest, which keep their place.
+            pairs_per_batch: of cold rows, drawn of each batch as edges of the graph.
+            max_pairs: kept of all batches; 24 bytes each, and what the search for communities takes time for.
+            seed: of both.
+
+        Raises:
+            TableError: a share that is none, or an id outside the table.
+            MissingDependencyError: igraph is not installed.
+        """
+        if not 0 <= hot_share <= 1:
+            raise TableError(f"hot_share is a share of the rows, found {hot_share}")
+        rows = ranking.num_rows
+        hot = min(round(hot_share * rows), rows)
+        edges, counts = index_graph(
+            (_checked(batch, rows) for batch in batches),
+            ranking.rank_of,
+            hot,
+            pairs_per_batch=pairs_per_batch,
+            max_pairs=max_pairs,
+            seed=seed,
+        )
+        order = np.concatenate([np.arange(hot), hot + community_order(edges, counts, rows - hot, seed=seed)])
+        return cls(ranking.row_at[order], rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ranking as Parquet: a column ``row``, in order of rank; the number of rows in the metadata.
+
+        Raises:
+            OutputError: it could not be written.
+        """
+        about = {"format": _FORMAT, "version": _VERSION, "num_rows": self.num_rows}
+        schema = pa.schema({"row": pa.int64()}, metadata={b"flexshard": json.dumps(about).encode()})
+        table = pa.table({"row": self._ranked.astype(np.int64)}, schema=schema)
+        with replacing(path) as draft:
+            pq.write_table(table, draft, compression="zstd")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> IndexBijection:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            TableError: missing, of another format or version, damaged, or no bijection.
+        """
+        try:
+            with pq.ParquetFile(path) as file:
+                about = json.loads((file.schema_arrow.metadata or {}).get(b"flexshard", b"{}"))
+                rows = file.read(columns=["row"]).column("row").to_numpy()
+        except FileNotFoundError:
+            raise TableError(f"{path}: no such file") from None
+        except Exception as error:  # Arrow raises many kinds on damaged files
+            raise TableError(f"{path}: not an index bijection, or damaged: {str(error).splitlines()[0]}") from error
+        if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
+            raise TableError(f"{path}: not an index bijection of version {_VERSION}")
+        try:
+            return cls(rows, int(about["num_rows"]))
+        except (TableError, KeyError, TypeError, ValueError) as error:
+            raise TableError(f"{path}: {error}; make it again") from error
+
+
+def _checked(batch: npt.NDArray[np.integer[Any]], rows: int) -> npt.NDArray[np.integer[Any]]:
+    ids = np.asarray(batch).reshape(-1)
+    if ids.size and (ids.min() < 0 or ids.max() >= rows):
+        wrong = ids[(ids < 0) | (ids >= rows)][0]
+        raise TableError(f"a batch has id {wrong}, but the table has rows 0 to {rows - 1}")
+    return ids

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -129,6 +130,11 @@ class _TTTable(nn.Module):
 
     def _update(self, gradients: Sequence[torch.Tensor]) -> None:
         """The optimizer's step, of the slices that were touched; others have no gradient and do not change."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise TableError(
+                f"optimizer {self.optimizer!r} updates the cores within backward, where ranks have their own gradients;"
+                " in a job of several ranks use optimizer=None and an optimizer after them"
+            )
         with torch.no_grad():
             for k, (core, own) in enumerate(zip(self.cores, gradients, strict=True)):
                 touched = own.flatten(1).any(dim=1).nonzero().squeeze(1)

@@ -98,13 +98,13 @@ def forward_rows(
         for start in range(0, levels.parent.numel(), _CHUNK):
             part = slice(start, start + _CHUNK)
             torch.bmm(prefixes[levels.parent[part]], last[levels.digit[part]].transpose(1, 2), out=rows[part])
-    return rows.view(rows.shape[0], -1), products
+    return rows.view(rows.shape[0], shape.embedding_dim), products
 
 
 def _next_level(before: torch.Tensor, level: Level, core: torch.Tensor, shape: TTShape, k: int) -> torch.Tensor:
     size, rank = before.shape[1] * shape.dims[k], shape.bounds[k + 1]
     found = before.new_empty(level.parent.numel(), size, rank)
-    left = before[level.parent].view(-1, before.shape[2])
+    left = before[level.parent].flatten(0, 1)
     height = before.shape[1]
     for digit, start, end in level.runs:
         out = found[start:end].view((end - start) * height, -1)
@@ -140,7 +140,7 @@ def backward_rows(
     for k in range(len(levels.inner), 0, -1):
         level, before = levels.inner[k - 1], products[k - 1]
         height, rank = before.shape[1], before.shape[2]
-        left = before[level.parent].view(-1, rank)
+        left = before[level.parent].flatten(0, 1)
         to_left, to_core = torch.empty_like(left), torch.zeros_like(cores[k])
         for digit, start, end in level.runs:
             rows = slice(start * height, end * height)
@@ -148,7 +148,7 @@ def backward_rows(
             torch.mm(left[rows].t(), own, out=to_core[digit])
             torch.mm(own, cores[k][digit].t(), out=to_left[rows])
         found.append(to_core)
-        to_prefixes = torch.zeros_like(before).index_add_(0, level.parent, to_left.view(-1, height, rank))
+        to_prefixes = torch.zeros_like(before).index_add_(0, level.parent, to_left.view(level.parent.numel(), height, rank))
     found.append(to_prefixes.reshape(cores[0].shape))
     return found[::-1]
 

@@ -1,0 +1,183 @@
+"""Tables of TorchRec's collections as tensor trains: alone, beside others, and on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import PoolingType
+
+import flexshard
+from flexshard.embeddings import CompressedEmbeddingCollection, TTEmbedding, compress
+from flexshard.errors import TableError
+from flexshard.executors import FlexShardEmbeddingCollectionSharder
+from flexshard.planner import FlexShardPlanner
+from tests.executors import models, ranks
+
+ROWS, DIM = 60, 8
+RATE, STEPS = 0.1, 4
+
+
+def batch(rank: int, step: int, *, weighted: bool = False) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    lengths = torch.randint(0, 5, (12,), generator=generator)
+    count = int(lengths.sum())
+    return KeyedJaggedTensor(
+        keys=["a", "b", "c"],
+        values=torch.randint(0, ROWS, (count,), generator=generator),
+        lengths=lengths,
+        weights=torch.rand(count, generator=generator) if weighted else None,
+    )
+
+
+class Model(nn.Module):
+    """Feature a is looked up in two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        tables = {"x": ["a", "c"], "y": ["a"], "z": ["b"]}
+        self.lookup = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=list(features))
+                for name, features in tables.items()
+            ]
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        found = self.lookup(features)
+        return sum(  # type: ignore[return-value]
+            (number + 1) * found[name].values().sin().sum() for number, name in enumerate(["a@x", "c", "a@y", "b"])
+        )
+
+
+def full_rank() -> dict[str, Any]:
+    """A tensor train that can be any table of this size."""
+    return {"rows": [3, 4, 5], "dims": [2, 2, 2], "ranks": [6, 10]}
+
+
+@pytest.mark.parametrize("names", [["x"], ["y", "z"], ["x", "y", "z"]])
+def test_sequences_are_those_of_the_tables(names: list[str]) -> None:
+    model = Model()
+    features = batch(0, 0)
+    expected = {name: rows.values().detach() for name, rows in model.lookup(features).items()}
+    changed, report = compress(model, {name: full_rank() for name in names})
+    assert changed is model
+    assert [entry.name for entry in report] == [f"lookup.{name}" for name in names]
+    assert all(entry.error is not None and entry.error < 1e-3 for entry in report)
+    found = model.lookup(features)
+    assert list(found) == list(expected)
+    for name, rows in expected.items():
+        torch.testing.assert_close(found[name].values(), rows, atol=1e-4, rtol=1e-4)
+        assert found[name].lengths().tolist() == features[name.split("@")[0]].lengths().tolist()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_are_those_of_the_tables(weighted: bool) -> None:
+    pooling = {"x": PoolingType.SUM, "y": PoolingType.SUM if weighted else PoolingType.MEAN, "z": PoolingType.SUM}
+    model: nn.Module = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=features, pooling=pooling[name]
+            )
+            for name, features in {"x": ["a", "c"], "y": ["a"], "z": ["b"]}.items()
+        ],
+        is_weighted=weighted,
+    )
+    features = batch(1, 0, weighted=weighted)
+    expected = model(features)
+    model, _ = compress(model, {"x": full_rank(), "z": full_rank()})
+    found = model(features)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found.values(), expected.values(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_table_is_started_anew_if_asked() -> None:
+    model = Model()
+    _, (report,) = compress(model, {"lookup.x": {"ranks": 2, "optimizer": "adagrad"}}, decompose=False)
+    assert report.error is None
+    table = model.lookup.tables["x"]
+    assert isinstance(table, TTEmbedding)
+    assert table.optimizer == "adagrad"
+    assert isinstance(model.lookup, CompressedEmbeddingCollection)
+
+
+def test_tables_that_are_not_there() -> None:
+    with pytest.raises(TableError, match=r"no table 'q'; it has lookup\.x, lookup\.y, lookup\.z"):
+        compress(Model(), {"q": 4})
+    twice = nn.ModuleDict({"one": Model(), "two": Model()})
+    with pytest.raises(TableError, match=r"several tables are called 'x': one\.lookup\.x, two\.lookup\.x"):
+        compress(twice, {"x": 4})
+    compress(twice, {"two.lookup.x": 4})
+    with pytest.raises(TableError, match=r"factors .* cover 6 rows only"):
+        compress(Model(), {"x": {"ranks": 2, "rows": [1, 2, 3]}})
+
+
+def fused_in_a_job(rank: int) -> str:
+    table = TTEmbedding(ROWS, DIM, ranks=2, optimizer="sgd")
+    with pytest.raises(TableError) as caught:
+        table(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_fused_updates_are_refused_in_a_job_of_several_ranks() -> None:
+    assert all("use optimizer=None" in message for message in ranks.run(1, 2, fused_in_a_job))
+
+
+def reference(world: int) -> dict[str, np.ndarray]:
+    model, _ = compress(Model(), {"x": full_rank()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(model(batch(rank, step)) for rank in range(world)) / world).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    tables = model.get_submodule("lookup.collection").embeddings
+    return {
+        "x": model.get_submodule("lookup.tables.x").to_dense().numpy(),
+        **{name: tables[name].weight.detach().numpy() for name in ("y", "z")},
+    }
+
+
+def train(rank: int) -> dict[str, np.ndarray]:
+    model, _ = compress(Model(), {"x": full_rank()})
+    cluster = models.small_cluster(2, 2)
+    counts = (100 / (1 + np.arange(ROWS))).astype(np.int64)
+    profile = flexshard.AccessProfile.from_counts(counts, num_samples=10, num_rows=ROWS)
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
+    sharders = [FlexShardEmbeddingCollectionSharder(fused)]
+    planner = FlexShardPlanner(profiles={"y": profile, "z": profile}, cluster=cluster, batch_size=12)
+    plan = planner.collective_plan(model, sharders)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    cores = [parameter for name, parameter in parallel.named_parameters() if ".cores." in name]
+    assert len(cores) == 3
+    optimizer = torch.optim.SGD(cores, lr=RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parallel(batch(rank, step)).backward()
+        optimizer.step()
+    from flexshard.executors import full_state_dict
+
+    whole = full_state_dict(parallel)
+    found = {name.split(".")[-2]: tensor.numpy() for name, tensor in whole.items() if ".embeddings." in name}
+    tables = [part for part in parallel.modules() if isinstance(part, TTEmbedding)]
+    return found | {"x": tables[0].to_dense().numpy()}
+
+
+def test_under_distributed_model_parallel_beside_a_plan() -> None:
+    """Cores are on every rank and their gradients all-reduced; the other tables are split by a FlexShard plan."""
+    expected = reference(4)
+    first, *others = ranks.run(2, 2, train)
+    assert first.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_allclose(first[name], weight, atol=2e-5, rtol=2e-4)
+    for found in others:  # the whole tables are gathered on rank 0
+        np.testing.assert_array_equal(found["x"], first["x"])
