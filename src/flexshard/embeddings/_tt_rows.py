@@ -148,7 +148,9 @@ def backward_rows(
             torch.mm(left[rows].t(), own, out=to_core[digit])
             torch.mm(own, cores[k][digit].t(), out=to_left[rows])
         found.append(to_core)
-        to_prefixes = torch.zeros_like(before).index_add_(0, level.parent, to_left.view(level.parent.numel(), height, rank))
+        to_prefixes = torch.zeros_like(before).index_add_(
+            0, level.parent, to_left.view(level.parent.numel(), height, rank)
+        )
     found.append(to_prefixes.reshape(cores[0].shape))
     return found[::-1]
 
