@@ -17,10 +17,13 @@ PARTS = {"storage": storage.main, "reader": reader.main, "conversion": conversio
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all by default")
     args = parser.parse_args()
+    unknown = sorted(set(args.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     print(machine())
-    for part in args.parts:
+    for part in args.parts or PARTS:
         with tempfile.TemporaryDirectory() as folder:
             PARTS[part](Path(folder))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.recd import data  # noqa: F401 - puts the examples on the path
 from flexshard._files import write_text
-from flexshard.costmodels import PhaseLine, StepModel
+from flexshard.costmodels import PhaseCurve, StepModel
 from flexshard.embeddings import DedupedJagged
 from flexshard.executors import Observer
 from flexshard.ingestion import SessionBatch
@@ -173,10 +173,10 @@ def observed_bytes(run: Run) -> dict[str, float]:
 
 
 def step_model(plain: Run, expanding: Run) -> StepModel:
-    """Phases of a plain step at two sizes, timed one by one, as the cost model wants them."""
+    """Phases of a plain step at some sizes, timed one by one, as the cost model wants them."""
     lines: dict[str, list[tuple[float, float]]] = {"lookup": [], "compute": [], "rest": [], "expand": []}
     news: Any = plain.model.module
-    for share in (16, 1):
+    for share in (32, 16, 4, 1):
         times: dict[str, list[float]] = {name: [] for name in lines}
         for batch in plain.batches[:8]:
             part = cut(batch, batch.features.stride() // share)
@@ -192,7 +192,7 @@ def step_model(plain: Run, expanding: Run) -> StepModel:
         for name in lines:
             lines[name].append((rows, median[name]))
     del expanding
-    return StepModel(**{name: PhaseLine.through(*points) for name, points in lines.items()})
+    return StepModel(**{name: PhaseCurve(tuple(points)) for name, points in lines.items()})
 
 
 def cut(batch: SessionBatch, rows: int) -> SessionBatch:

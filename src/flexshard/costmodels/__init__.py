@@ -11,7 +11,7 @@ from flexshard.costmodels._reduction import (
     sparse_reduction,
     touched_rows,
 )
-from flexshard.costmodels._step import PhaseLine, StepModel
+from flexshard.costmodels._step import PhaseCurve, StepModel
 from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct, translation_bytes
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Cost",
     "Overlap",
     "OverlapLike",
-    "PhaseLine",
+    "PhaseCurve",
     "RowLines",
     "StepModel",
     "Table",

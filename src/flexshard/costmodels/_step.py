@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flexshard.errors import DataError
 
-__all__ = ["PhaseLine", "StepModel"]
+__all__ = ["PhaseCurve", "StepModel"]
 
 
 @dataclass(frozen=True)
-class PhaseLine:
-    """Time of one phase of a step: what it takes at all, and per row.
+class PhaseCurve:
+    """Time of one phase of a step by its rows (samples, or distinct lists): straight between measured points.
 
     Attributes:
-        fixed_seconds: whatever the batch.
-        row_seconds: per row (a sample, or a distinct list).
+        points: (rows, seconds), rows ascending; beyond the ends the nearest two go on, never below no time.
     """
 
-    fixed_seconds: float
-    row_seconds: float
+    points: tuple[tuple[float, float], ...]
 
-    @classmethod
-    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> PhaseLine:
-        """The line through two measurements, (rows, seconds) each; its fixed part is not negative.
-
-        Raises:
-            DataError: no rows, or the second has no more of them than the first.
-        """
-        (few, short), (many, long) = small, large
-        if not 0 < few < many:
-            raise DataError(f"a line needs two different numbers of rows, found {few} and {many}")
-        per_row = max((long - short) / (many - few), 0.0)
-        fixed = max(short - per_row * few, 0.0)
-        return cls(fixed, max((long - fixed) / many, 0.0))
+    def __post_init__(self) -> None:
+        rows = [point[0] for point in self.points]
+        if len(rows) < 2 or rows[0] < 0 or any(a >= b for a, b in pairwise(rows)):
+            raise DataError(f"a curve needs two or more different numbers of rows, ascending; found {rows}")
 
     def seconds(self, rows: float) -> float:
         """At so many rows."""
-        return self.fixed_seconds + self.row_seconds * rows
+        place = min(max(bisect_left([point[0] for point in self.points], rows), 1), len(self.points) - 1)
+        (few, short), (many, long) = self.points[place - 1], self.points[place]
+        return max(short + (long - short) * (rows - few) / (many - few), 0.0)
+
+
+_NOTHING = PhaseCurve(((0.0, 0.0), (1.0, 0.0)))
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,10 @@ class StepModel:
         expand: index select of what is deduplicated but not computed on so (O6); by samples.
     """
 
-    lookup: PhaseLine
-    compute: PhaseLine
-    rest: PhaseLine
-    expand: PhaseLine = PhaseLine(0.0, 0.0)
+    lookup: PhaseCurve
+    compute: PhaseCurve
+    rest: PhaseCurve
+    expand: PhaseCurve = _NOTHING
 
     def seconds(self, batch_size: int, *, dedup_factor: float = 1.0, compute: bool = False) -> float:
         """Of a step of ``batch_size`` samples per rank.
