@@ -12,6 +12,7 @@ model looks up and attends to distinct histories only. ``--plain`` trains on the
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 import warnings
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 29512)):
         os.environ.setdefault(name, str(value))
@@ -169,7 +171,7 @@ def main() -> None:
                 f" {found.storage_ratio:.2f} times smaller by session than by time"
             )
         groups = suggest_groups(paths[0], batch_size=args.batch_size)
-        print(f"features to deduplicate: {groups}{', not done' if args.plain else ''}")
+        print(f"features to deduplicate: {groups}{' (not done: --plain)' if args.plain else ''}")
         box = [(*paths, items, [] if args.plain else groups)]  # type: ignore[list-item]
     dist.broadcast_object_list(box)
     log, held_out, items, groups = box[0]

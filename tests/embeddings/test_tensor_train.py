@@ -333,3 +333,66 @@ def test_it_trains_as_a_part_of_a_model() -> None:
         loss.backward()
         optimizer.step()
     assert float(loss.detach()) < 0.3
+
+
+def test_a_fused_table_is_looked_up_once_per_step() -> None:
+    table = TTEmbedding(30, 8, ranks=4, optimizer="sgd", std=1.0)
+    ids = torch.arange(9)
+    with pytest.raises(TableError, match="updated by its sgd optimizer between a lookup and its backward pass"):
+        (table(ids).sum() + table(ids + 3).sum()).backward()
+
+
+def test_cores_changed_between_forward_and_backward_are_noticed() -> None:
+    table = TTEmbedding(30, 8, ranks=4)
+    found = table(torch.arange(9)).sum()
+    with torch.no_grad():
+        table.cores[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    table = TTEmbedding(30, 8, ranks=4)
+    gradients = torch.autograd.grad(table(torch.arange(9)).square().sum(), list(table.cores), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]
+
+
+def test_a_frozen_table_stays_as_it_is(path: str) -> None:
+    table = TTEmbedding(30, 8, ranks=4, optimizer="sgd", std=1.0)
+    before = table.to_dense()
+    head = nn.Linear(8, 1)
+    table.requires_grad_(False)
+    head(table(torch.arange(9))).sum().backward()
+    assert torch.equal(table.to_dense(), before)
+    assert not table(torch.arange(9)).requires_grad
+    table.requires_grad_(True)
+    head(table(torch.arange(9))).sum().backward()
+    assert not torch.equal(table.to_dense(), before)
+
+
+def test_states_stay_in_float32_and_start_anew() -> None:
+    table = TTEmbedding(30, 8, ranks=4, optimizer="adagrad", std=1.0).to(torch.bfloat16)
+    table(torch.arange(9)).float().sum().backward()
+    assert table.sum_0.dtype == torch.float32
+    assert table.sum_0.any()
+    table.decompose_(torch.randn(30, 8))
+    assert not table.sum_0.any()
+
+
+def test_weights_and_autocast(path: str) -> None:
+    table = TTEmbeddingBag(30, 8, ranks=4, mode="sum", dtype=torch.bfloat16)
+    found = table(torch.arange(9), torch.tensor([0, 4]), torch.rand(9))
+    assert found.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        TTEmbedding(30, 8, ranks=4)(torch.arange(9)).sum().backward()
+    none = TTEmbeddingBag(30, 8, ranks=4)(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    assert none.shape == (0, 8)
+
+
+def test_the_error_is_of_the_tables_own_rows() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(13, 1)
+    table = TTEmbedding(13, 1, ranks=2, cores=2)
+    error = table.decompose_(weight)
+    assert error == pytest.approx(float((table.to_dense() - weight).norm() / weight.norm()), rel=1e-4)

@@ -122,6 +122,35 @@ def test_tables_that_are_not_there() -> None:
         compress(Model(), {"x": {"ranks": 2, "rows": [1, 2, 3]}})
 
 
+def test_a_table_of_several_features_is_updated_once() -> None:
+    torch.manual_seed(0)
+    fused, plain = Model(), Model()
+    compress(fused, {"x": full_rank() | {"optimizer": "sgd", "learning_rate": RATE}})
+    compress(plain, {"x": full_rank()})
+    features = batch(0, 0)
+    fused(features).backward()
+    plain(features).backward()
+    for a, b in zip(fused.lookup.tables["x"].cores, plain.lookup.tables["x"].cores, strict=True):
+        assert b.grad is not None
+        torch.testing.assert_close(a.detach(), b.detach() - RATE * b.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_module_that_stands_twice_is_replaced_twice_and_all_or_nothing_is() -> None:
+    tied = nn.Module()
+    tied.a = Model().lookup
+    tied.b = tied.a
+    compress(tied, {"a.x": full_rank()})
+    assert tied.a is tied.b
+    assert isinstance(tied.b, CompressedEmbeddingCollection)
+    two = nn.ModuleDict({"one": Model(), "two": Model()})
+    for wrong in (0, "x", {"bogus": 1}, {"ranks": 2, "mode": "sum"}):
+        with pytest.raises(TableError):
+            compress(two, {"one.lookup.x": 4, "two.lookup.x": wrong})  # type: ignore[dict-item]
+        assert isinstance(two["one"].lookup, EmbeddingCollection)
+    with pytest.raises(TableError, match="is named twice"):
+        compress(two["one"], {"lookup.x": 4, "x": 4})
+
+
 def fused_in_a_job(rank: int) -> str:
     table = TTEmbedding(ROWS, DIM, ranks=2, optimizer="sgd")
     with pytest.raises(TableError) as caught:

@@ -40,6 +40,8 @@ def cluster_sessions_command(
     """Rewrite a dataset so that a session's rows are adjacent and in order of time."""
     if keep_by not in ("session", "sample"):
         raise DataError(f"--keep-by is 'session' or 'sample', found {keep_by!r}")
+    if keep_by == "sample" and keep >= 1:
+        raise DataError("--keep-by says what --keep keeps; give --keep a share too")
     with working("clustering"):
         found = cluster_sessions(
             data,
@@ -76,7 +78,8 @@ def _clustered_text(found: Clustered) -> Group:
         for by, (rows, sessions) in found.kept_by.items():
             mean = rows / sessions if sessions else 0.0
             lines.append(f"downsampling by {by} keeps {rows:,} rows and {mean:.2f} samples per session")
-    last = f"storage {found.storage_ratio:.2f} times smaller; written to {found.path} ({len(found.files)} files)"
+    files = f"{len(found.files)} file{'s' * (len(found.files) > 1)}"
+    last = f"storage {found.storage_ratio:.2f} times smaller; written to {found.path} ({files})"
     return Group(grid, *lines, last)
 
 

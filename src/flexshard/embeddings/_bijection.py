@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexshard._files import replacing
+from flexshard._values import whole
 from flexshard.embeddings._communities import community_order, index_graph
 from flexshard.errors import TableError
 
@@ -118,6 +119,8 @@ class IndexBijection:
         """
         if not 0 <= hot_share <= 1:
             raise TableError(f"hot_share is a share of the rows, found {hot_share}")
+        pairs_per_batch = whole(pairs_per_batch, "pairs_per_batch", TableError)
+        max_pairs, seed = whole(max_pairs, "max_pairs", TableError), whole(seed, "seed", TableError, least=0)
         rows = ranking.num_rows
         hot = min(round(hot_share * rows), rows)
         edges, counts = index_graph(

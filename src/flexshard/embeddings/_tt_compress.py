@@ -52,6 +52,7 @@ class _Compressed(nn.Module):
         others = [config for config in configs if config.name not in tables]
         inner = iter(get_embedding_names_by_table(others) if others else [])
         self._names: list[tuple[str, str, str | None, int]] = []  # as before, feature, table or None, dimension
+        self._features = {config.name: list(config.feature_names) for config in configs if config.name in tables}
         self._inner: dict[str, str] = {}  # name as before to the name that the remaining collection gives
         for config, own in zip(configs, names, strict=True):
             mine = own if config.name in tables else next(inner)
@@ -93,27 +94,35 @@ class CompressedEmbeddingBagCollection(_Compressed):
 
 @torch.fx.wrap
 def _sequences(module: Any, features: KeyedJaggedTensor, found: Any) -> dict[str, JaggedTensor]:
+    # A table that several features share is looked up once, so that it is updated once.
+    rows: dict[tuple[str, str], torch.Tensor] = {}
+    for table, keys in module._features.items():
+        values = [features[key].values() for key in keys]
+        parts = module.tables[table](torch.cat(values)).split([part.numel() for part in values])
+        rows |= {(table, key): part for key, part in zip(keys, parts, strict=True)}
     result = {}
     for name, feature, table, _ in module._names:
         if table is None:
             result[name] = found[module._inner[name]]
         else:
-            own = features[feature]
-            result[name] = JaggedTensor(module.tables[table](own.values()), lengths=own.lengths())
+            result[name] = JaggedTensor(rows[table, feature], lengths=features[feature].lengths())
     return result
 
 
 @torch.fx.wrap
 def _pooled(module: Any, features: KeyedJaggedTensor, found: Any) -> KeyedTensor:
     others = {} if found is None else found.to_dict()
+    rows: dict[tuple[str, str], torch.Tensor] = {}
+    for table, keys in module._features.items():
+        own = [features[key] for key in keys]
+        lengths = torch.cat([part.lengths() for part in own])
+        offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
+        weights = torch.cat([part.weights() for part in own]) if module._is_weighted else None
+        pooled = module.tables[table](torch.cat([part.values() for part in own]), offsets, weights).float()
+        rows |= {(table, key): part for key, part in zip(keys, pooled.chunk(len(keys)), strict=True)}
     values = []
     for name, feature, table, _ in module._names:
-        if table is None:
-            values.append(others[module._inner[name]])
-        else:
-            own = features[feature]
-            weights = own.weights() if module._is_weighted else None
-            values.append(module.tables[table](own.values(), own.offsets(), weights).float())
+        values.append(others[module._inner[name]] if table is None else rows[table, feature])
     return KeyedTensor(
         keys=[name for name, _, _, _ in module._names],
         length_per_key=[dim for _, _, _, dim in module._names],
@@ -145,6 +154,9 @@ def compress(
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
         for config in _configs(module)
     }
+    paths: dict[int, list[str]] = {}  # a module may stand at several
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
     wanted: dict[str, dict[str, Any]] = {}  # by path: the arguments of each table
     for name, how in tables.items():
         found = [key for key in places if name in (key[1], f"{key[0]}.{key[1]}")]
@@ -153,18 +165,21 @@ def compress(
         if len(found) > 1:
             raise TableError(f"several tables are called {name!r}: {', '.join(_known(found))}; give one in full")
         path, own = found[0]
+        if own in wanted.get(path, {}):
+            raise TableError(f"table {name!r} is named twice")
+        if not isinstance(how, (int, Mapping)):
+            raise TableError(f"table {name!r} takes a rank or arguments of TTEmbeddingBag, found {how!r}")
         wanted.setdefault(path, {})[own] = {"ranks": how} if isinstance(how, int) else dict(how)
-    result = []
-    for path, chosen in wanted.items():
-        module = model.get_submodule(path)
-        made, report = _compressed(module, chosen, path, decompose)
-        result += report
-        if path:
-            parent, _, own_name = path.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, made)
-        else:
-            model = made
-    return model, result
+    made = {path: _compressed(model.get_submodule(path), own, path, decompose) for path, own in wanted.items()}
+    for path, (module, _) in made.items():  # all of them, now that none has failed
+        module.train(model.get_submodule(path).training)
+        for place in paths[id(model.get_submodule(path))]:
+            if place:
+                parent, _, own_name = place.rpartition(".")
+                setattr(model.get_submodule(parent), own_name, module)
+            else:
+                model = module
+    return model, [entry for _, report in made.values() for entry in report]
 
 
 def _known(places: Any) -> list[str]:
@@ -191,14 +206,18 @@ def _compressed(
         weight = held[config.name].weight
         how: dict[str, Any] = {"device": weight.device if weight.device.type != "meta" else None} | chosen[config.name]
         table: Any
+        taken = {"mode", "include_last_offset", "padding_idx"} & set(chosen[config.name])
+        if taken:
+            raise TableError(f"table {config.name!r}: {taken.pop()} is the collection's to say")
         if bags:
             if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
                 raise TableError(f"table {config.name!r} pools by {config.pooling}; tensor trains by sum or mean")
             mode = "sum" if config.pooling is PoolingType.SUM else "mean"
             how |= {"mode": mode, "include_last_offset": True}
-            table = TTEmbeddingBag(config.num_embeddings, config.embedding_dim, **how)
-        else:
-            table = TTEmbedding(config.num_embeddings, config.embedding_dim, **how)
+        try:
+            table = (TTEmbeddingBag if bags else TTEmbedding)(config.num_embeddings, config.embedding_dim, **how)
+        except TypeError as wrong:
+            raise TableError(f"table {config.name!r}: {str(wrong).split('() ')[-1]}") from wrong
         error = None
         if decompose:
             if weight.device.type == "meta":

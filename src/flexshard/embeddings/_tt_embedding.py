@@ -18,6 +18,7 @@ from flexshard.errors import DataError, TableError
 
 __all__ = ["TTEmbedding", "TTEmbeddingBag"]
 
+_CHUNK = 1 << 16
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 
@@ -52,23 +53,21 @@ class _TTTable(nn.Module):
         self.learning_rate = finite(learning_rate, "learning_rate", TableError)
         self.eps = finite(eps, "eps", TableError)
         if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
+            within = isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
+            if not within or isinstance(padding_idx, bool):
                 raise TableError(f"padding_idx must be within the {num_embeddings:,} rows, found {padding_idx}")
             padding_idx %= num_embeddings
         self.padding_idx = padding_idx
         bounds = self.shape.bounds
         self.cores = nn.ParameterList(
-            nn.Parameter(
-                torch.empty(p, bounds[k], q, bounds[k + 1], device=device, dtype=dtype), requires_grad=optimizer is None
-            )
+            nn.Parameter(torch.empty(p, bounds[k], q, bounds[k + 1], device=device, dtype=dtype))
             for k, (p, q) in enumerate(zip(self.shape.rows, self.shape.dims, strict=True))
         )
         if optimizer in ("adagrad", "rowwise_adagrad"):
             for k, core in enumerate(self.cores):
                 size = core.shape if optimizer == "adagrad" else core.shape[:1]
                 self.register_buffer(f"sum_{k}", torch.zeros(size, device=device))
-        # Backward is only called where some input asks for a gradient; the fused cores do not.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._updates = 0  # fused ones, so far
         self.reset_parameters(std)
 
     def reset_parameters(self, std: float | None = None) -> None:
@@ -87,18 +86,31 @@ class _TTTable(nn.Module):
         with torch.no_grad():
             for core in self.cores:
                 core.normal_(0.0, each)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start the optimizer's state anew."""
+        for state in self.buffers():
+            state.zero_()
 
     def decompose_(self, weight: torch.Tensor) -> float:
-        """Take over a dense table by TT-SVD; the relative error of that.
+        """Take over a dense table by TT-SVD; the relative error of its rows then (Frobenius).
 
         Raises:
             TableError: a table of another shape, or with numbers that are not finite.
         """
-        found, error = decompose(weight, self.shape)
+        found, _ = decompose(weight, self.shape)
+        wrong = total = 0.0
         with torch.no_grad():
             for core, own in zip(self.cores, found, strict=True):
                 core.copy_(own)
-        return error
+            for start in range(0, self.num_embeddings, _CHUNK):
+                part = weight[start : start + _CHUNK].detach().double()
+                own = self._rows(torch.arange(start, start + part.shape[0], device=self.cores[0].device))
+                wrong += float(((own.double() - part.to(own.device)) ** 2).sum())
+                total += float((part**2).sum())
+        self._forget()
+        return (wrong / total) ** 0.5 if total else 0.0
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of any ids; shape (*ids.shape, D).
@@ -126,7 +138,7 @@ class _TTTable(nn.Module):
         return distinct, inverse
 
     def _rows(self, distinct: torch.Tensor) -> torch.Tensor:
-        return _Rows.apply(distinct, self, self._anchor.to(distinct.device), *self.cores)
+        return _Rows.apply(distinct, self, *self.cores)
 
     def _update(self, gradients: Sequence[torch.Tensor]) -> None:
         """The optimizer's step, of the slices that were touched; others have no gradient and do not change."""
@@ -135,12 +147,14 @@ class _TTTable(nn.Module):
                 f"optimizer {self.optimizer!r} updates the cores within backward, where ranks have their own gradients;"
                 " in a job of several ranks use optimizer=None and an optimizer after them"
             )
+        self._updates += 1
         with torch.no_grad():
             for k, (core, own) in enumerate(zip(self.cores, gradients, strict=True)):
                 touched = own.flatten(1).any(dim=1).nonzero().squeeze(1)
                 gradient = own[touched]
                 if self.optimizer != "sgd":
-                    state = getattr(self, f"sum_{k}")
+                    state = getattr(self, f"sum_{k}").float()  # whatever the model was cast to
+                    setattr(self, f"sum_{k}", state)
                     squares = gradient**2
                     state.index_add_(0, touched, squares if self.optimizer == "adagrad" else squares.flatten(1).mean(1))
                     total = state[touched]
@@ -172,27 +186,40 @@ class _Rows(torch.autograd.Function):
     """Rows of distinct ids, with the gradients summed per prefix."""
 
     @staticmethod
-    def forward(ctx: Any, distinct: torch.Tensor, table: _TTTable, _anchor: torch.Tensor, *cores: torch.Tensor) -> Any:
+    def forward(ctx: Any, distinct: torch.Tensor, table: _TTTable, *cores: torch.Tensor) -> Any:
         shape = table.shape
         levels = levels_of(distinct, shape)
-        laid = _laid(cores)
-        compiled = _compiled(laid[0])
-        rows, products = forward_rows(levels, shape, laid, compiled=compiled)
-        ctx.table, ctx.levels, ctx.laid, ctx.products, ctx.compiled = table, levels, laid, products, compiled
+        with torch.autocast(distinct.device.type, enabled=False):
+            laid = _laid(cores)
+            compiled = _compiled(laid[0])
+            rows, products = forward_rows(levels, shape, laid, compiled=compiled)
+        # Saved as autograd saves tensors, so that it notices where cores were changed in between.
+        ctx.save_for_backward(*cores, *products[1:])
+        ctx.table, ctx.levels, ctx.compiled, ctx.updates = table, levels, compiled, table._updates
         return rows.to(cores[0].dtype)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         table, levels = ctx.table, ctx.levels
-        found = backward_rows(gradient.float(), levels, table.shape, ctx.laid, ctx.products, compiled=ctx.compiled)
+        if table.optimizer is not None and ctx.updates != table._updates:
+            raise TableError(
+                f"the table was updated by its {table.optimizer} optimizer between a lookup and its backward pass;"
+                " look up all ids of a step at once, or use optimizer=None"
+            )
+        cores, products = ctx.saved_tensors[: table.shape.cores], list(ctx.saved_tensors[table.shape.cores :])
+        with torch.autocast(gradient.device.type, enabled=False):
+            laid = _laid(cores)
+            products.insert(0, laid[0].reshape(table.shape.rows[0], table.shape.dims[0], -1))
+            found = backward_rows(gradient.float(), levels, table.shape, laid, products, compiled=ctx.compiled)
         shaped = [
             (own.transpose(1, 2) if k == table.shape.cores - 1 else own).reshape(core.shape)
             for k, (own, core) in enumerate(zip(found, table.cores, strict=True))
         ]
         if table.optimizer is not None:
             table._update(shaped)
-            return (None, None, None, *[None] * len(shaped))
-        return (None, None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
+            return (None, None, *[None] * len(shaped))
+        return (None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
 
 
 def _laid(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -373,7 +400,7 @@ class TTEmbeddingBag(_TTTable):
             rows,
             offsets,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(rows.dtype),
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
@@ -394,6 +421,10 @@ def _check_bags(
     elif offsets is None:
         raise DataError("ids of one dimension need offsets, where each bag starts")
     else:
+        if offsets.is_floating_point():
+            raise DataError(f"offsets are whole numbers, found {offsets.dtype}")
+        if offsets.dim() == 1 and not offsets.numel() and not input.numel() and not include_last_offset:
+            return  # no bags
         if offsets.dim() != 1 or not offsets.numel() or int(offsets[0]) != 0:
             raise DataError(f"offsets start at 0, found {offsets[:3].tolist()}")
         back = (offsets[1:] < offsets[:-1]).nonzero()

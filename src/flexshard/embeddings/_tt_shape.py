@@ -127,13 +127,16 @@ class TTShape:
         """
         num_embeddings = whole(num_embeddings, "num_embeddings", TableError)
         embedding_dim = whole(embedding_dim, "embedding_dim", TableError)
+        for name, given in (("rows", rows), ("dims", dims)):
+            if given is not None and not isinstance(given, Sequence):
+                raise TableError(f"{name} are factors, such as (200, 200, 250); found {given!r}")
         count = len(rows) if rows is not None else len(dims) if dims is not None else whole(cores, "cores", TableError)
         if not 2 <= count <= 4:
             raise TableError(f"a tensor train has 2, 3 or 4 cores, found {count}")
         p = tuple(rows) if rows is not None else row_factors(num_embeddings, count)
         q = tuple(dims) if dims is not None else dim_factors(embedding_dim, count)
-        if isinstance(ranks, int):
-            whole(ranks, "ranks", TableError)
+        if not isinstance(ranks, Sequence):
+            ranks = whole(ranks, "ranks", TableError)
             sizes = [a * b for a, b in zip(p, q, strict=False)]
             each = tuple(min(ranks, prod(sizes[:k]), prod(sizes[k:])) for k in range(1, count))
         else:
