@@ -195,7 +195,7 @@ def jagged_of_arrow(
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pt.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
+        column = column.dictionary_decode()
     if is_list(column.type):
         values = column.flatten()
         if column.null_count or pt.is_fixed_size_list(column.type):

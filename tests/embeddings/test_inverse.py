@@ -296,3 +296,18 @@ def test_transforms_run_on_distinct_rows_and_keep_them() -> None:
 
     with pytest.raises(DataError, match=r"a transform of \['b'\] returned 1 rows for 2"):
         batch.map(lose)
+
+
+def test_bfloat16_weights_and_dictionaries_of_lists() -> None:
+    features = KeyedJaggedTensor(
+        keys=["a"],
+        values=torch.tensor([1, 2, 1, 2, 1, 2]),
+        lengths=torch.tensor([2, 2, 2]),
+        weights=torch.tensor([0.5, 1, 0.5, 1, 0.5, 2]).bfloat16().requires_grad_(),
+    )
+    batch = InverseKeyedJaggedTensor.from_keyed_jagged(features, [["a"]])
+    assert batch.groups[0].inverse.tolist() == [0, 0, 1]
+    assert batch.groups[0].jagged.weights().dtype == torch.bfloat16
+    assert torch.equal(batch.to_keyed_jagged().weights(), features.weights().detach())
+    lists = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array([[1, 2], [3]]))
+    assert InverseKeyedJaggedTensor.from_arrow(pa.table({"a": lists}), [["a"]]).groups[0].inverse.tolist() == [0, 1, 0]

@@ -241,3 +241,50 @@ def test_data_that_cannot_be_clustered(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="it exists and is not an empty folder"):
         cluster_sessions(tmp_path / "in", tmp_path / "out", session="session", time="time")
     assert (tmp_path / "out" / "mine").read_text() == "keep"
+
+
+def clustered(folder: Path, output: Path, **how: object) -> list[dict[str, object]]:
+    settings = {"session": "s", "time": "t"} | how
+    found = cluster_sessions(folder, output, **settings)  # type: ignore[arg-type]
+    return [row for name in found.files for row in pq.read_table(output / name).to_pylist()]
+
+
+def test_names_of_files_and_folders_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Brackets are no pattern, and a folder called day=1 is no column."""
+    for folder, value in (("run1", 1), ("run[1]", 2)):
+        written(pa.table({"s": [value], "t": [value]}), tmp_path / folder)
+    assert clustered(tmp_path / "run[1]", tmp_path / "a") == [{"s": 2, "t": 2}]
+    written(pa.table({"s": [3, 2], "t": [1, 1]}), tmp_path / "s=9" / "t=__HIVE_DEFAULT_PARTITION__")
+    assert clustered(tmp_path / "s=9", tmp_path / "s=7" / "b") == [{"s": 2, "t": 1}, {"s": 3, "t": 1}]
+
+
+def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
+    written(pa.table({"s": [1], "t": [1]}), tmp_path / "in")
+    living, dead, other = (
+        tmp_path / name for name in (f".o?t.draft-{os.getpid()}-a", ".o?t.draft-999999999-b", ".oat.draft-1-c")
+    )
+    for draft in (living, dead, other):
+        draft.mkdir()
+    clustered(tmp_path / "in", tmp_path / "o?t")
+    assert living.exists()
+    assert other.exists()
+    assert not dead.exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"a": [1], "A": [2]}, "columns 'a' and 'A' differ by case at most"),
+        ({"S": [1]}, "columns 's' and 'S' differ by case at most"),
+        ({"x": pa.array([1], pa.decimal256(50, 2))}, "holds decimal256.*, which DuckDB changes; cast it before"),
+        ({"x": pa.array([[1]], pa.list_(pa.decimal256(50, 2)))}, "which DuckDB changes"),
+        ({"__flexshard_row": [1]}, "a column cannot be called '__flexshard_row' here"),
+    ],
+)
+def test_columns_that_duckdb_would_change(tmp_path: Path, columns: dict[str, object], message: str) -> None:
+    written(pa.table({"s": [1], "t": [1], **columns}), tmp_path / "in")
+    with pytest.raises(DataError, match=message):
+        clustered(tmp_path / "in", tmp_path / "out")
+    for memory in (float("nan"), -5, "much"):
+        with pytest.raises(DataError, match="memory"):
+            cluster_sessions(tmp_path / "in", tmp_path / "out", session="s", time="t", memory=memory)

@@ -119,3 +119,35 @@ def test_data_that_cannot_be_measured(tmp_path: Path) -> None:
     written(table.set_column(0, "session", keys), tmp_path / "nulls", 2)
     with pytest.raises(DataError, match=r"log-0\.parquet: session column 'session' is null in row 100"):
         measure_duplication(tmp_path / "nulls", session="session")
+
+
+def test_columns_that_are_not_asked_for_may_differ_and_nulls_are_left_out(tmp_path: Path) -> None:
+    for name, other in (("a", pa.array([1, 2, 3])), ("b", pa.array(["x", "y", "z"]))):
+        table = pa.table({"s": [1, 1, 1], "f": ["x", None, None], "z": other, "n": [[[1]]] * 3})
+        written(table, tmp_path / name)
+    (feature,) = measure_duplication([tmp_path / "a", tmp_path / "b"], session="s", features=["f"]).features
+    assert (feature.exact, feature.partial) == (0.5, 0.5)
+    with pytest.raises(DataError, match="no columns of lists"):  # lists of lists are no features
+        measure_duplication(tmp_path / "a", session="s")
+    with pytest.raises(DataError, match=r"column 'n' holds list<.*; expected numbers or texts"):
+        measure_duplication(tmp_path / "a", session="s", features=["n"])
+    with pytest.raises(DataError, match=r"session column 'n' holds list<.*; expected one key per row"):
+        measure_duplication(tmp_path / "a", session="n", features=["f"])
+    with pytest.raises(DataError, match="feature 'f' is named twice"):
+        measure_duplication(tmp_path / "a", session="s", features=["f", "f"])
+    written(pa.table({"s": [1, 1], "S": [1, 2]}), tmp_path / "case")
+    with pytest.raises(DataError, match="columns called 's' differ by case only"):
+        measure_duplication(tmp_path / "case", session="S", features=["s"])
+
+
+def test_dictionaries_of_texts_within_lists(tmp_path: Path) -> None:
+    lists = pa.array([["x"], ["x"], ["y"]], pa.list_(pa.string())).cast(
+        pa.list_(pa.dictionary(pa.int32(), pa.string()))
+    )
+    assert suggest_groups(pa.table({"f": lists}), threshold=1.2) == [["f"]]
+
+
+def test_null_ids_are_named_by_their_row_of_the_file(tmp_path: Path) -> None:
+    written(pa.table({"s": [1] * 6, "f": [[1], [1], [1], [1], [None], [1]]}), tmp_path, row_group_size=2)
+    with pytest.raises(DataError, match=r"log-0\.parquet: column 'f' has a null id in row 4"):
+        measure_duplication(tmp_path, session="s", batch_size=2)

@@ -280,3 +280,62 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     pq.write_table(table.set_column(2, "history", pa.array([["x"]] * table.num_rows)), mixed)
     with pytest.raises(DataError, match=r"zz\.parquet: column 'history' holds list<.*string>, but list<.*int64>"):
         SessionReader(tmp_path / "in", **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint64(), pa.bool_(), pa.float32(), pa.timestamp("ns"), pa.date32()])
+def test_times_of_every_type_are_in_order(tmp_path: Path, kind: pa.DataType) -> None:
+    import pyarrow.parquet as pq
+
+    def read(times: list[int]) -> int:
+        column = pa.array(times, pa.int32() if pa.types.is_date32(kind) else pa.int64()).cast(kind)
+        session = pa.array([7] * len(times), pa.timestamp("ns"))
+        pq.write_table(pa.table({"s": session, "t": column, "f": [1] * len(times)}), tmp_path / "a.parquet")
+        return len(list(SessionReader(tmp_path, batch_size=2, features=["f"], session="s", time="t")))
+
+    if pa.types.is_boolean(kind):
+        with pytest.raises(DataError, match="time column 't' holds bool; expected numbers or timestamps"):
+            read([0, 1])
+        return
+    assert read([0, 1, 1, 100]) == 2
+    for wrong in ([0, 2, 1], [2, 1]):
+        with pytest.raises(DataError, match=rf"goes back in row {len(wrong) - 1}"):
+            read(wrong)
+
+
+def test_a_session_over_many_row_groups_may_be_shuffled(tmp_path: Path) -> None:
+    written(pa.table({"s": [1] * 6 + [2] * 2, "t": list(range(8)), "f": [1] * 8}), tmp_path / "in")
+    found = cluster_sessions(tmp_path / "in", tmp_path / "out", session="s", time="t", row_group_rows=2)
+    for seed in range(6):
+        reader = SessionReader(found.path, batch_size=8, features=["f"], session="s", time="t", shuffle=True, seed=seed)
+        assert sum(batch.features.stride() for batch in reader) == 8
+
+
+def test_epochs_reach_workers_that_stay(clustered: tuple[Path, pa.Table]) -> None:
+    reader = SessionReader(clustered[0], batch_size=16, features=["item"], shuffle=True)
+    loader = DataLoader(reader, batch_size=None, num_workers=1, persistent_workers=True)
+    orders = []
+    for epoch in range(2):
+        reader.set_epoch(epoch)
+        orders.append([v for batch in loader for v in batch.features.to_keyed_jagged().values().tolist()])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_large_tables_and_floats() -> None:
+    wide = HashIds(2**32).change(torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([3]), None)[0]
+    assert wide.tolist() == hash_to_rows(np.array([1, 2, 3]), 2**32).tolist()
+    mapped = MapIds({1: 2**40}).change(torch.tensor([1], dtype=torch.int32), torch.tensor([1]), None)[0]
+    assert mapped.tolist() == [2**40]
+    with pytest.raises(DataError, match=r"feature 'a' of row 1 is \[1\.5\], not a list of ids"):
+        InverseKeyedJaggedTensor.from_rows([{"a": [1]}, {"a": [1.5]}], [["a"]])  # type: ignore[list-item]
+
+
+def test_arguments_of_a_reader(clustered: tuple[Path, pa.Table]) -> None:
+    for how, message in (
+        ({"features": ["item", "item"]}, "feature 'item' is named twice"),
+        ({"features": ["item"], "session": "history"}, "session column 'history' holds list"),
+        ({"features": ["item"], "session": "session", "time": "session"}, "time column 'session' holds string"),
+        ({"features": ["item"], "seed": -1}, "seed must be at least 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            SessionReader(clustered[0], batch_size=4, **how)  # type: ignore[arg-type]

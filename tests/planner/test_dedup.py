@@ -84,7 +84,7 @@ def test_factors_of_several_features() -> None:
 
 @pytest.mark.parametrize("scalars", [False, True])
 def test_a_profile_of_distinct_lists(tmp_path: Path, scalars: bool) -> None:
-    """Each list once per batch of rows, against Python; row groups that cut batches cost at most a list each."""
+    """Each list once per batch of rows, against Python, whatever the row groups."""
     generator = np.random.default_rng(0)
     sessions = [generator.integers(0, 50, generator.integers(0, 9)).tolist() for _ in range(60)]
     rows = [session for session in sessions for _ in range(int(generator.integers(1, 9)))]
@@ -101,9 +101,13 @@ def test_a_profile_of_distinct_lists(tmp_path: Path, scalars: bool) -> None:
     assert found.num_samples == len(rows)
     assert found.num_accesses == expected.sum()
     assert sorted(np.repeat(found.counts, found.rows).tolist()) == sorted(expected[expected > 0].tolist())
-    ragged = AccessProfile.from_parquet(tmp_path, column="f", num_rows=50, distinct_batch=48)
-    assert ragged.num_samples == len(rows)
+    # Row groups that cut batches do not count a list twice.
+    pq.write_table(pa.table({"f": column}), tmp_path / "a.parquet", row_group_size=13)
+    ragged = AccessProfile.from_parquet(tmp_path, column="f", num_rows=50, distinct_batch=batch)
+    assert (ragged.num_samples, ragged.num_accesses) == (len(rows), expected.sum())
     with pytest.raises(DataError, match="distinct_batch must be at least 1, found 0"):
         AccessProfile.from_parquet(tmp_path, column="f", distinct_batch=0)
+    with pytest.raises(DataError, match="does not go with sample_key or holdout"):
+        AccessProfile.from_parquet(tmp_path, column="f", distinct_batch=4, holdout=0.1)
     with pytest.raises(DataError, match="does not go with sample_key"):
         AccessProfile.from_parquet(tmp_path, column="f", distinct_batch=4, sample_key="f")

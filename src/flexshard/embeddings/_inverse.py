@@ -25,12 +25,12 @@ from flexshard._values import first_repeated
 from flexshard.embeddings._keyed import (
     Groups,
     arrow_columns,
-    bad_row,
     changed,
     checked_groups,
     columns_of,
     in_order,
     keyed,
+    lists_of_rows,
     padded,
     rows_of,
 )
@@ -179,12 +179,7 @@ class InverseKeyedJaggedTensor(Pipelineable):
             DataError: as :meth:`from_arrow`.
         """
         names = list(keys if keys is not None else dict.fromkeys(key for row in rows for key in row))
-        columns = {}
-        for name in names:
-            try:
-                columns[name] = pa.array([row.get(name) for row in rows], pa.large_list(pa.int64()))
-            except (pa.ArrowException, TypeError, ValueError, OverflowError):
-                raise bad_row(rows, name) from None
+        columns = {name: lists_of_rows(rows, name) for name in names}
         return cls.from_arrow(pa.table(columns), groups, keys=names)
 
     def to_keyed_jagged(self) -> KeyedJaggedTensor:

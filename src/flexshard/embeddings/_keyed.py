@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.types as pt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from flexshard._jagged import IntArray, JaggedArray, jagged_of_arrow, joined
+from flexshard._sources import is_list
 from flexshard._values import first_repeated
 from flexshard.embeddings._select import jagged_index_select
 from flexshard.errors import DataError
@@ -17,12 +19,12 @@ from flexshard.errors import DataError
 __all__ = [
     "Groups",
     "arrow_columns",
-    "bad_row",
     "changed",
     "checked_groups",
     "columns_of",
     "in_order",
     "keyed",
+    "lists_of_rows",
     "padded",
     "rows_of",
 ]
@@ -51,8 +53,11 @@ def checked_groups(groups: Groups, keys: Sequence[str]) -> list[list[str]]:
 def columns_of(features: KeyedJaggedTensor) -> dict[str, JaggedArray]:
     """Views of a batch's features on the CPU."""
     stride, ends = features.stride(), features.offset_per_key()
-    values, lengths = features.values().cpu().numpy(), features.lengths().cpu().numpy()
-    weights = None if features.weights_or_none() is None else features.weights().detach().cpu().numpy()
+    values, lengths = features.values().detach().cpu().numpy(), features.lengths().cpu().numpy()
+    weights = None
+    if features.weights_or_none() is not None:
+        held = features.weights().detach().cpu()
+        weights = (held.view(torch.int16) if held.dtype == torch.bfloat16 else held).numpy()  # NumPy has no bfloat16
     found = {}
     for place, key in enumerate(features.keys()):
         own = slice(ends[place], ends[place + 1])
@@ -96,13 +101,31 @@ def arrow_columns(
     return found
 
 
-def bad_row(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> DataError:
-    for number, row in enumerate(rows):
-        try:
-            pa.array([row.get(name)], pa.large_list(pa.int64()))
-        except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            return DataError(f"the rows: feature {name!r} of row {number:,} is {row.get(name)!r}, not a list of ids")
-    return DataError(f"the rows: feature {name!r} is not lists of ids")
+def lists_of_rows(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> pa.Array:
+    """One feature of rows, as lists of ids.
+
+    Raises:
+        DataError: a row has something else there; names it.
+    """
+    lists = [row.get(name) for row in rows]
+    found = _integers(lists)
+    if found is not None:
+        return found
+    for number, one in enumerate(lists):
+        if _integers([one]) is None:
+            raise DataError(f"the rows: feature {name!r} of row {number:,} is {one!r}, not a list of ids")
+    raise DataError(f"the rows: feature {name!r} is not lists of ids")
+
+
+def _integers(lists: Sequence[Sequence[int] | None]) -> pa.Array | None:
+    try:
+        found = pa.array(lists)  # its own type, since Arrow would cut floats
+        inner = found.type.value_type if is_list(found.type) else found.type
+        if pt.is_null(found.type) or (is_list(found.type) and (pt.is_integer(inner) or pt.is_null(inner))):
+            return found.cast(pa.large_list(pa.int64()))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        pass
+    return None
 
 
 def keyed(
@@ -113,12 +136,15 @@ def keyed(
     rows: IntArray | None = None,
 ) -> KeyedJaggedTensor:
     """These rows (all by default) of some columns."""
-    values, each, weights = joined(list(columns.values()), rows)
+    values, each, bits = joined(list(columns.values()), rows)
+    weights = None if bits is None else torch.from_numpy(bits)
+    if weights is not None and weights.dtype == torch.int16:
+        weights = weights.view(torch.bfloat16)
     return KeyedJaggedTensor(
         keys=list(columns),
         values=torch.from_numpy(values).to(device),
         lengths=torch.from_numpy(each).to(lengths).to(device),
-        weights=None if weights is None else torch.from_numpy(weights).to(device),
+        weights=None if weights is None else weights.to(device),
         stride=len(next(iter(columns.values()))) if rows is None else int(rows.size),
     )
 

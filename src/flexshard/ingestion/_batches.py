@@ -136,4 +136,8 @@ def _compressed_bytes(group: RowGroup, columns: Sequence[str]) -> int:
     with group.source.open() as file:
         found = file.metadata.row_group(group.number)
         chunks = (found.column(number) for number in range(found.num_columns))
-        return sum(chunk.total_compressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in wanted)
+        return sum(
+            chunk.total_compressed_size
+            for chunk in chunks
+            if any(chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in wanted)
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import shutil
@@ -24,7 +25,7 @@ from flexshard import units
 from flexshard._files import make_folder
 from flexshard._sources import ParquetSource, expand
 from flexshard._values import finite, whole
-from flexshard.errors import DataError, MissingDependencyError, OutputError
+from flexshard.errors import DataError, MissingDependencyError, OutputError, UnitError
 
 __all__ = ["SESSION_KEY", "TIME_KEY", "Clustered", "cluster_sessions"]
 
@@ -135,7 +136,7 @@ def cluster_sessions(
         raise DataError(f"keep is a share of the data, above 0 and at most 1; found {keep}")
     if keep_by not in ("session", "sample"):
         raise DataError(f"keep_by is 'session' or 'sample', found {keep_by!r}")
-    limit = None if memory is None else round(units.parse_bytes(memory) if isinstance(memory, str) else memory)
+    limit = None if memory is None else _memory(memory)
     sources = expand(paths)
     schema = _common_schema(sources, session, time)
     target = Path(output)
@@ -161,10 +162,21 @@ def cluster_sessions(
     return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after)
 
 
+def _memory(memory: str | float) -> int:
+    try:
+        found = units.parse_bytes(memory) if isinstance(memory, str) else finite(memory, "memory", DataError)
+    except UnitError as error:
+        raise DataError(f"memory: {error}") from error
+    if found <= 0:
+        raise DataError(f"memory must be more than nothing, found {memory}")
+    return round(found)
+
+
 def _common_schema(sources: Sequence[ParquetSource], session: str, time: str) -> pa.Schema:
     """The schema that all files share."""
     first = sources[0]
     for source in sources:
+        _check_names(source)
         for column in (session, time):
             if source.schema.names.count(column) != 1:
                 raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
@@ -189,6 +201,27 @@ def _common_schema(sources: Sequence[ParquetSource], session: str, time: str) ->
     return first.schema.with_metadata(kept | {SESSION_KEY: session.encode(), TIME_KEY: time.encode()})
 
 
+def _check_names(source: ParquetSource) -> None:
+    """Check that DuckDB tells the columns apart and keeps their values."""
+    seen: dict[str, str] = {}
+    for field in source.schema:
+        other = seen.setdefault(field.name.lower(), field.name)
+        if other is not field.name and (other != field.name or source.schema.names.count(field.name) > 1):
+            raise DataError(f"{source.name}: columns {other!r} and {field.name!r} differ by case at most; rename one")
+        if not field.name or field.name.lower() in (_FILE, _ROW, _SHARD, "file_row_number"):
+            raise DataError(f"{source.name}: a column cannot be called {field.name!r} here; rename it")
+        if _lossy(field.type):
+            raise DataError(
+                f"{source.name}: column {field.name!r} holds {field.type}, which DuckDB changes; cast it before"
+            )
+
+
+def _lossy(kind: pa.DataType) -> bool:
+    if pt.is_nested(kind):
+        return any(_lossy(kind.field(number).type) for number in range(kind.num_fields))
+    return pt.is_decimal256(kind) or isinstance(kind, pa.BaseExtensionType)
+
+
 def _check_free(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OutputError(f"cannot write {target}: it exists and is not an empty folder; choose another path with -o")
@@ -199,16 +232,27 @@ def _draft(target: Path) -> Iterator[Path]:
     """A folder beside the target, gone when the block ends; what an interrupted run left there is removed first."""
     make_folder(target.parent)
     prefix = f".{target.name}.draft-"
-    for left in target.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for left in target.parent.glob(f"{glob.escape(prefix)}*"):
+        if not _is_running(left.name.removeprefix(prefix).partition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
     try:
-        draft = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        draft = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror}; choose another path with -o") from error
     try:
         yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ValueError, ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _local(source: ParquetSource, number: int, scratch: Path) -> str:
@@ -285,8 +329,7 @@ def _split(job: _Job, file: str, number: int, name: str, schema: pa.Schema) -> l
 def _sort(job: _Job, parts: Sequence[str], schema: pa.Schema, output: str) -> _Counts:
     """One shard's rows, in order."""
     with _database(job) as database:
-        listed = ", ".join(_text(part) for part in parts)
-        database.execute(f"CREATE VIEW input AS SELECT * FROM read_parquet([{listed}])")
+        database.execute(f"CREATE VIEW input AS SELECT * FROM {_parquet(parts)}")
         (counts,) = _count(database, job, "input")
         query = f"SELECT {_columns(schema)}, 0 AS {_SHARD} FROM input WHERE {_kept(job)} ORDER BY {_order(job)}"
         _write_all(_batches(database.sql(query)), schema, job, [output])
@@ -322,17 +365,26 @@ def _failing_as(job: _Job) -> Iterator[None]:
             raise OutputError(
                 f"sorting needs more memory than {limit}: {reason}; give it more with --memory"
             ) from error
-        raise OutputError(f"cannot write the sorted data: {reason}; free some space or choose another path") from error
+        if isinstance(error, duckdb.IOException) or not isinstance(error, (duckdb.Error, pa.ArrowException)):
+            raise OutputError(
+                f"cannot write the sorted data: {reason}; free some space or choose another path"
+            ) from error
+        raise DataError(f"the data cannot be sorted: {reason}") from error
 
 
 def _numbered(files: Sequence[str], numbers: Sequence[int], schema: pa.Schema) -> str:
     """All rows, with the number of their file and their place in it."""
     parts = [
-        f"SELECT {_columns(schema)}, {number} AS {_FILE}, file_row_number AS {_ROW}"
-        f" FROM read_parquet({_text(file)}, file_row_number = true)"
+        f"SELECT {_columns(schema)}, {number} AS {_FILE}, file_row_number AS {_ROW} FROM {_parquet([file])}"
         for file, number in zip(files, numbers, strict=True)
     ]
     return " UNION ALL ".join(parts)
+
+
+def _parquet(files: Sequence[str]) -> str:
+    """These very files: DuckDB would take brackets for a pattern, and folders such as ``day=1`` for columns."""
+    listed = ", ".join(_text(glob.escape(file)) for file in files)
+    return f"read_parquet([{listed}], file_row_number = true, hive_partitioning = false)"
 
 
 def _columns(schema: pa.Schema) -> str:
@@ -377,10 +429,7 @@ def _text(value: str) -> str:
 def _check_keys(database: Any, job: _Job, files: Sequence[str], names: Sequence[str]) -> None:
     for file, name in zip(files, names, strict=True):
         for column, role in ((job.session, "session"), (job.time, "time")):
-            query = (
-                f"SELECT count(*), min(file_row_number) FROM read_parquet({_text(file)}, file_row_number = true)"
-                f" WHERE {_name(column)} IS NULL"
-            )
+            query = f"SELECT count(*), min(file_row_number) FROM {_parquet([file])} WHERE {_name(column)} IS NULL"
             try:
                 nulls, row = database.sql(query).fetchall()[0]
             except Exception as error:  # a damaged page

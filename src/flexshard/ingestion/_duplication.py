@@ -19,9 +19,9 @@ import pyarrow.types as pt
 from flexshard._dedup import dedup_factor
 from flexshard._jagged import JaggedArray, distinct_rows, jagged_of_arrow
 from flexshard._sources import ParquetSource, expand, is_list
-from flexshard._values import finite, whole
+from flexshard._values import finite, first_repeated, whole
 from flexshard.errors import DataError
-from flexshard.ingestion._batches import check_columns, fill_batches, row_groups
+from flexshard.ingestion._batches import Rows, check_columns, fill_batches, row_groups
 
 __all__ = ["Duplication", "FeatureDuplication", "measure_duplication", "suggest_groups"]
 
@@ -113,6 +113,12 @@ def measure_duplication(
     sources = expand(paths)
     names = _features(sources, features)
     check_columns(sources, [session, *names])
+    by_case = first_repeated(name.lower() for name in dict.fromkeys([session, *names]))
+    if by_case is not None:
+        raise DataError(f"{sources[0].name}: columns called {by_case!r} differ by case only; rename one")
+    if pt.is_nested(sources[0].schema.field(session).type):
+        kind = sources[0].schema.field(session).type
+        raise DataError(f"{sources[0].name}: session column {session!r} holds {kind}; expected one key per row")
     counts = {name: np.zeros(4, np.int64) for name in names}  # values, values kept, pairs of rows, pairs the same
     in_batches: list[IntArray] = []
     rows = 0
@@ -127,7 +133,7 @@ def measure_duplication(
         order = np.argsort(sessions, kind="stable")
         together = np.flatnonzero(np.diff(sessions[order]) == 0)
         for name in names:
-            column = _jagged(batch.table.column(name), name, where)
+            column = _located(batch, name)
             found = distinct_rows(column)
             codes = found.inverse[order]
             same = codes[together] == codes[together + 1]
@@ -136,7 +142,7 @@ def measure_duplication(
         rows += batch.table.num_rows
     per_batch = np.concatenate(in_batches) if in_batches else np.zeros(0, np.int64)
     mean = max(float(per_batch.mean()), 1.0) if per_batch.size else 1.0
-    with closing(_Sessions(sources, session)) as whole_sessions:
+    with closing(_Sessions(sources, session, names)) as whole_sessions:
         sizes = whole_sessions.sizes()
         measured = []
         for name in names:
@@ -149,25 +155,49 @@ def measure_duplication(
 
 
 def _features(sources: Sequence[ParquetSource], features: Sequence[str] | None) -> list[str]:
+    if isinstance(features, str):
+        raise DataError(f"features are a list of columns, found {features!r}")
     if features is not None:
+        twice = first_repeated(features)
+        if twice is not None:
+            raise DataError(f"feature {twice!r} is named twice")
         return list(features)
-    names = [field.name for field in sources[0].schema if is_list(field.type)]
+    names = [field.name for field in sources[0].schema if is_list(field.type) and not pt.is_nested(_inner(field.type))]
     if not names:
         raise DataError(f"{sources[0].name}: no columns of lists; name the features")
     return names
 
 
+def _located(batch: Rows, name: str) -> JaggedArray:
+    """A column of a batch, with errors that name the row of the file."""
+    try:
+        return _jagged(batch.table.column(name), name, batch.origins[0][1])
+    except DataError:
+        for table, where, row in batch.runs():
+            if pt.is_integer(_inner(table.schema.field(name).type)):
+                jagged_of_arrow(table.column(name), name, where=where, first_row=row)
+        raise
+
+
+def _inner(kind: pa.DataType) -> pa.DataType:
+    """Of what a list is, or the type itself."""
+    inner = kind.value_type if is_list(kind) else kind
+    return inner.value_type if pt.is_dictionary(inner) else inner
+
+
 def _jagged(column: pa.ChunkedArray, name: str, where: str) -> JaggedArray:
     """A column of numbers or texts, or of lists of them; texts as numbers that tell them apart."""
     kind = column.type
-    if pt.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
-    inner = kind.value_type if is_list(kind) else kind
-    if pt.is_integer(inner) or pt.is_floating(inner):
+    inner = _inner(kind)
+    if pt.is_nested(inner) or isinstance(inner, pa.BaseExtensionType):
+        raise DataError(f"{where}: column {name!r} holds {kind}; expected numbers or texts, or lists of them")
+    if (pt.is_integer(inner) or pt.is_floating(inner)) and not (is_list(kind) and pt.is_dictionary(kind.value_type)):
         return jagged_of_arrow(column, name, where=where)
     flat = column.combine_chunks()
     if isinstance(flat, pa.ChunkedArray):
         flat = pa.concat_arrays(flat.chunks)
+    if pt.is_dictionary(kind):
+        flat, kind = flat.dictionary_decode(), kind.value_type
     if not is_list(kind):
         return jagged_of_arrow(_codes(flat), name, where=where)
     lengths = pc.fill_null(pc.list_value_length(flat), 0).to_numpy(zero_copy_only=False)
@@ -175,17 +205,23 @@ def _jagged(column: pa.ChunkedArray, name: str, where: str) -> JaggedArray:
 
 
 def _codes(values: pa.Array) -> pa.Array:
+    if pt.is_dictionary(values.type):
+        values = values.dictionary_decode()
     return pc.fill_null(values.dictionary_encode(null_encoding="encode").indices, -1)
 
 
 class _Sessions:
     """Whole sessions, counted by DuckDB."""
 
-    def __init__(self, sources: Sequence[ParquetSource], session: str) -> None:
+    def __init__(self, sources: Sequence[ParquetSource], session: str, names: Sequence[str]) -> None:
         import duckdb
 
         self._database = duckdb.connect()
-        parts = [pads.dataset(source.path, filesystem=source.filesystem, format="parquet") for source in sources]
+        # Only the columns that are asked for: others may differ from file to file.
+        schema = pa.schema([sources[0].schema.field(name) for name in dict.fromkeys([session, *names])])
+        parts = [
+            pads.dataset([source.path], schema, filesystem=source.filesystem, format="parquet") for source in sources
+        ]
         self._database.register("data", parts[0] if len(parts) == 1 else pads.dataset(parts))
         self._session = _name(session)
 
@@ -209,7 +245,8 @@ class _Sessions:
             f" GROUP BY {self._session})"
         )
         (needed,) = self._one(
-            f"WITH lists AS (SELECT DISTINCT {self._session} AS s, {column} AS l FROM data),"
+            f"WITH lists AS (SELECT DISTINCT {self._session} AS s, {column} AS l FROM data"
+            f" WHERE {_name(feature)} IS NOT NULL),"
             " numbered AS (SELECT row_number() OVER () AS r, s, l FROM lists),"
             " flat AS (SELECT s, r, unnest(l) AS v FROM numbered),"
             " counted AS (SELECT s, v, r, count(*) AS c FROM flat GROUP BY s, v, r)"

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
@@ -17,8 +16,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchrec.streamable import Pipelineable
 
-from flexshard._sources import expand
-from flexshard._values import whole
+from flexshard._sources import ParquetSource, expand
+from flexshard._values import first_repeated, whole
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
 from flexshard.ingestion._batches import Rows, check_columns, fill_batches, row_groups
@@ -146,18 +145,26 @@ class SessionReader(IterableDataset[SessionBatch]):
         self.rank = whole(rank, "rank", DataError, least=0)
         if self.rank >= self.world_size:
             raise DataError(f"there are ranks 0 to {self.world_size - 1}, found {self.rank}")
-        self.drop_last, self.shuffle, self.seed, self.epoch = drop_last, shuffle, seed, 0
+        self.drop_last, self.shuffle, self.seed = drop_last, shuffle, whole(seed, "seed", DataError, least=0)
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by workers that stay
         sources = expand(paths)
         checked = [c for c in (session, time) if c is not None]
         self._columns = list(dict.fromkeys([*self.features, *self.weights.values(), *self.dense, *checked]))
         if not self.features:
             raise DataError("a batch has at least one feature")
         check_columns(sources, self._columns)
+        twice = first_repeated(self.features)
+        if twice is not None:
+            raise DataError(f"feature {twice!r} is named twice")
+        if session is not None:
+            _check_type(sources[0], session, "session", nested=True)
+        if time is not None:
+            _check_type(sources[0], time, "time", nested=False)
         self._groups = row_groups(sources)
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle otherwise from now on."""
-        self.epoch = whole(epoch, "epoch", DataError, least=0)
+        self._epoch.fill_(whole(epoch, "epoch", DataError, least=0))
 
     def __iter__(self) -> Iterator[SessionBatch]:
         """Batches, in order.
@@ -169,7 +176,7 @@ class SessionReader(IterableDataset[SessionBatch]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         groups = self._groups
         if self.shuffle:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(len(groups))
+            order = np.random.default_rng([self.seed, int(self._epoch)]).permutation(len(groups))
             groups = [groups[place] for place in order.tolist()]
         own = groups[self.rank * workers + number :: self.world_size * workers]
         before: _Last | None = None
@@ -206,6 +213,18 @@ class SessionReader(IterableDataset[SessionBatch]):
             raise
 
 
+def _check_type(source: ParquetSource, column: str, role: str, *, nested: bool) -> None:
+    kind = source.schema.field(column).type
+    if nested:
+        fits = not pt.is_nested(kind) and not isinstance(kind, pa.BaseExtensionType)
+        expected = "one key per row"
+    else:
+        fits = pt.is_integer(kind) or pt.is_floating(kind) or pt.is_temporal(kind)
+        expected = "numbers or timestamps"
+    if not fits:
+        raise DataError(f"{source.name}: {role} column {column!r} holds {kind}; expected {expected}")
+
+
 def _numbers(rows: Rows, name: str) -> torch.Tensor:
     column = rows.table.column(name)
     if not (pt.is_integer(column.type) or pt.is_floating(column.type) or pt.is_boolean(column.type)):
@@ -218,53 +237,77 @@ def _numbers(rows: Rows, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Last:
-    """Where a batch ended: its last session and time."""
+    """Where a run of rows ended: the file and the next row of it, its last session and time."""
 
-    session: Any
+    where: str
+    row: int
+    session: pa.Scalar
     time: Any
 
 
-def _check_order(rows: Rows, session: str, time: str | None, before: _Last | None) -> _Last:
-    """Check that no session starts twice in a batch, and that time does not go back within one."""
-    keys = rows.table.column(session)
-    if keys.null_count:
-        where, row = rows.origin_of(int(np.flatnonzero(pc.is_null(keys).to_numpy())[0]))
-        raise DataError(f"{where}: session column {session!r} is null in row {row:,}; drop or fill such rows")
-    flat = keys.combine_chunks()
-    flat = pa.concat_arrays(flat.chunks) if isinstance(flat, pa.ChunkedArray) else flat
+def _check_order(rows: Rows, session: str, time: str | None, before: _Last | None) -> _Last | None:
+    """Check that no session starts twice among consecutive rows of a file, and that time goes on within one."""
+    for table, where, first in _consecutive(rows):
+        follows = before is not None and (before.where, before.row) == (where, first)
+        before = _check_run(table, where, first, session, time, before if follows else None)
+    return before
+
+
+def _consecutive(rows: Rows) -> Iterator[tuple[pa.Table, str, int]]:
+    """Runs of rows that follow each other in a file, whatever row groups they are of."""
+    waiting: tuple[pa.Table, str, int] | None = None
+    for table, where, row in rows.runs():
+        if waiting is not None and waiting[1] == where and waiting[2] + waiting[0].num_rows == row:
+            waiting = (pa.concat_tables([waiting[0], table]), where, waiting[2])
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = (table, where, row)
+    if waiting is not None:
+        yield waiting
+
+
+def _check_run(table: pa.Table, where: str, first: int, session: str, time: str | None, before: _Last | None) -> _Last:
+    flat = _whole_column(table, session, f"{where}: session column", first)
     codes = flat.dictionary_encode().indices.to_numpy()
     starts = np.flatnonzero(np.diff(codes, prepend=-1))
-    _, first = np.unique(codes[starts], return_index=True)
-    if first.size < starts.size:
-        again = int(np.setdiff1d(np.arange(starts.size), first)[0])
-        row = int(starts[again])
-        where, place = rows.origin_of(row)
+    _, known = np.unique(codes[starts], return_index=True)
+    if known.size < starts.size:
+        row = int(starts[int(np.setdiff1d(np.arange(starts.size), known)[0])])
         raise DataError(
-            f"{where}: session {flat[row].as_py()!r} of column {session!r} starts again in row {place:,}; cluster the"
-            " data with 'flexshard cluster-sessions'"
-        )
-    if time is None:
-        return _Last(flat[-1].as_py(), None)
-    times = _times(rows, time)
-    back = np.flatnonzero((np.diff(times) < 0) & (np.diff(codes) == 0)) + 1
-    if before is not None and before.session == flat[0].as_py() and times[0] < before.time:
-        back = np.concatenate([[0], back])
-    if back.size:
-        where, place = rows.origin_of(int(back[0]))
-        raise DataError(
-            f"{where}: column {time!r} goes back in row {place:,}, within session {flat[int(back[0])].as_py()!r};"
+            f"{where}: session {_shown(flat[row])} of column {session!r} starts again in row {first + row:,};"
             " cluster the data with 'flexshard cluster-sessions'"
         )
-    return _Last(flat[-1].as_py(), times[-1])
+    last = None
+    if time is not None:
+        column = _whole_column(table, time, f"{where}: time column", first)
+        if pt.is_temporal(column.type):
+            column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
+        times = column.to_numpy(zero_copy_only=False)
+        back = np.flatnonzero((times[1:] < times[:-1]) & (codes[1:] == codes[:-1])) + 1
+        if before is not None and before.session.equals(flat[0]) and times[0] < before.time:
+            back = np.concatenate([[0], back])
+        if back.size:
+            row = int(back[0])
+            raise DataError(
+                f"{where}: column {time!r} goes back in row {first + row:,}, within session {_shown(flat[row])};"
+                " cluster the data with 'flexshard cluster-sessions'"
+            )
+        last = times[-1]
+    return _Last(where, first + table.num_rows, flat[len(flat) - 1], last)
 
 
-def _times(rows: Rows, time: str) -> npt.NDArray[Any]:
-    column = rows.table.column(time)
-    if column.null_count:
-        where, row = rows.origin_of(int(np.flatnonzero(pc.is_null(column).to_numpy())[0]))
-        raise DataError(f"{where}: time column {time!r} is null in row {row:,}; drop or fill such rows")
-    if pt.is_temporal(column.type):
-        column = column.cast(
-            pa.int64() if not pt.is_date32(column.type) and not pt.is_time32(column.type) else pa.int32()
-        )
-    return np.asarray(column.to_numpy())
+def _whole_column(table: pa.Table, name: str, what: str, first: int) -> pa.Array:
+    column = table.column(name).combine_chunks()
+    flat = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    if flat.null_count:
+        row = first + int(np.flatnonzero(pc.is_null(flat).to_numpy(zero_copy_only=False))[0])
+        raise DataError(f"{what} {name!r} is null in row {row:,}; drop or fill such rows")
+    return flat.dictionary_decode() if pt.is_dictionary(flat.type) else flat
+
+
+def _shown(key: pa.Scalar) -> str:
+    try:
+        return repr(key.as_py())
+    except (ValueError, TypeError):  # nanoseconds, which Python's own times do not have
+        return str(key.cast(pa.string()).as_py())

@@ -111,7 +111,7 @@ class HashIds(_PerFeature):
         mixed = _splitmix64(values.long())
         # Of an unsigned number, which torch does not divide: its upper 63 bits twice, and the last.
         rest = (_shifted(mixed, 1) % self.num_rows * 2 + (mixed & 1)) % self.num_rows
-        return rest.to(values.dtype), lengths, weights
+        return _like(rest, values, self.num_rows - 1), lengths, weights
 
 
 class ClipIds(_PerFeature):
@@ -155,7 +155,8 @@ class MapIds(_PerFeature):
             return torch.full_like(values, self.default), lengths, weights
         place = torch.searchsorted(self.known, values.long()).clamp(max=self.known.numel() - 1)
         found = torch.where(self.known[place] == values, self.target[place], self.default)
-        return found.to(values.dtype), lengths, weights
+        most = max(int(self.target.abs().max()), abs(self.default))
+        return _like(found, values, most), lengths, weights
 
 
 class SortIds(_PerFeature):
@@ -253,6 +254,11 @@ def _batch(
     keys: list[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, stride: int
 ) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights, stride=stride)
+
+
+def _like(found: torch.Tensor, values: torch.Tensor, most: int) -> torch.Tensor:
+    """In the ids' own type, if that holds the largest."""
+    return found.to(values.dtype) if most <= torch.iinfo(values.dtype).max else found
 
 
 def _rows_of(lengths: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from flexshard._sources import Chunk, ParquetSource, is_list
 from flexshard.errors import DataError
 from flexshard.profiling._moments import LengthMoments
 
-__all__ = ["IdBatch", "arrow_ids", "check_column", "key_array", "key_kind", "read_ids"]
+__all__ = ["DistinctBatches", "IdBatch", "arrow_ids", "check_column", "key_array", "key_kind", "read_ids"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -45,19 +46,35 @@ class IdBatch:
         return int(self.ids.size if self.lengths is None else self.lengths.size)
 
     def distinct(self, batch_size: int) -> IdBatch:
-        """Every distinct list once per ``batch_size`` rows of the file; its other samples have none."""
-        jagged = JaggedArray.of(self.ids, np.ones(self.ids.size, np.int64) if self.lengths is None else self.lengths)
-        lengths, cut = jagged.lengths, self.first_row % batch_size
+        """Every distinct list once per ``batch_size`` rows; its other samples have none."""
+        jagged = JaggedArray.of(self.ids, self._lengths())
+        lengths = jagged.lengths
         kept = []
-        for start in range(-cut, len(jagged), batch_size):
-            begin, end = max(start, 0), min(start + batch_size, len(jagged))
-            ends = jagged.offsets[begin : end + 1]
+        for begin in range(0, len(jagged), batch_size):
+            ends = jagged.offsets[begin : min(begin + batch_size, len(jagged)) + 1]
             part = JaggedArray(jagged.values[ends[0] : ends[-1]], ends - ends[0])
             kept.append(distinct_rows(part).first + begin)
         first = np.concatenate(kept) if kept else np.zeros(0, np.int64)
         own = np.zeros_like(lengths)
         own[first] = lengths[first]
         return replace(self, ids=jagged.take(first).values, lengths=own)
+
+    def cut(self, rows: int) -> tuple[IdBatch, IdBatch]:
+        """The first rows, and the others."""
+        lengths = self._lengths()
+        end = int(lengths[:rows].sum())
+        return (
+            replace(self, ids=self.ids[:end], lengths=lengths[:rows]),
+            replace(self, ids=self.ids[end:], lengths=lengths[rows:], first_row=self.first_row + rows),
+        )
+
+    def followed_by(self, other: IdBatch) -> IdBatch:
+        """Both; the other follows in the file."""
+        lengths = np.concatenate([self._lengths(), other._lengths()])
+        return replace(self, ids=np.concatenate([self.ids, other.ids]), lengths=lengths)
+
+    def _lengths(self) -> IntArray:
+        return np.ones(self.ids.size, np.int64) if self.lengths is None else self.lengths
 
     def moments(self, where: npt.NDArray[np.bool_] | None = None) -> LengthMoments:
         """Moments of the samples' lengths (of those ``where`` it is true)."""
@@ -73,6 +90,29 @@ class IdBatch:
         if self.lengths is None:
             return self.first_row + position
         return self.first_row + int(np.searchsorted(np.cumsum(self.lengths), position, side="right"))
+
+
+class DistinctBatches:
+    """Every distinct list once per so many rows of a file, whatever its row groups."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._waiting: IdBatch | None = None
+
+    def add(self, batch: IdBatch) -> Iterator[IdBatch]:
+        """What is whole by now."""
+        if self._waiting is not None and self._waiting.name != batch.name:
+            yield from self.rest()
+        whole = batch if self._waiting is None else self._waiting.followed_by(batch)
+        ready, self._waiting = whole.cut(whole.num_samples // self._batch_size * self._batch_size)
+        if ready.num_samples:
+            yield ready.distinct(self._batch_size)
+
+    def rest(self) -> Iterator[IdBatch]:
+        """What is left of the last file."""
+        if self._waiting is not None and self._waiting.num_samples:
+            yield self._waiting.distinct(self._batch_size)
+        self._waiting = None
 
 
 def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> None:

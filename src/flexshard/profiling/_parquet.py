@@ -16,7 +16,7 @@ from flexshard._sources import Chunk, ParquetSource, expand, read_chunks
 from flexshard._values import finite, whole
 from flexshard.errors import DataError
 from flexshard.profiling._counting import IdCounter, KeyedLengths, held_out
-from flexshard.profiling._ids import IdBatch, check_column, key_array, key_kind, read_ids
+from flexshard.profiling._ids import DistinctBatches, IdBatch, check_column, key_array, key_kind, read_ids
 from flexshard.profiling._moments import LengthMoments
 from flexshard.profiling._profile import AccessProfile, Holdout
 from flexshard.profiling._ranking import checked_whole
@@ -65,8 +65,8 @@ def profile_parquet(
         workers = whole(workers, "workers", DataError)
     if distinct_batch is not None:
         distinct_batch = whole(distinct_batch, "distinct_batch", DataError)
-        if sample_key is not None:
-            raise DataError("distinct_batch counts rows of the file; it does not go with sample_key")
+        if sample_key is not None or holdout:
+            raise DataError("distinct_batch counts rows of the file; it does not go with sample_key or holdout")
     sources = _checked(paths, column)
     columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
     if sample_key is not None:
@@ -75,10 +75,14 @@ def profile_parquet(
     held = np.zeros(counter.counts.size, np.int64) if holdout else None
     seen, unseen = LengthMoments(), LengthMoments()
     keyed = KeyedLengths(holdout, seed) if sample_key is not None else None
+    distinct = DistinctBatches(distinct_batch or 1)
     for chunk in _with_progress(sources, columns, workers, progress):
         batch = read_ids(chunk, column)
         if distinct_batch is not None:
-            batch = batch.distinct(distinct_batch)
+            for part in distinct.add(batch):
+                counter.add(part)
+                seen += part.moments()
+            continue
         if keyed is not None and sample_key is not None:
             keyed.add(key_array(chunk, sample_key), batch.lengths)
         if held is None:
@@ -89,6 +93,9 @@ def profile_parquet(
         held = counter.add_apart(batch, held, apart if batch.lengths is None else np.repeat(apart, batch.lengths))
         seen += batch.moments(~apart)
         unseen += batch.moments(apart)
+    for part in distinct.rest():
+        counter.add(part)
+        seen += part.moments()
     if keyed is not None:  # a sample may be spread over many rows of the files
         seen, unseen = keyed.moments()
     which = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
