@@ -6,7 +6,7 @@ VENV := .venv
 # dependencies, and they are named here. Planning alone needs none of it: pip install flexshard.
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 
-.PHONY: help setup demo test lint format bench bench-torchrec bench-recd bench-cluster clean
+.PHONY: help setup demo test lint format bench bench-torchrec bench-recd bench-tt bench-cluster clean
 
 help:
 	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding (takes minutes)"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
+	@echo "make bench-tt                  tensor-train tables against the TT-Rec algorithm (takes minutes)"
 	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
 
 setup: $(VENV)/.ready
@@ -61,6 +62,9 @@ bench-torchrec: setup
 
 bench-recd: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.recd
+
+bench-tt: setup
+	$(VENV)/bin/python -m benchmarks.tensor_train
 
 bench-cluster: setup
 	$(VENV)/bin/python -m benchmarks.cluster

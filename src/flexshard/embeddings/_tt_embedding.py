@@ -30,18 +30,35 @@ class _TTTable(nn.Module):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        ranks: int | Sequence[int],
-        cores: int,
-        rows: Sequence[int] | None,
-        dims: Sequence[int] | None,
-        std: float | None,
-        optimizer: str | None,
-        learning_rate: float,
-        eps: float,
-        padding_idx: int | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype,
+        ranks: int | Sequence[int] = 32,
+        cores: int = 3,
+        rows: Sequence[int] | None = None,
+        dims: Sequence[int] | None = None,
+        std: float | None = None,
+        optimizer: str | None = None,
+        learning_rate: float = 0.01,
+        eps: float = 1e-8,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Make a table of E rows and dimension D.
+
+        Args:
+            num_embeddings, embedding_dim: E and D.
+            ranks: one for all (cut to what is possible), or r_1 to r_{d-1}.
+            cores: d, 2 to 4.
+            rows, dims: factors of E and D; chosen where not given. The product of ``rows`` may exceed E.
+            std: standard deviation of the table to begin with; see :meth:`reset_parameters`.
+            optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad" or "rowwise_adagrad" (a state per
+                slice of a core) to be updated within the backward pass.
+            learning_rate, eps: of that.
+            padding_idx: row that no gradient flows to.
+            device, dtype: of the cores; float32 or bfloat16.
+
+        Raises:
+            TableError: factors that do not cover the table, ranks above the possible, or other arguments out of range.
+        """
         super().__init__()
         self.shape = TTShape.choose(num_embeddings, embedding_dim, ranks, cores=cores, rows=rows, dims=dims)
         self.num_embeddings, self.embedding_dim = self.shape.num_embeddings, self.shape.embedding_dim
@@ -246,56 +263,6 @@ class TTEmbedding(_TTTable):
         cores: parameters of shape (p_k, r_{k-1}, q_k, r_k).
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        ranks: int | Sequence[int] = 32,
-        cores: int = 3,
-        rows: Sequence[int] | None = None,
-        dims: Sequence[int] | None = None,
-        std: float | None = None,
-        optimizer: str | None = None,
-        learning_rate: float = 0.01,
-        eps: float = 1e-8,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """Make a table of E rows and dimension D.
-
-        Args:
-            num_embeddings, embedding_dim: E and D.
-            ranks: one for all (cut to what is possible), or r_1 to r_{d-1}.
-            cores: d, 2 to 4.
-            rows, dims: factors of E and D; chosen where not given. The product of ``rows`` may exceed E.
-            std: standard deviation of the table to begin with; see :meth:`reset_parameters`.
-            optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad" or "rowwise_adagrad" (a state per
-                slice of a core) to be updated within the backward pass.
-            learning_rate, eps: of that.
-            padding_idx: row that no gradient flows to.
-            device, dtype: of the cores; float32 or bfloat16.
-
-        Raises:
-            TableError: factors that do not cover the table, ranks above the possible, or other arguments out of range.
-        """
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            ranks=ranks,
-            cores=cores,
-            rows=rows,
-            dims=dims,
-            std=std,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            eps=eps,
-            padding_idx=padding_idx,
-            device=device,
-            dtype=dtype,
-        )
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of ids of any shape; shape (*input.shape, D).
 
@@ -326,17 +293,7 @@ class TTEmbeddingBag(_TTTable):
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
-        ranks: int | Sequence[int] = 32,
-        cores: int = 3,
-        rows: Sequence[int] | None = None,
-        dims: Sequence[int] | None = None,
-        std: float | None = None,
-        optimizer: str | None = None,
-        learning_rate: float = 0.01,
-        eps: float = 1e-8,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        **how: Any,
     ) -> None:
         """Make a table of E rows and dimension D.
 
@@ -344,29 +301,15 @@ class TTEmbeddingBag(_TTTable):
             num_embeddings, embedding_dim: E and D.
             mode: "sum" or "mean".
             include_last_offset: whether offsets have the end of the last bag too.
-            ranks, cores, rows, dims, std, optimizer, learning_rate, eps, device, dtype: as for :class:`TTEmbedding`.
-            padding_idx: row that is left out of bags.
+            how: ranks, cores, rows, dims, std, optimizer, learning_rate, eps, device and dtype as for
+                :class:`TTEmbedding`; ``padding_idx`` is the row that is left out of bags.
 
         Raises:
             TableError: as :class:`TTEmbedding`, or another mode.
         """
         if mode not in ("sum", "mean"):
             raise TableError(f"mode is 'sum' or 'mean', found {mode!r}")
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            ranks=ranks,
-            cores=cores,
-            rows=rows,
-            dims=dims,
-            std=std,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            eps=eps,
-            padding_idx=padding_idx,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(num_embeddings, embedding_dim, **how)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
