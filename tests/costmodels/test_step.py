@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexshard.costmodels import PhaseCurve, StepModel
+from flexshard.costmodels import Collective, Cost, PhaseCurve, StepModel
 from flexshard.errors import DataError
 
 
@@ -29,3 +29,14 @@ def test_each_phase_falls_by_what_is_deduplicated() -> None:
     assert model.throughput(8) == 8 / 57
     with pytest.raises(DataError, match=r"at least 1, found 0\.5"):
         model.seconds(8, dedup_factor=0.5)
+
+
+def test_links_that_take_longest() -> None:
+    """All-to-alls inside nodes have links of their own; everything else crosses the outermost ones."""
+    inside = Collective("all_to_all", 2, 2, 10.0, 0.0, 10.0)  # 2 s
+    across = Collective("all_to_all", 8, 2, 10.0, 0.5, 20.0)  # 2 s
+    reduced = Collective("all_reduce", 2, 1, 10.0, 0.0, 10.0)  # 1 s
+    assert Cost(collectives=(reduced, inside, across)).bottleneck_seconds(8) == 3.0
+    assert Cost(collectives=(reduced, inside, across)).comm_seconds == 5.0
+    assert Cost(collectives=(inside,)).bottleneck_seconds(8) == 2.0
+    assert Cost().bottleneck_seconds(8) == 0.0

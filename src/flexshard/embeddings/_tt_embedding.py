@@ -158,7 +158,7 @@ class _TTTable(nn.Module):
         return _Rows.apply(distinct, self, *self.cores)
 
     def _update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """The optimizer's step, of the slices that were touched; others have no gradient and do not change."""
+        """The optimizer's step; slices that were not touched have no gradient and do not change."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TableError(
                 f"optimizer {self.optimizer!r} updates the cores within backward, where ranks have their own gradients;"
@@ -166,19 +166,15 @@ class _TTTable(nn.Module):
             )
         self._updates += 1
         with torch.no_grad():
-            for k, (core, own) in enumerate(zip(self.cores, gradients, strict=True)):
-                touched = own.flatten(1).any(dim=1).nonzero().squeeze(1)
-                gradient = own[touched]
-                if self.optimizer != "sgd":
-                    state = getattr(self, f"sum_{k}").float()  # whatever the model was cast to
-                    setattr(self, f"sum_{k}", state)
-                    squares = gradient**2
-                    state.index_add_(0, touched, squares if self.optimizer == "adagrad" else squares.flatten(1).mean(1))
-                    total = state[touched]
-                    if self.optimizer == "rowwise_adagrad":
-                        total = total.view(-1, 1, 1, 1)
-                    gradient = gradient / (total.sqrt() + self.eps)
-                core[touched] = (core[touched].float() - self.learning_rate * gradient).to(core.dtype)
+            for k, (core, gradient) in enumerate(zip(self.cores, gradients, strict=True)):
+                if self.optimizer == "sgd":
+                    core.add_(gradient.to(core.dtype), alpha=-self.learning_rate)
+                    continue
+                state = getattr(self, f"sum_{k}").float()  # whatever the model was cast to
+                setattr(self, f"sum_{k}", state)
+                state += gradient**2 if self.optimizer == "adagrad" else (gradient**2).flatten(1).mean(1)
+                total = state if self.optimizer == "adagrad" else state.view(-1, 1, 1, 1)
+                core.sub_((self.learning_rate * gradient / (total.sqrt() + self.eps)).to(core.dtype))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         found: list[tuple[int, ...]] = []
