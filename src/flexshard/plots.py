@@ -270,7 +270,9 @@ def plot_sessions(found: Duplication, path: PathLike) -> None:
         ):
             largest = max(int(sizes.max(initial=1)), 1)
             edges = np.unique(np.round(np.geomspace(1, largest + 1, 40)))
-            axes.hist(sizes, bins=edges if edges.size > 1 else [1.0, 2.0], color="white", edgecolor="black", lw=0.8)
+            number, _ = np.histogram(sizes, edges)
+            # Bins hold one size or several: per size, so that a wide one does not look like more.
+            axes.stairs(number / np.diff(edges), edges, fill=True, facecolor="lightgray", edgecolor="black", lw=0.8)
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.xaxis.set_major_formatter(_plain)
@@ -278,7 +280,7 @@ def plot_sessions(found: Duplication, path: PathLike) -> None:
             mean = float(sizes.mean()) if sizes.size else 0.0
             axes.axvline(mean, color="black", ls="--", lw=1)
             axes.set_xlabel(f"samples per session in {where}")
-            axes.set_ylabel("sessions")
+            axes.set_ylabel("sessions of each size")
             axes.yaxis.set_minor_formatter(NullFormatter())
             axes.set_title(f"mean {mean:.2f} (dashed)", fontsize=10)
         _save(figure, path)

@@ -44,6 +44,9 @@ def _dedup_grid(plan: Plan) -> Grid:
         f"{memory} per rank {'less' if after.memory_bytes <= before.memory_bytes else 'more'}, exposed communication"
         f" {units.format_seconds(before.exposed_seconds)} without, {units.format_seconds(after.exposed_seconds)} with"
     )
+    budget = plan.settings.budget.strip()
+    if budget == "neutral" or budget[0] in "+-":
+        grid.caption += "; each within its own budget, since row-wise needs less memory with it"
     return grid
 
 
