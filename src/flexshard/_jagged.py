@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from flexshard._sources import is_list
+from flexshard._sources import is_list, one_array
+from flexshard._values import has_numba
 from flexshard.errors import DataError
 
 __all__ = ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"]
@@ -113,10 +114,10 @@ def _kernels(rows: int) -> Any:
     """Compiled loops, where numba is installed and the rows are enough to pay for loading them; else None."""
     if rows < _COMPILED_ROWS:
         return None
-    try:
-        from flexshard import _kernels as compiled
-    except ImportError:
+    if not has_numba():
         return None
+    from flexshard import _kernels as compiled
+
     return compiled
 
 
@@ -189,9 +190,7 @@ def jagged_of_arrow(
         DataError: another type, or a null within a list; names column and row.
     """
     if isinstance(column, pa.ChunkedArray):
-        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):
-            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+        column = one_array(column)
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pt.is_dictionary(column.type):

@@ -19,7 +19,7 @@ import pyarrow.types as pt
 from flexshard._values import first_repeated
 from flexshard.errors import DataError, MissingDependencyError
 
-__all__ = ["Chunk", "ParquetSource", "expand", "is_list", "read_chunks", "read_group"]
+__all__ = ["Chunk", "ParquetSource", "expand", "is_list", "one_array", "read_chunks", "read_group"]
 
 # A row group whose columns unpack to more than this is streamed in batches instead of read at once.
 _WHOLE_GROUP_BYTES = 64 << 20
@@ -102,6 +102,13 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
     if twice is not None:
         raise DataError(f"{twice}: is given twice, and would be counted twice")
     return found
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array; without copying where it is one already."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, SupportsFloat
 
 from flexshard.errors import FlexShardError, MissingDependencyError
 
-__all__ = ["finite", "first_repeated", "from_extra", "whole"]
+__all__ = ["finite", "first_repeated", "from_extra", "has_numba", "whole"]
 
 _MOST = 1 << 62
 
@@ -53,6 +54,16 @@ def finite(value: SupportsFloat, name: str, error_type: type[FlexShardError]) ->
     if number - number != 0:
         raise error_type(f"{name} must be finite, found {value!r}")
     return number
+
+
+@cache  # a package that is missing is looked for in all of the path every time
+def has_numba() -> bool:
+    """Whether loops can be compiled."""
+    try:
+        import numba  # noqa: F401 - only to know whether it is there
+    except ImportError:
+        return False
+    return True
 
 
 def from_extra(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from flexshard._files import replacing
-from flexshard._jagged import distinct_rows
+from flexshard._jagged import JaggedArray, distinct_rows
 from flexshard._values import first_repeated
 from flexshard.embeddings._keyed import (
     Groups,
@@ -118,18 +118,7 @@ class InverseKeyedJaggedTensor(Pipelineable):
         if features.variable_stride_per_key():
             raise DataError("features have batches of different size per key; give every key one length per sample")
         names = checked_groups(groups, features.keys())
-        device = features.device()
-        columns = columns_of(features)
-        found = []
-        for group in names:
-            same = distinct_rows(*(columns[key] for key in group))
-            own = {key: columns[key] for key in group}
-            jagged = keyed(own, features.lengths().dtype, device, rows=same.first)
-            found.append(DedupedGroup(jagged, torch.from_numpy(same.inverse).to(device)))
-        grouped = {key for group in names for key in group}
-        rest = [key for key in features.keys() if key not in grouped]
-        plain = keyed({key: columns[key] for key in rest}, features.lengths().dtype, device) if rest else None
-        return cls(found, plain, features.keys())
+        return cls._of_columns(columns_of(features), names, features.lengths().dtype, features.device())
 
     @classmethod
     def from_arrow(
@@ -157,17 +146,22 @@ class InverseKeyedJaggedTensor(Pipelineable):
                 weights of other lengths than the values; names column and row.
         """
         columns = arrow_columns(table, keys, dict(weights or {}), where, first_row)
-        names = checked_groups(groups, list(columns))
+        return cls._of_columns(columns, checked_groups(groups, list(columns)), torch.int64, torch.device("cpu"))
+
+    @classmethod
+    def _of_columns(
+        cls, columns: Mapping[str, JaggedArray], groups: Groups, lengths: torch.dtype, device: torch.device
+    ) -> InverseKeyedJaggedTensor:
+        """The distinct rows of each group, and the other columns as they are."""
         found = []
-        for group in names:
-            same = distinct_rows(*(columns[key] for key in group))
+        for group in groups:
             own = {key: columns[key] for key in group}
-            jagged = keyed(own, torch.int64, torch.device("cpu"), rows=same.first)
-            found.append(DedupedGroup(jagged, torch.from_numpy(same.inverse)))
-        grouped = {key for group in names for key in group}
+            same = distinct_rows(*own.values())
+            jagged = keyed(own, lengths, device, rows=same.first)
+            found.append(DedupedGroup(jagged, torch.from_numpy(same.inverse).to(device)))
+        grouped = {key for group in groups for key in group}
         rest = {key: column for key, column in columns.items() if key not in grouped}
-        plain = keyed(rest, torch.int64, torch.device("cpu")) if rest else None
-        return cls(found, plain, list(columns))
+        return cls(found, keyed(rest, lengths, device) if rest else None, list(columns))
 
     @classmethod
     def from_rows(

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from flexshard._jagged import JaggedArray, distinct_rows, shared_runs
+from flexshard.embeddings._select import run_places
 
 __all__ = ["PartialJaggedTensor"]
 
@@ -51,10 +52,7 @@ class PartialJaggedTensor:
 
     def to_jagged(self) -> JaggedTensor:
         """Every sample's own list; gradients of what lists share add up."""
-        total = int(self.lengths.sum())
-        shift = self.starts - (torch.cumsum(self.lengths, 0) - self.lengths)
-        places = torch.repeat_interleave(shift, self.lengths, output_size=total)
-        places = places + torch.arange(total, device=places.device, dtype=places.dtype)
+        places = run_places(self.starts, self.lengths)
         return JaggedTensor(self.values.index_select(0, places), lengths=self.lengths)
 
     def with_values(self, values: torch.Tensor) -> PartialJaggedTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["jagged_index_select"]
+__all__ = ["jagged_index_select", "run_places"]
 
 
 def jagged_index_select(
@@ -22,8 +22,12 @@ def jagged_index_select(
     """
     taken = lengths.index_select(0, index)
     starts = (torch.cumsum(lengths, 0) - lengths).index_select(0, index)
-    shift = starts - (torch.cumsum(taken, 0) - taken)
-    total = int(taken.sum())  # waits for the device, as every op of unknown size does
-    places = torch.repeat_interleave(shift, taken, output_size=total)
-    places = places + torch.arange(total, device=values.device, dtype=places.dtype)
-    return values.index_select(0, places), taken
+    return values.index_select(0, run_places(starts, taken)), taken
+
+
+def run_places(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Places of runs, one after the other: of each ``lengths`` from ``starts`` on."""
+    total = int(lengths.sum())  # waits for the device, as every op of unknown size does
+    shift = starts - (torch.cumsum(lengths, 0) - lengths)
+    places = torch.repeat_interleave(shift, lengths, output_size=total)
+    return places + torch.arange(total, device=places.device, dtype=places.dtype)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from flexshard._values import finite
+from flexshard._values import finite, has_numba
 from flexshard.embeddings._tt_decompose import decompose
 from flexshard.embeddings._tt_rows import backward_rows, forward_rows, levels_of
 from flexshard.embeddings._tt_shape import TTShape
@@ -154,6 +154,13 @@ class _TTTable(nn.Module):
                 raise DataError(f"id {wrong} is outside the table's rows, 0 to {self.num_embeddings - 1}")
         return distinct, inverse
 
+    def _padding(self, distinct: torch.Tensor) -> int | None:
+        """Place of the padding row among distinct ids, if it is there."""
+        if self.padding_idx is None:
+            return None
+        place = int(torch.searchsorted(distinct, self.padding_idx))
+        return place if place < distinct.numel() and int(distinct[place]) == self.padding_idx else None
+
     def _rows(self, distinct: torch.Tensor) -> torch.Tensor:
         return _Rows.apply(distinct, self, *self.cores)
 
@@ -242,13 +249,7 @@ def _laid(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _compiled(core: torch.Tensor) -> bool:
-    if core.device.type != "cpu":
-        return False
-    try:
-        import numba  # noqa: F401 - only to know whether it is there
-    except ImportError:
-        return False
-    return True
+    return core.device.type == "cpu" and has_numba()
 
 
 class TTEmbedding(_TTTable):
@@ -266,12 +267,7 @@ class TTEmbedding(_TTTable):
             DataError: an id outside the table.
         """
         distinct, inverse = self._distinct(input)
-        padding = None
-        if self.padding_idx is not None:
-            place = torch.searchsorted(distinct, self.padding_idx)
-            if int(place) < distinct.numel() and int(distinct[place]) == self.padding_idx:
-                padding = int(place)
-        return functional.embedding(inverse, self._rows(distinct), padding_idx=padding)
+        return functional.embedding(inverse, self._rows(distinct), padding_idx=self._padding(distinct))
 
 
 class TTEmbeddingBag(_TTTable):
@@ -326,11 +322,6 @@ class TTEmbeddingBag(_TTTable):
         """
         _check_bags(input, offsets, per_sample_weights, self.mode, self.include_last_offset)
         distinct, inverse = self._distinct(input)
-        padding = None
-        if self.padding_idx is not None and distinct.numel():
-            place = int(torch.searchsorted(distinct, self.padding_idx))
-            if place < distinct.numel() and int(distinct[place]) == self.padding_idx:
-                padding = place
         rows = self._rows(distinct)
         if not distinct.numel():
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])  # torch wants a row to look up nothing in
@@ -341,7 +332,7 @@ class TTEmbeddingBag(_TTTable):
             mode=self.mode,
             per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(rows.dtype),
             include_last_offset=self.include_last_offset,
-            padding_idx=padding,
+            padding_idx=self._padding(distinct),
         )
 
 

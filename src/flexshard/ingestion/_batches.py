@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import pyarrow as pa
 
@@ -23,12 +24,14 @@ class RowGroup:
         number: in it.
         first_row: of the file at which it starts.
         num_rows: in it.
+        compressed_bytes: of the columns that will be read.
     """
 
     source: ParquetSource
     number: int
     first_row: int
     num_rows: int
+    compressed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,16 @@ class Rows:
         return where, first + row - start
 
 
-def row_groups(sources: Sequence[ParquetSource]) -> list[RowGroup]:
-    """All row groups, in order."""
+def row_groups(sources: Sequence[ParquetSource], columns: Sequence[str]) -> list[RowGroup]:
+    """All row groups, in order, of which some columns will be read."""
     found = []
     for source in sources:
         first = 0
-        for number, rows in enumerate(source.group_rows):
-            found.append(RowGroup(source, number, first, rows))
-            first += rows
+        with source.open() as file:
+            for number, rows in enumerate(source.group_rows):
+                nbytes = _compressed_bytes(file.metadata.row_group(number), columns)
+                found.append(RowGroup(source, number, first, rows, nbytes))
+                first += rows
     return found
 
 
@@ -102,7 +107,7 @@ def fill_batches(
         start = perf_counter()
         table = read_group(group.source, group.number, group.first_row, columns).table
         seconds += perf_counter() - start
-        nbytes += _compressed_bytes(group, columns)
+        nbytes += group.compressed_bytes
         if table.num_rows:
             origins.append((ready, group.source.name, group.first_row))
         waiting.append(table)
@@ -131,13 +136,10 @@ def _within(origins: Sequence[tuple[int, str, int]], begin: int, end: int) -> tu
     return tuple(found)
 
 
-def _compressed_bytes(group: RowGroup, columns: Sequence[str]) -> int:
-    wanted = set(columns)
-    with group.source.open() as file:
-        found = file.metadata.row_group(group.number)
-        chunks = (found.column(number) for number in range(found.num_columns))
-        return sum(
-            chunk.total_compressed_size
-            for chunk in chunks
-            if any(chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in wanted)
-        )
+def _compressed_bytes(group: Any, columns: Sequence[str]) -> int:
+    chunks = (group.column(number) for number in range(group.num_columns))
+    return sum(
+        chunk.total_compressed_size
+        for chunk in chunks
+        if any(chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in columns)
+    )

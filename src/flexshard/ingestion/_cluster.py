@@ -23,9 +23,10 @@ import pyarrow.types as pt
 
 from flexshard import units
 from flexshard._files import make_folder
-from flexshard._sources import ParquetSource, expand
+from flexshard._sources import ParquetSource, expand, one_array
 from flexshard._values import finite, whole
 from flexshard.errors import DataError, MissingDependencyError, OutputError, UnitError
+from flexshard.ingestion._sql import quoted
 
 __all__ = ["SESSION_KEY", "TIME_KEY", "Clustered", "cluster_sessions"]
 
@@ -388,11 +389,11 @@ def _parquet(files: Sequence[str]) -> str:
 
 
 def _columns(schema: pa.Schema) -> str:
-    return ", ".join(_name(name) for name in schema.names)
+    return ", ".join(quoted(name) for name in schema.names)
 
 
 def _order(job: _Job) -> str:
-    return f"{_name(job.session)}, {_name(job.time)}, {_FILE}, {_ROW}"
+    return f"{quoted(job.session)}, {quoted(job.time)}, {_FILE}, {_ROW}"
 
 
 def _hash(expression: str) -> str:
@@ -401,7 +402,7 @@ def _hash(expression: str) -> str:
 
 
 def _key(job: _Job) -> str:
-    return f"CAST({_name(job.session)} AS VARCHAR)"
+    return f"CAST({quoted(job.session)} AS VARCHAR)"
 
 
 def _shard_of(job: _Job) -> str:
@@ -418,10 +419,6 @@ def _kept(job: _Job, by: str | None = None) -> str:
     return f"{_hash(unit)} < {int(job.keep * float(1 << 64))}::UHUGEINT"
 
 
-def _name(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
-
-
 def _text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
@@ -429,7 +426,7 @@ def _text(value: str) -> str:
 def _check_keys(database: Any, job: _Job, files: Sequence[str], names: Sequence[str]) -> None:
     for file, name in zip(files, names, strict=True):
         for column, role in ((job.session, "session"), (job.time, "time")):
-            query = f"SELECT count(*), min(file_row_number) FROM {_parquet([file])} WHERE {_name(column)} IS NULL"
+            query = f"SELECT count(*), min(file_row_number) FROM {_parquet([file])} WHERE {quoted(column)} IS NULL"
             try:
                 nulls, row = database.sql(query).fetchall()[0]
             except Exception as error:  # a damaged page
@@ -445,7 +442,7 @@ def _check_keys(database: Any, job: _Job, files: Sequence[str], names: Sequence[
 def _count(database: Any, job: _Job, view: str) -> list[_Counts]:
     wanted = []
     for where in ("true", _kept(job, "session"), _kept(job, "sample")):
-        wanted += [f"count(*) FILTER ({where})", f"count(DISTINCT {_name(job.session)}) FILTER ({where})"]
+        wanted += [f"count(*) FILTER ({where})", f"count(DISTINCT {quoted(job.session)}) FILTER ({where})"]
     return [database.sql(f"SELECT {', '.join(wanted)} FROM {view}").fetchall()[0]]
 
 
@@ -522,8 +519,6 @@ def _session_starts(sessions: pa.ChunkedArray) -> npt.NDArray[np.int64]:
     """Rows at which another session than the row before stands."""
     if len(sessions) < 2:
         return np.zeros(min(len(sessions), 1), np.int64)
-    whole_column = sessions.combine_chunks()
-    if isinstance(whole_column, pa.ChunkedArray):
-        whole_column = pa.concat_arrays(whole_column.chunks)
+    whole_column = one_array(sessions)
     changed = pc.not_equal(whole_column.slice(1), whole_column.slice(0, len(whole_column) - 1))
     return np.concatenate([[0], np.flatnonzero(changed.to_numpy(zero_copy_only=False)) + 1])

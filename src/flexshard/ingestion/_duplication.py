@@ -18,10 +18,11 @@ import pyarrow.types as pt
 
 from flexshard._dedup import dedup_factor
 from flexshard._jagged import JaggedArray, distinct_rows, jagged_of_arrow
-from flexshard._sources import ParquetSource, expand, is_list
+from flexshard._sources import ParquetSource, expand, is_list, one_array
 from flexshard._values import finite, first_repeated, whole
 from flexshard.errors import DataError
 from flexshard.ingestion._batches import Rows, check_columns, fill_batches, row_groups
+from flexshard.ingestion._sql import quoted
 
 __all__ = ["Duplication", "FeatureDuplication", "measure_duplication", "suggest_groups"]
 
@@ -122,7 +123,7 @@ def measure_duplication(
     counts = {name: np.zeros(4, np.int64) for name in names}  # values, values kept, pairs of rows, pairs the same
     in_batches: list[IntArray] = []
     rows = 0
-    for batch in fill_batches(row_groups(sources), [session, *names], batch_size):
+    for batch in fill_batches(row_groups(sources, [session, *names]), [session, *names], batch_size):
         keys = batch.table.column(session)
         if keys.null_count:
             where, row = batch.origin_of(int(np.flatnonzero(pc.is_null(keys).to_numpy())[0]))
@@ -193,9 +194,7 @@ def _jagged(column: pa.ChunkedArray, name: str, where: str) -> JaggedArray:
         raise DataError(f"{where}: column {name!r} holds {kind}; expected numbers or texts, or lists of them")
     if (pt.is_integer(inner) or pt.is_floating(inner)) and not (is_list(kind) and pt.is_dictionary(kind.value_type)):
         return jagged_of_arrow(column, name, where=where)
-    flat = column.combine_chunks()
-    if isinstance(flat, pa.ChunkedArray):
-        flat = pa.concat_arrays(flat.chunks)
+    flat = one_array(column)
     if pt.is_dictionary(kind):
         flat, kind = flat.dictionary_decode(), kind.value_type
     if not is_list(kind):
@@ -223,7 +222,7 @@ class _Sessions:
             pads.dataset([source.path], schema, filesystem=source.filesystem, format="parquet") for source in sources
         ]
         self._database.register("data", parts[0] if len(parts) == 1 else pads.dataset(parts))
-        self._session = _name(session)
+        self._session = quoted(session)
 
     def close(self) -> None:
         self._database.close()
@@ -238,15 +237,15 @@ class _Sessions:
 
         A value that a list has twice is said twice there only: what a session needs is the most of any one list.
         """
-        column = _name(feature) if lists else f"[{_name(feature)}]"
+        column = quoted(feature) if lists else f"[{quoted(feature)}]"
         rows, kept, values = self._one(
             f"SELECT sum(n), sum(d), sum(v) FROM (SELECT count(*) AS n, count(DISTINCT {column}) AS d,"
-            f" coalesce(sum(len({column})), 0) AS v FROM data WHERE {_name(feature)} IS NOT NULL"
+            f" coalesce(sum(len({column})), 0) AS v FROM data WHERE {quoted(feature)} IS NOT NULL"
             f" GROUP BY {self._session})"
         )
         (needed,) = self._one(
             f"WITH lists AS (SELECT DISTINCT {self._session} AS s, {column} AS l FROM data"
-            f" WHERE {_name(feature)} IS NOT NULL),"
+            f" WHERE {quoted(feature)} IS NOT NULL),"
             " numbered AS (SELECT row_number() OVER () AS r, s, l FROM lists),"
             " flat AS (SELECT s, r, unnest(l) AS v FROM numbered),"
             " counted AS (SELECT s, v, r, count(*) AS c FROM flat GROUP BY s, v, r)"
@@ -257,10 +256,6 @@ class _Sessions:
     def _one(self, query: str) -> tuple[float, ...]:
         (row,) = self._database.sql(query).fetchall()
         return tuple(float(value or 0) for value in row)
-
-
-def _name(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
 
 
 def suggest_groups(
@@ -352,5 +347,5 @@ def _tables(
     sources = expand(data)
     names = _features(sources, features)
     check_columns(sources, names)
-    for batch in fill_batches(row_groups(sources), names, batch_size):
+    for batch in fill_batches(row_groups(sources, names), names, batch_size):
         yield batch.table, batch.origins[0][1]

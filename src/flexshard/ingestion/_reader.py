@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchrec.streamable import Pipelineable
 
-from flexshard._sources import ParquetSource, expand
+from flexshard._sources import ParquetSource, expand, one_array
 from flexshard._values import first_repeated, whole
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
@@ -160,7 +160,7 @@ class SessionReader(IterableDataset[SessionBatch]):
             _check_type(sources[0], session, "session", nested=True)
         if time is not None:
             _check_type(sources[0], time, "time", nested=False)
-        self._groups = row_groups(sources)
+        self._groups = row_groups(sources, self._columns)
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle otherwise from now on."""
@@ -298,8 +298,7 @@ def _check_run(table: pa.Table, where: str, first: int, session: str, time: str 
 
 
 def _whole_column(table: pa.Table, name: str, what: str, first: int) -> pa.Array:
-    column = table.column(name).combine_chunks()
-    flat = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    flat = one_array(table.column(name))
     if flat.null_count:
         row = first + int(np.flatnonzero(pc.is_null(flat).to_numpy(zero_copy_only=False))[0])
         raise DataError(f"{what} {name!r} is null in row {row:,}; drop or fill such rows")
