@@ -66,6 +66,8 @@ class ClickLog:
         by_user: articles of the clicks in order of user, then time.
         start, opening, last: per session in ``by_user``: where its sample starts, its first click to predict, its last.
         closes: per session, its last click's place in order of time.
+        order: places in order of time of the clicks in ``by_user``.
+        readers: user of each session.
     """
 
     num_items: int
@@ -76,6 +78,8 @@ class ClickLog:
     opening: IntArray
     last: IntArray
     closes: IntArray
+    order: IntArray
+    readers: IntArray
 
     @property
     def num_sessions(self) -> int:
@@ -118,7 +122,8 @@ def read_log(path: Path, num_sessions: int) -> ClickLog:
     kept = np.flatnonzero(opening <= last)  # a first click alone says nothing
     kept = kept[np.argsort(by_user[last[kept]])][-num_sessions:]
     start, opening, last = start[kept], opening[kept], last[kept]
-    return ClickLog(len(articles), items, times, items[by_user], start, opening, last, by_user[last])
+    readers = user[by_user[last]]
+    return ClickLog(len(articles), items, times, items[by_user], start, opening, last, by_user[last], by_user, readers)
 
 
 def ranges(start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:

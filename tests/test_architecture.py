@@ -31,6 +31,7 @@ COMMON = {
     "_jagged",
     "_kernels",
     "_sources",
+    "_tt_shape",
     "_together",
     "_values",
 }

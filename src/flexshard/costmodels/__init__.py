@@ -12,6 +12,7 @@ from flexshard.costmodels._reduction import (
     touched_rows,
 )
 from flexshard.costmodels._step import PhaseCurve, StepModel
+from flexshard.costmodels._tensor_train import Rates, TTRates, TTReads, TTWork, fit_rates, tensor_train_cost
 from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct, translation_bytes
 
 __all__ = [
@@ -27,8 +28,12 @@ __all__ = [
     "Overlap",
     "OverlapLike",
     "PhaseCurve",
+    "Rates",
     "RowLines",
     "StepModel",
+    "TTRates",
+    "TTReads",
+    "TTWork",
     "Table",
     "breakpoints",
     "collective",
@@ -37,6 +42,7 @@ __all__ = [
     "dedup_factor",
     "dedup_len",
     "expected_distinct",
+    "fit_rates",
     "gathered_bytes",
     "normalized_costs",
     "overlap_of",
@@ -45,6 +51,7 @@ __all__ = [
     "sparse_reduction",
     "strategy_name",
     "table_wise_cost",
+    "tensor_train_cost",
     "touched_rows",
     "translation_bytes",
 ]

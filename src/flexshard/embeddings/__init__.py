@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from flexshard._jagged import Distinct, JaggedArray, distinct_rows, jagged_of_arrow, shared_runs
+from flexshard._tt_shape import TTShape
 from flexshard._values import from_extra
 from flexshard.embeddings._bijection import IndexBijection
-from flexshard.embeddings._tt_shape import TTShape
 
 if TYPE_CHECKING:
     from flexshard.embeddings._deduped import (

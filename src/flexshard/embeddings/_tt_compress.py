@@ -13,8 +13,8 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from flexshard._tt_shape import TTShape
 from flexshard.embeddings._tt_embedding import TTEmbedding, TTEmbeddingBag
-from flexshard.embeddings._tt_shape import TTShape
 from flexshard.errors import TableError
 
 __all__ = ["CompressedEmbeddingBagCollection", "CompressedEmbeddingCollection", "CompressedTable", "compress"]

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from flexshard.embeddings._tt_shape import TTShape
+from flexshard._tt_shape import TTShape
 from flexshard.errors import TableError
 
 __all__ = ["decompose"]

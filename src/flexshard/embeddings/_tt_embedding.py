@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from flexshard._tt_shape import TTShape
 from flexshard._values import finite, has_numba
 from flexshard.embeddings._tt_decompose import decompose
 from flexshard.embeddings._tt_rows import backward_rows, forward_rows, levels_of
-from flexshard.embeddings._tt_shape import TTShape
 from flexshard.errors import DataError, TableError
 
 __all__ = ["TTEmbedding", "TTEmbeddingBag"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flexshard.embeddings._tt_shape import TTShape
+from flexshard._tt_shape import TTShape
 
 __all__ = ["Levels", "backward_rows", "forward_rows", "levels_of"]
 

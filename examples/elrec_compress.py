@@ -1,0 +1,213 @@
+"""Compress the tables of a trained click model to tensor trains (EL-Rec): size and accuracy before and after.
+
+A model says whether a reader clicks on an article, from the reader, the last articles read, and what was shown: the
+click that came next, or an article that others read at that time. Its tables are trained dense, decomposed, and
+trained on for a while; what is held out is the end of the log.
+
+    python examples/elrec_compress.py                                  # on generated clicks
+    python examples/elrec_compress.py --log globo_clicks.parquet       # user_id, session_id, item_id, timestamp
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
+
+from clicks import MAX_HISTORY, RECENT, ranges, read_log, write_log
+from flexshard import units
+from flexshard.embeddings import IndexBijection, compress
+
+IntArray = npt.NDArray[np.int64]
+
+TABLES = ("articles", "readers")
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Clicks to predict, in order of time, and what was there to see.
+
+    Attributes:
+        rows: of each table.
+        stream: articles in order of time; ``now`` are the clicks' places in it.
+        by_user: articles in order of reader, then time; those from ``start`` up to ``place`` came before a click.
+        reader, place, start, now: of the clicks; shape (n,).
+    """
+
+    rows: dict[str, int]
+    stream: IntArray
+    by_user: IntArray
+    reader: IntArray
+    place: IntArray
+    start: IntArray
+    now: IntArray
+
+    def split(self, held_out: float) -> tuple[slice, slice]:
+        """The clicks to train on, and the last ones."""
+        first = round(len(self.place) * (1 - held_out))
+        return slice(0, first), slice(first, len(self.place))
+
+
+def read_clicks(path: Path, num_sessions: int) -> Clicks:
+    """The log's last sessions; articles and readers are numbered by how often training meets them."""
+    log = read_log(path, num_sessions)
+    places, lengths = ranges(log.opening, log.last + 1)
+    session = np.repeat(np.arange(log.num_sessions), lengths)
+    now = log.order[places]
+    in_time = np.argsort(now, kind="stable")
+    places, session, now = places[in_time], session[in_time], now[in_time]
+    _, reader = np.unique(log.readers[session], return_inverse=True)
+    start = np.maximum(log.start[session], places - MAX_HISTORY)
+    seen = log.items[: now[round(0.9 * len(now))]]
+    articles = by_frequency(seen, log.num_items)
+    people = by_frequency(reader[: round(0.9 * len(now))], int(reader.max()) + 1)
+    rows = {"articles": log.num_items, "readers": int(reader.max()) + 1}
+    return Clicks(
+        rows, articles.ranks(log.items), articles.ranks(log.by_user), people.ranks(reader), places, start, now
+    )
+
+
+def by_frequency(reads: IntArray, rows: int) -> IndexBijection:
+    """Rows numbered by how often they are read: those that a batch reads together then share prefixes."""
+    return IndexBijection(np.argsort(-np.bincount(reads, minlength=rows), kind="stable"), rows)
+
+
+class ClickModel(nn.Module):
+    """A small DLRM: pooled rows, their dot products, a perceptron."""
+
+    def __init__(self, rows: dict[str, int], dim: int) -> None:
+        super().__init__()
+        features = {"articles": ["history", "shown"], "readers": ["reader"]}
+        self.tables = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=rows[name],
+                    embedding_dim=dim,
+                    feature_names=features[name],
+                    pooling=PoolingType.MEAN,
+                    init_fn=lambda weight: nn.init.normal_(weight, std=0.05),
+                )
+                for name in TABLES
+            ]
+        )
+        for bag in self.tables.embedding_bags.values():
+            bag.sparse = True  # a step updates the rows that it read
+        self.over = nn.Sequential(nn.Linear(3 * dim + 3, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """A logit per sample; shape (samples,)."""
+        x = self.tables(features).values().unflatten(1, (3, -1))
+        products = torch.bmm(x, x.transpose(1, 2))[:, (0, 0, 1), (1, 2, 2)]
+        return self.over(torch.cat([x.flatten(1), products], 1)).squeeze(1)
+
+
+def batch(clicks: Clicks, chosen: IntArray, generator: np.random.Generator) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Features and labels: every click, and an article that somebody read just before, as if it had been shown."""
+    places, lengths = ranges(clicks.start[chosen], clicks.place[chosen])
+    other = clicks.stream[np.maximum(clicks.now[chosen] - generator.integers(1, RECENT + 1, len(chosen)), 0)]
+    n = len(chosen)
+    history, once = clicks.by_user[places], np.ones(2 * n, np.int64)
+    values = [
+        history,
+        history,
+        clicks.by_user[clicks.place[chosen]],
+        other,
+        clicks.reader[chosen],
+        clicks.reader[chosen],
+    ]
+    features = KeyedJaggedTensor(
+        keys=["history", "shown", "reader"],
+        values=torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate([lengths, lengths, once, once])),
+    )
+    return features, torch.cat([torch.ones(n), torch.zeros(n)])
+
+
+def batches(
+    clicks: Clicks, part: slice, size: int, generator: np.random.Generator
+) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
+    """A pass over a part of the clicks, in order of time."""
+    for chosen in np.split(np.arange(part.start, part.stop), range(size, part.stop - part.start, size)):
+        yield batch(clicks, chosen, generator)
+
+
+def train(
+    model: nn.Module, clicks: Clicks, part: slice, *, size: int, seed: int, rate: float = 0.05, epochs: int = 1
+) -> float:
+    """Passes over the clicks; seconds that they took."""
+    generator = np.random.default_rng(seed)
+    over = torch.optim.Adam(model.over.parameters(), lr=1e-3)
+    rows = torch.optim.Adagrad(model.tables.parameters(), lr=rate)
+    start = time.perf_counter()
+    for _ in range(epochs):
+        for features, labels in batches(clicks, part, size, generator):
+            for optimizer in (over, rows):
+                optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(model(features), labels).backward()
+            for optimizer in (over, rows):
+                optimizer.step()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def auc(model: nn.Module, clicks: Clicks, part: slice) -> float:
+    """Chance that a click that happened scores above an article that was not clicked, ties by half."""
+    scores, labels = [], []
+    for features, label in batches(clicks, part, 8192, np.random.default_rng(0)):
+        scores.append(model(features))
+        labels.append(label)
+    score, label = torch.cat(scores).numpy(), torch.cat(labels).numpy() > 0
+    values, place, counts = np.unique(score, return_inverse=True, return_counts=True)
+    rank = (np.cumsum(counts) - (counts - 1) / 2)[place]  # mean rank of equal scores, from 1 on
+    positive = int(label.sum())
+    return float((rank[label].sum() - positive * (positive + 1) / 2) / (positive * (len(values[place]) - positive)))
+
+
+def size_of(model: nn.Module) -> int:
+    """Bytes of the tables."""
+    return sum(weight.nbytes for weight in model.tables.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", type=Path, help="Parquet file of clicks; else they are generated")
+    parser.add_argument("--sessions", type=int, default=60_000)
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=2048)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    log = args.log or Path("clicks.parquet")
+    if args.log is None:
+        write_log(log, items=20_000, sessions=args.sessions, seed=args.seed)
+    clicks = read_clicks(log, args.sessions)
+    training, held_out = clicks.split(0.1)
+    print(f"{training.stop:,} clicks to train on, {held_out.stop - held_out.start:,} held out; rows {clicks.rows}")
+    model: nn.Module = ClickModel(clicks.rows, args.dim)
+    seconds = train(model, clicks, training, size=args.batch_size, seed=args.seed, epochs=args.epochs)
+    dense = size_of(model)
+    print(f"dense:      {units.format_bytes(dense)}, held-out AUC {auc(model, clicks, held_out):.4f}, {seconds:.0f} s")
+    model, report = compress(model, dict.fromkeys(TABLES, args.rank))
+    for table in report:
+        print(f"  {table.name}: {table.shape}, {table.shape.compression:.0f} times smaller, error {table.error:.2f}")
+    small = size_of(model)
+    ratio = f"{units.format_bytes(small)} ({dense / small:.0f} times smaller)"
+    print(f"compressed: {ratio}, held-out AUC {auc(model, clicks, held_out):.4f}")
+    seconds = train(model, clicks, training, size=args.batch_size, seed=args.seed + 1, epochs=args.epochs)
+    print(f"fine-tuned: {ratio}, held-out AUC {auc(model, clicks, held_out):.4f}, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
