@@ -80,7 +80,9 @@ class TTReads:
         found = []
         for size in below:
             if hashed:
-                found.append(min(-(-table.rows // size), prod(shape.rows) // size) * (1.0 - missed ** min(size, table.rows)))
+                found.append(
+                    min(-(-table.rows // size), prod(shape.rows) // size) * (1.0 - missed ** min(size, table.rows))
+                )
             else:
                 edges = np.minimum(size * np.arange(-(-profile.rows_read // size) + 1), profile.rows_read)
                 found.append(float(-np.expm1(-np.diff(np.interp(edges, ranks, sums))).sum()))
@@ -226,7 +228,9 @@ class TTRates:
             DataError: not such a file; names file, line and field.
         """
         spec, _ = load_yaml(path, _RatesSpec, kind=FORMAT, version=VERSION, error_type=DataError)
-        forward, step = (Rates(tuple(getattr(own, f.name) for f in fields(TTWork))) for own in (spec.forward, spec.step))
+        forward, step = (
+            Rates(tuple(getattr(own, f.name) for f in fields(TTWork))) for own in (spec.forward, spec.step)
+        )
         dense = Rates(tuple(getattr(spec.dense, name) for name in _DENSE))
         return cls(spec.machine, forward, step, dense)
 

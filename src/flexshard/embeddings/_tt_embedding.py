@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from torch.nn import functional
 from flexshard._tt_shape import TTShape
 from flexshard._values import finite, has_numba
 from flexshard.embeddings._tt_decompose import decompose
-from flexshard.embeddings._tt_rows import backward_rows, forward_rows, levels_of
+from flexshard.embeddings._tt_rows import Levels, backward_rows, forward_rows, levels_of, product_sizes
 from flexshard.errors import DataError, TableError
 
 __all__ = ["TTEmbedding", "TTEmbeddingBag"]
@@ -162,7 +164,8 @@ class _TTTable(nn.Module):
         return place if place < distinct.numel() and int(distinct[place]) == self.padding_idx else None
 
     def _rows(self, distinct: torch.Tensor) -> torch.Tensor:
-        return _Rows.apply(distinct, self, *self.cores)
+        trained = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
+        return _Rows.apply(distinct, self, trained, *self.cores)
 
     def _update(self, gradients: Sequence[torch.Tensor]) -> None:
         """The optimizer's step; slices that were not touched have no gradient and do not change."""
@@ -206,15 +209,16 @@ class _Rows(torch.autograd.Function):
     """Rows of distinct ids, with the gradients summed per prefix."""
 
     @staticmethod
-    def forward(ctx: Any, distinct: torch.Tensor, table: _TTTable, *cores: torch.Tensor) -> Any:
+    def forward(ctx: Any, distinct: torch.Tensor, table: _TTTable, trained: bool, *cores: torch.Tensor) -> Any:
         shape = table.shape
         levels = levels_of(distinct, shape)
         with torch.autocast(distinct.device.type, enabled=False):
             laid = _laid(cores)
             compiled = _compiled(laid[0])
-            rows, products = forward_rows(levels, shape, laid, compiled=compiled)
+            products = _kept(table, levels, laid[0]) if trained else None
+            rows = forward_rows(levels, shape, laid, products=products, compiled=compiled)
         # Saved as autograd saves tensors, so that it notices where cores were changed in between.
-        ctx.save_for_backward(*cores, *products[1:])
+        ctx.save_for_backward(*cores, *(products or ()))
         ctx.table, ctx.levels, ctx.compiled, ctx.updates = table, levels, compiled, table._updates
         return rows.to(cores[0].dtype)
 
@@ -227,19 +231,34 @@ class _Rows(torch.autograd.Function):
                 f"the table was updated by its {table.optimizer} optimizer between a lookup and its backward pass;"
                 " look up all ids of a step at once, or use optimizer=None"
             )
-        cores, products = ctx.saved_tensors[: table.shape.cores], list(ctx.saved_tensors[table.shape.cores :])
+        cores, products = ctx.saved_tensors[: table.shape.cores], ctx.saved_tensors[table.shape.cores :]
         with torch.autocast(gradient.device.type, enabled=False):
-            laid = _laid(cores)
-            products.insert(0, laid[0].reshape(table.shape.rows[0], table.shape.dims[0], -1))
-            found = backward_rows(gradient.float(), levels, table.shape, laid, products, compiled=ctx.compiled)
+            found = backward_rows(gradient.float(), levels, table.shape, _laid(cores), products, compiled=ctx.compiled)
+        if products:
+            _SPARE[table] = products[0]._base if products[0]._base is not None else products[0]
         shaped = [
             (own.transpose(1, 2) if k == table.shape.cores - 1 else own).reshape(core.shape)
             for k, (own, core) in enumerate(zip(found, table.cores, strict=True))
         ]
         if table.optimizer is not None:
             table._update(shaped)
-            return (None, None, *[None] * len(shaped))
-        return (None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
+            return (None, None, None, *[None] * len(shaped))
+        return (None, None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
+
+
+# Memory of products that were used last, by table: fresh pages for a hundred megabytes take as long as the products.
+_SPARE: WeakKeyDictionary[_TTTable, torch.Tensor] = WeakKeyDictionary()
+
+
+def _kept(table: _TTTable, levels: Levels, like: torch.Tensor) -> list[torch.Tensor]:
+    """Where to keep the products of a lookup."""
+    sizes = product_sizes(levels, table.shape)
+    needed = sum(prod(size) for size in sizes)
+    flat = _SPARE.pop(table, None)
+    if flat is None or flat.numel() < needed or flat.device != like.device:
+        flat = like.new_empty(needed + needed // 8)  # batches differ
+    parts = flat[:needed].split([prod(size) for size in sizes])
+    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _laid(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,12 +4,13 @@ sections III-A and III-B).
 Legend: u distinct ids, ascending; core k of shape (p_k, r_{k-1}, q_k * r_k), the last transposed to (p_d, q_d,
 r_{d-1}). A prefix of level k is the digits 1 to k of an id. Its product has shape (Q_k, r_k), Q_k = q_1 ... q_k.
 Prefixes of a level are kept in order of their last digit, so that those which share a slice of core k are one matrix
-product.
+product: a *run*. The last level of prefixes and the ids below it are worked off run by run, while they are in the
+cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,9 +19,7 @@ import torch
 
 from flexshard._tt_shape import TTShape
 
-__all__ = ["Levels", "backward_rows", "forward_rows", "levels_of"]
-
-_CHUNK = 256  # ids whose slices fit the cache, for the plain suffix
+__all__ = ["Levels", "backward_rows", "forward_rows", "levels_of", "product_sizes"]
 
 
 @dataclass(frozen=True)
@@ -29,28 +28,37 @@ class Level:
 
     Attributes:
         parent: place of each one's prefix in the level before; shape (n,).
-        digit: its last digit; shape (n,).
-        ends: (digit, start, end) of the runs of equal last digits.
+        runs: (digit, start, end) of those with equal last digits.
     """
 
     parent: torch.Tensor
-    digit: torch.Tensor
     runs: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What distinct ids have in common.
+    """What distinct ids have in common; ids in order of their prefix's place.
 
     Attributes:
         inner: levels 2 to d - 1.
+        place: of each id among the distinct ones, ascending; shape (u,).
         parent: place of each id's prefix in the last inner level (the first digit itself with two cores); shape (u,).
         digit: last digit of each id; shape (u,).
+        ends: of the ids below each run of the last inner level; shape (runs,).
     """
 
     inner: tuple[Level, ...]
+    place: torch.Tensor
     parent: torch.Tensor
     digit: torch.Tensor
+    ends: tuple[int, ...]
+
+    def blocks(self) -> Iterator[tuple[int, int, int, slice]]:
+        """Runs of the last inner level: digit, first and end of their prefixes, and the ids below them."""
+        start = 0
+        for (digit, first, last), end in zip(self.inner[-1].runs, self.ends, strict=True):
+            yield digit, first, last, slice(start, end)
+            start = end
 
 
 def levels_of(ids: torch.Tensor, shape: TTShape) -> Levels:
@@ -66,13 +74,20 @@ def levels_of(ids: torch.Tensor, shape: TTShape) -> Levels:
         parent = above if before is None or place is None else place[torch.searchsorted(before, above)]
         digit = prefixes - above * shape.rows[k]
         order = torch.argsort(digit, stable=True)
-        inner.append(Level(parent[order], digit[order], _runs(digit[order])))
+        inner.append(Level(parent[order], _runs(digit[order])))
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
         before = prefixes
     above = ids.div(shape.rows[-1], rounding_mode="floor")
-    parent = above if before is None or place is None else place[torch.searchsorted(before, above)]
-    return Levels(tuple(inner), parent, ids - above * shape.rows[-1])
+    digit = ids - above * shape.rows[-1]
+    if before is None or place is None:
+        return Levels((), torch.arange(ids.numel(), device=ids.device), above, digit, ())
+    parent = place[torch.searchsorted(before, above)]
+    order = torch.argsort(parent, stable=True)
+    last = torch.tensor([end for _, _, end in inner[-1].runs], device=ids.device)
+    parent = parent[order]
+    ends = torch.searchsorted(parent, last).tolist()
+    return Levels(tuple(inner), order, parent, digit[order], tuple(ends))
 
 
 def _runs(digits: torch.Tensor) -> tuple[tuple[int, int, int], ...]:
@@ -81,35 +96,73 @@ def _runs(digits: torch.Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple(zip(values.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True))
 
 
+def product_sizes(levels: Levels, shape: TTShape) -> list[tuple[int, int, int]]:
+    """Shapes of the products of each inner level's prefixes."""
+    return [
+        (level.parent.numel(), prod(shape.dims[: k + 1]), shape.bounds[k + 1])
+        for k, level in enumerate(levels.inner, start=1)
+    ]
+
+
 def forward_rows(
-    levels: Levels, shape: TTShape, cores: Sequence[torch.Tensor], *, compiled: bool
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Rows of the distinct ids, shape (u, D), and the products of each level's prefixes, which backward uses again."""
-    products = [cores[0].reshape(shape.rows[0], shape.dims[0], -1)]
-    for k, level in enumerate(levels.inner, start=1):
-        products.append(_next_level(products[-1], level, cores[k], shape, k))
-    prefixes, last = products[-1], cores[-1]
-    rows = prefixes.new_empty(levels.parent.numel(), prefixes.shape[1], shape.dims[-1])
+    levels: Levels,
+    shape: TTShape,
+    cores: Sequence[torch.Tensor],
+    *,
+    products: Sequence[torch.Tensor] | None,
+    compiled: bool,
+) -> torch.Tensor:
+    """Rows of the distinct ids, shape (u, D).
+
+    Args:
+        levels, shape, cores: see above.
+        products: where to keep the products of each level's prefixes, which backward uses again; None if there is none.
+        compiled: whether the last core's products are a compiled loop.
+    """
+    sizes = product_sizes(levels, shape)
+    before, last = cores[0].view(shape.rows[0], shape.dims[0], -1), cores[-1]
+    height = prod(shape.dims[:-1])
+    rows = before.new_empty(levels.parent.numel(), height, shape.dims[-1])
+    for k, level in enumerate(levels.inner[:-1], start=1):
+        found = before.new_empty(sizes[k - 1]) if products is None else products[k - 1]
+        for digit, start, end in level.runs:
+            _product(before[level.parent[start:end]], cores[k][digit], found[start:end])
+        before = found
+    if not levels.inner:
+        _suffix(before, levels.parent, last, levels.digit, levels.place, rows, compiled=compiled)
+        return rows.flatten(1)
+    level, core = levels.inner[-1], cores[-2]
+    most = max((end - start for _, start, end in level.runs), default=0)
+    kept = products[-1] if products is not None else before.new_empty(most, *sizes[-1][1:])
+    for digit, start, end, ids in levels.blocks():
+        own = kept[start:end] if products is not None else kept[: end - start]
+        _product(before[level.parent[start:end]], core[digit], own)
+        parent = levels.parent[ids] - start
+        _suffix(own, parent, last, levels.digit[ids], levels.place[ids], rows, compiled=compiled)
+    return rows.flatten(1)
+
+
+def _product(left: torch.Tensor, core: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(left.flatten(0, 1), core, out=out.view(left.shape[0] * left.shape[1], -1))
+
+
+def _suffix(
+    prefixes: torch.Tensor,
+    parent: torch.Tensor,
+    last: torch.Tensor,
+    digit: torch.Tensor,
+    place: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    compiled: bool,
+) -> None:
     if compiled:
         from flexshard.embeddings import _tt_kernels
 
-        _tt_kernels.suffix_forward(*_arrays(prefixes, levels.parent, last, levels.digit, rows))
-    else:
-        for start in range(0, levels.parent.numel(), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            torch.bmm(prefixes[levels.parent[part]], last[levels.digit[part]].transpose(1, 2), out=rows[part])
-    return rows.view(rows.shape[0], shape.embedding_dim), products
-
-
-def _next_level(before: torch.Tensor, level: Level, core: torch.Tensor, shape: TTShape, k: int) -> torch.Tensor:
-    size, rank = before.shape[1] * shape.dims[k], shape.bounds[k + 1]
-    found = before.new_empty(level.parent.numel(), size, rank)
-    left = before[level.parent].flatten(0, 1)
-    height = before.shape[1]
-    for digit, start, end in level.runs:
-        out = found[start:end].view((end - start) * height, -1)
-        torch.mm(left[start * height : end * height], core[digit], out=out)
-    return found
+        _tt_kernels.suffix_forward(*_arrays(prefixes, parent, last, digit, place, rows))
+        return
+    for chosen in _chunks(parent):
+        rows[place[chosen]] = torch.bmm(prefixes[parent[chosen]], last[digit[chosen]].transpose(1, 2))
 
 
 def backward_rows(
@@ -121,38 +174,86 @@ def backward_rows(
     *,
     compiled: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of the cores from those of the distinct rows, shape (u, D): first summed per prefix, level by level."""
-    prefixes, last = products[-1], cores[-1]
-    upstream = gradient.reshape(gradient.shape[0], prefixes.shape[1], shape.dims[-1]).contiguous()
-    to_prefixes, to_last = torch.zeros_like(prefixes), torch.zeros_like(last)
+    """Gradients of the cores from those of the distinct rows, shape (u, D): first summed per prefix, level by level.
+
+    ``products`` are those that :func:`forward_rows` kept.
+    """
+    first, last = cores[0].view(shape.rows[0], shape.dims[0], -1), cores[-1]
+    upstream = gradient.reshape(-1, prod(shape.dims[:-1]), shape.dims[-1]).contiguous()
+    to_last = torch.zeros_like(last)
+    found = [to_last]
+    if not levels.inner:
+        to_before = torch.zeros_like(first)
+        _suffix_back(
+            first, levels.parent, last, levels.digit, levels.place, upstream, to_before, to_last, compiled=compiled
+        )
+        return [to_before.view(cores[0].shape), to_last]
+    before = [first, *products[:-1]]
+    level, own = levels.inner[-1], products[-1]
+    to_before, to_core = torch.zeros_like(before[-1]), torch.zeros_like(cores[-2])
+    most = max((end - start for _, start, end in level.runs), default=0)
+    block = own.new_empty(most, *own.shape[1:])
+    for digit, start, end, ids in levels.blocks():
+        to_own = block[: end - start].zero_()
+        parent = levels.parent[ids] - start
+        _suffix_back(
+            own[start:end], parent, last, levels.digit[ids], levels.place[ids], upstream, to_own, to_last,
+            compiled=compiled,
+        )  # fmt: skip
+        _product_back(before[-1], level.parent[start:end], cores[-2][digit], to_own, to_before, to_core[digit])
+    found.append(to_core)
+    for k in range(len(levels.inner) - 1, 0, -1):
+        level, to_own = levels.inner[k - 1], to_before
+        to_before, to_core = torch.zeros_like(before[k - 1]), torch.zeros_like(cores[k])
+        for digit, start, end in level.runs:
+            parent = level.parent[start:end]
+            _product_back(before[k - 1], parent, cores[k][digit], to_own[start:end], to_before, to_core[digit])
+        found.append(to_core)
+    found.append(to_before.view(cores[0].shape))
+    return found[::-1]
+
+
+def _product_back(
+    before: torch.Tensor,
+    parent: torch.Tensor,
+    core: torch.Tensor,
+    upstream: torch.Tensor,
+    to_before: torch.Tensor,
+    to_core: torch.Tensor,
+) -> None:
+    left = before[parent]
+    own = upstream.view(left.shape[0] * left.shape[1], -1)
+    torch.mm(left.flatten(0, 1).t(), own, out=to_core)
+    to_before.index_add_(0, parent, torch.mm(own, core.t()).view_as(left))
+
+
+def _suffix_back(
+    prefixes: torch.Tensor,
+    parent: torch.Tensor,
+    last: torch.Tensor,
+    digit: torch.Tensor,
+    place: torch.Tensor,
+    upstream: torch.Tensor,
+    to_prefixes: torch.Tensor,
+    to_last: torch.Tensor,
+    *,
+    compiled: bool,
+) -> None:
     if compiled:
         from flexshard.embeddings import _tt_kernels
 
-        arrays = _arrays(prefixes, levels.parent, last, levels.digit, upstream, to_prefixes, to_last)
+        arrays = _arrays(prefixes, parent, last, digit, place, upstream, to_prefixes, to_last)
         _tt_kernels.suffix_backward(*arrays)
-    else:
-        for start in range(0, levels.parent.numel(), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            parent, digit, own = levels.parent[part], levels.digit[part], upstream[part]
-            to_prefixes.index_add_(0, parent, torch.bmm(own, last[digit]))
-            to_last.index_add_(0, digit, torch.bmm(own.transpose(1, 2), prefixes[parent]))
-    found = [to_last]
-    for k in range(len(levels.inner), 0, -1):
-        level, before = levels.inner[k - 1], products[k - 1]
-        height, rank = before.shape[1], before.shape[2]
-        left = before[level.parent].flatten(0, 1)
-        to_left, to_core = torch.empty_like(left), torch.zeros_like(cores[k])
-        for digit, start, end in level.runs:
-            rows = slice(start * height, end * height)
-            own = to_prefixes[start:end].view((end - start) * height, -1)
-            torch.mm(left[rows].t(), own, out=to_core[digit])
-            torch.mm(own, cores[k][digit].t(), out=to_left[rows])
-        found.append(to_core)
-        to_prefixes = torch.zeros_like(before).index_add_(
-            0, level.parent, to_left.view(level.parent.numel(), height, rank)
-        )
-    found.append(to_prefixes.reshape(cores[0].shape))
-    return found[::-1]
+        return
+    for chosen in _chunks(parent):
+        above, own = digit[chosen], upstream[place[chosen]]
+        to_prefixes.index_add_(0, parent[chosen], torch.bmm(own, last[above]))
+        to_last.index_add_(0, above, torch.bmm(own.transpose(1, 2), prefixes[parent[chosen]]))
+
+
+def _chunks(ids: torch.Tensor, size: int = 256) -> Iterator[slice]:
+    """Ids whose slices fit the cache together."""
+    return (slice(start, start + size) for start in range(0, ids.numel(), size))
 
 
 def _arrays(*tensors: torch.Tensor) -> list[Any]:
