@@ -37,6 +37,8 @@ COMMANDS = {
     "pareto": {"--output", "--tiers", "--json"},
     "plot": {"--output", "--table", "--json"},
     "explain": {"--json"},
+    "calibrate": {"--rounds", "--device", "--output", "--json"},
+    "compress": {"--rates", "--plan", "--budget", "--hashed", "--output", "--json"},
     "compare": {"--torchrec", "--time-limit", "--row-wise", "--output", "--json"},
     "diff": {"--json"},
     "drift": {"--json"},

@@ -52,7 +52,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 
 
 @contextmanager
-def counting_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+def counting_progress(title: str, unit: str = "rows") -> Iterator[Callable[[int, int], None]]:
     """A bar with rate and remaining time on standard error; nothing where that is not a terminal."""
     console = Console(stderr=True)
     columns = (
@@ -68,7 +68,7 @@ def counting_progress(title: str) -> Iterator[Callable[[int, int], None]]:
         start = time.perf_counter()
 
         def update(done: int, total: int) -> None:
-            rate = f"{done / (time.perf_counter() - start):,.0f} rows/s"
+            rate = f"{done / (time.perf_counter() - start):,.0f} {unit}/s"
             progress.update(task, completed=done, total=total, rate=rate)
 
         yield update

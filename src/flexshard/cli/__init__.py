@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexshard._terminal import run
-from flexshard.cli import _clusters, _data, _planning, _running, _sessions  # noqa: F401 - each registers its commands
+from flexshard.cli import _clusters, _compression, _data, _planning, _running, _sessions  # noqa: F401 - each registers its commands
 from flexshard.cli._app import app
 
 __all__ = ["app", "main"]

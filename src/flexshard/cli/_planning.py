@@ -16,11 +16,13 @@ from flexshard.cli._app import AsJson, JobFile, PlanFile, app, written
 from flexshard.errors import DataError, JobError
 from flexshard.executors import Observation, compare_observed
 from flexshard.planner import (
+    CompressionPlan,
     Job,
     Plan,
     compare,
     diff,
     explain,
+    is_compression,
     load_job,
     marginal_curve,
     pareto,
@@ -155,7 +157,12 @@ def explain_command(
     table: Annotated[str | None, typer.Argument(help="A table of the plan; none shows the whole plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say why a table's tiers end where they do, what the next best choice costs, and what memory is worth."""
+    """Say why tiers end where they do, or a table is compressed, what else would cost, and what memory is worth."""
+    if is_compression(plan):
+        decision = CompressionPlan.load(plan)
+        texts = {name: decision.explain(name) for name in (decision.tables if table is None else [table])}
+        emit(texts, as_json=as_json, text="\n\n".join(texts.values()))
+        return
     loaded = Plan.load(plan)
     if table is None and len(loaded.tables) > 1:
         emit(plan_document(loaded), as_json=as_json, text=plan_renderable(loaded))

@@ -12,8 +12,8 @@ from flexshard.costmodels._reduction import (
     touched_rows,
 )
 from flexshard.costmodels._step import PhaseCurve, StepModel
-from flexshard.costmodels._tensor_train import Rates, TTRates, TTReads, TTWork, fit_rates, tensor_train_cost
 from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct, translation_bytes
+from flexshard.costmodels._tensor_train import ShapeRates, TTRates, TTReads, TTWork, fit_rates, tensor_train_cost
 
 __all__ = [
     "DTYPE_BYTES",
@@ -28,8 +28,8 @@ __all__ = [
     "Overlap",
     "OverlapLike",
     "PhaseCurve",
-    "Rates",
     "RowLines",
+    "ShapeRates",
     "StepModel",
     "TTRates",
     "TTReads",

@@ -10,25 +10,24 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from math import prod
+from math import expm1, prod
 from operator import mul
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
 from flexshard._documents import load_yaml
 from flexshard._files import write_text
 from flexshard._tt_shape import TTShape
-from flexshard.costmodels._placement import collective
 from flexshard.costmodels._cost import Cost, Overlap
+from flexshard.costmodels._placement import collective
 from flexshard.costmodels._table import OPTIMIZERS, Table, expected_distinct
 from flexshard.errors import DataError
 from flexshard.topologies import Cluster
 
-__all__ = ["Rates", "TTRates", "TTReads", "TTWork", "fit_rates", "tensor_train_cost"]
+__all__ = ["ShapeRates", "TTRates", "TTReads", "TTWork", "fit_rates", "tensor_train_cost"]
 
 FORMAT, VERSION = "flexshard.rates", 1
 FLOAT_BYTES = 4
@@ -73,7 +72,7 @@ class TTReads:
         p, distinct = profile.counts / profile.num_samples, table.distinct_samples(batch_size)
         unread = -distinct * np.log1p(-np.minimum(p, 1.0 - 2**-53))  # -log of the chance that a batch has it not
         below = [prod(shape.rows[k:]) for k in range(1, shape.cores)]
-        # Least chances of a row not being read, summed over the rows of a prefix.
+        # Independent rows: the chance that a prefix is not read is the product of those of its rows.
         sums = np.concatenate([[0.0], np.cumsum(unread * profile.rows)])
         ranks = np.concatenate([[0], np.cumsum(profile.rows)])
         missed = float(profile.rows @ np.exp(-unread) + table.rows - profile.rows_read) / table.rows
@@ -96,24 +95,28 @@ class TTWork:
 
     Attributes:
         calls: 1.
-        ids: n, to be sorted.
+        ids, bags: n, to be sorted, and b.
         pooled: numbers that pooling reads and writes, (n + b) · D.
-        prefix_products: matrix products of inner levels, one per digit that occurs.
-        prefix_flops: their operations, Σ 2 · n_k · Q_k · r_{k-1} · r_k for k from 2 to d - 1.
+        distinct, rows: u, and the numbers in their rows, u · D.
+        prefixes: Σ n_k for the inner levels, k from 2 to d - 1.
+        prefix_products: matrix products of those levels, one per digit that occurs.
+        prefix_flops: their operations, Σ 2 · n_k · Q_k · r_{k-1} · r_k.
         prefix_numbers: what they write, Σ n_k · Q_k · r_k.
         suffix_flops: operations of the last core, 2 · u · D · r_{d-1}.
-        suffix_numbers: what it reads and writes, u · (Q_{d-1} · r_{d-1} + q_d · r_{d-1} + D).
         parameters: numbers in the cores, which an update sweeps.
     """
 
     calls: float
     ids: float
+    bags: float
     pooled: float
+    distinct: float
+    rows: float
+    prefixes: float
     prefix_products: float
     prefix_flops: float
     prefix_numbers: float
     suffix_flops: float
-    suffix_numbers: float
     parameters: float
 
     @classmethod
@@ -125,47 +128,45 @@ class TTWork:
         return cls(
             calls=1.0,
             ids=reads.ids,
+            bags=reads.bags,
             pooled=(reads.ids + reads.bags) * shape.embedding_dim,
-            prefix_products=sum(p * -np.expm1(-n / p) for n, _, _, _, p in inner),
+            distinct=distinct,
+            rows=distinct * shape.embedding_dim,
+            prefixes=sum(n for n, _, _, _, _ in inner),
+            prefix_products=sum(p * -expm1(-n / p) for n, _, _, _, p in inner),
             prefix_flops=sum(2.0 * n * q * before * after for n, q, before, after, _ in inner),
             prefix_numbers=sum(n * q * after for n, q, _, after, _ in inner),
             suffix_flops=2.0 * distinct * shape.embedding_dim * r[-2],
-            suffix_numbers=distinct * ((sizes[-2] + shape.dims[-1]) * r[-2] + shape.embedding_dim),
             parameters=float(shape.parameters),
         )
 
     @property
+    def flops(self) -> float:
+        """Operations of forward; backward has twice as many."""
+        return self.prefix_flops + self.suffix_flops
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that forward writes: products of prefixes, rows, pooled rows."""
+        return FLOAT_BYTES * (self.prefix_numbers + self.rows + self.pooled)
+
+    @property
     def array(self) -> npt.NDArray[np.float64]:
-        """All of it, in order; shape (9,)."""
+        """All of it, in order; shape (12,)."""
         return np.array([getattr(self, field.name) for field in fields(self)], np.float64)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Seconds per unit of work on one machine, as :func:`fit_rates` finds them.
-
-    Attributes:
-        per_unit: in the order of the fields of :class:`TTWork` (or of a dense lookup's call, ids and numbers).
-    """
-
-    per_unit: tuple[float, ...]
-
-    def seconds(self, work: npt.NDArray[np.float64]) -> float:
-        """Of so much work; shape (len(per_unit),)."""
-        return float(np.asarray(self.per_unit) @ work)
-
-
-def fit_rates(work: Sequence[npt.NDArray[np.float64]], seconds: Sequence[float]) -> Rates:
-    """Rates of at least 0 whose predictions differ least from what was measured, by shares of it.
+def fit_rates(work: Sequence[npt.ArrayLike], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Seconds per unit, at least 0, whose predictions differ least from what was measured, by shares of it.
 
     Args:
         work: of each measurement; shape (m, w).
         seconds: that each took; shape (m,).
 
     Raises:
-        DataError: fewer measurements than would tell, or times that are not above 0.
+        DataError: no measurements, or times that are not above 0.
     """
-    from scipy.optimize import nnls
+    from scipy.optimize import nnls  # takes longer to import than planning a table
 
     amounts, times = np.asarray(work, np.float64), np.asarray(seconds, np.float64)
     if amounts.ndim != 2 or len(amounts) != len(times) or not len(times) or not (times > 0).all():
@@ -173,35 +174,47 @@ def fit_rates(work: Sequence[npt.NDArray[np.float64]], seconds: Sequence[float])
     shares = amounts / times[:, None]
     scale = np.maximum(shares.max(axis=0), np.finfo(np.float64).tiny)
     found, _ = nnls(shares / scale, np.ones(len(times)))
-    return Rates(tuple((found / scale).tolist()))
+    return tuple((found / scale).tolist())
+
+
+@dataclass(frozen=True)
+class ShapeRates:
+    """Rates of tensor trains of some factors of D and ranks, whatever their rows.
+
+    Attributes:
+        dims, ranks: as in :class:`TTShape`.
+        step: seconds per unit of :class:`TTWork`, in its order: lookup, backward and update.
+    """
+
+    dims: tuple[int, ...]
+    ranks: tuple[int, ...]
+    step: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class TTRates:
-    """A machine, as far as lookups go.
+    """A machine, as far as lookups go; ``flexshard calibrate`` measures it.
 
     Attributes:
         machine: what it is, and when it was measured.
-        forward, step: rates of tensor trains, without and with backward and a fused update.
-        dense: rates of a dense table's step: calls, ids, and numbers of the rows read.
+        step: seconds per unit of :class:`TTWork`, fitted to all shapes measured: for shapes that were not.
+        dense: seconds per call, id, and number of the rows read, of a dense table's step.
+        shapes: rates of the shapes measured.
     """
 
     machine: str
-    forward: Rates
-    step: Rates
-    dense: Rates
+    step: tuple[float, ...]
+    dense: tuple[float, ...]
+    shapes: tuple[ShapeRates, ...] = ()
 
     def step_seconds(self, shape: TTShape, reads: TTReads) -> float:
         """Forward, backward and update of one batch."""
-        return self.step.seconds(TTWork.of(shape, reads).array)
-
-    def forward_seconds(self, shape: TTShape, reads: TTReads) -> float:
-        """Forward of one batch."""
-        return self.forward.seconds(TTWork.of(shape, reads).array)
+        own = next((r.step for r in self.shapes if (r.dims, r.ranks) == (shape.dims, shape.ranks)), self.step)
+        return float(TTWork.of(shape, reads).array @ np.array(own))
 
     def dense_seconds(self, reads: float, dim: int) -> float:
         """Forward, backward and update of ``reads`` rows of a dense table."""
-        return self.dense.seconds(np.array([1.0, reads, reads * dim]))
+        return float(np.array([1.0, reads, reads * dim]) @ np.array(self.dense))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as YAML.
@@ -209,14 +222,16 @@ class TTRates:
         Raises:
             OutputError: it could not be written.
         """
-        names = [field.name for field in fields(TTWork)]
-        document: dict[str, Any] = {
+        shapes = [
+            {"dims": list(own.dims), "ranks": list(own.ranks), "step": _named(own.step, _WORK)} for own in self.shapes
+        ]
+        document = {
             "format": FORMAT,
             "version": VERSION,
             "machine": self.machine,
-            "forward": dict(zip(names, self.forward.per_unit, strict=True)),
-            "step": dict(zip(names, self.step.per_unit, strict=True)),
-            "dense": dict(zip(_DENSE, self.dense.per_unit, strict=True)),
+            "dense": _named(self.dense, _DENSE),
+            "step": _named(self.step, _WORK),
+            "shapes": shapes,
         }
         write_text(path, yaml.safe_dump(document, sort_keys=False))
 
@@ -228,45 +243,41 @@ class TTRates:
             DataError: not such a file; names file, line and field.
         """
         spec, _ = load_yaml(path, _RatesSpec, kind=FORMAT, version=VERSION, error_type=DataError)
-        forward, step = (
-            Rates(tuple(getattr(own, f.name) for f in fields(TTWork))) for own in (spec.forward, spec.step)
-        )
-        dense = Rates(tuple(getattr(spec.dense, name) for name in _DENSE))
-        return cls(spec.machine, forward, step, dense)
+
+        def rates(found: dict[str, float], names: tuple[str, ...]) -> tuple[float, ...]:
+            if set(found) != set(names):
+                raise DataError(f"{path}: rates are of {', '.join(names)}; found {', '.join(found)}; calibrate again")
+            return tuple(found[name] for name in names)
+
+        shapes = (ShapeRates(tuple(own.dims), tuple(own.ranks), rates(own.step, _WORK)) for own in spec.shapes)
+        return cls(spec.machine, rates(spec.step, _WORK), rates(spec.dense, _DENSE), tuple(shapes))
 
 
+_WORK = tuple(field.name for field in fields(TTWork))
 _DENSE = ("calls", "ids", "numbers")
+
+
+def _named(rates: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    return {name: float(rate) for name, rate in zip(names, rates, strict=True)}
 
 
 class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class _WorkSpec(_Spec):
-    calls: float = Field(ge=0)
-    ids: float = Field(ge=0)
-    pooled: float = Field(ge=0)
-    prefix_products: float = Field(ge=0)
-    prefix_flops: float = Field(ge=0)
-    prefix_numbers: float = Field(ge=0)
-    suffix_flops: float = Field(ge=0)
-    suffix_numbers: float = Field(ge=0)
-    parameters: float = Field(ge=0)
-
-
-class _DenseSpec(_Spec):
-    calls: float = Field(ge=0)
-    ids: float = Field(ge=0)
-    numbers: float = Field(ge=0)
+class _ShapeSpec(_Spec):
+    dims: list[int]
+    ranks: list[int]
+    step: dict[str, NonNegativeFloat]
 
 
 class _RatesSpec(_Spec):
-    """A file of rates."""
+    """A file of rates, in seconds per unit."""
 
     machine: str
-    forward: _WorkSpec
-    step: _WorkSpec
-    dense: _DenseSpec
+    dense: dict[str, NonNegativeFloat]
+    step: dict[str, NonNegativeFloat]
+    shapes: list[_ShapeSpec]
 
 
 def tensor_train_cost(

@@ -131,15 +131,16 @@ def _pooled(module: Any, features: KeyedJaggedTensor, found: Any) -> KeyedTensor
 
 
 def compress(
-    model: nn.Module, tables: Mapping[str, int | Mapping[str, Any]], *, decompose: bool = True
+    model: nn.Module, tables: Mapping[str, int | TTShape | Mapping[str, Any]], *, decompose: bool = True
 ) -> tuple[nn.Module, list[CompressedTable]]:
     """Replace tables of a model's collections by tensor trains.
 
     Args:
         model: changed in place, before it is sharded; a model that is itself a collection is replaced, so take what is
             returned.
-        tables: by name (or by their module's path, a dot, and their name, where several share a name) the rank, or
-            arguments of :class:`TTEmbeddingBag` such as ``{"ranks": 32, "optimizer": "adagrad"}``.
+        tables: by name (or by their module's path, a dot, and their name, where several share a name) the rank, a
+            shape such as ``CompressionPlan.shapes`` has, or arguments of :class:`TTEmbeddingBag` such as
+            ``{"ranks": 32, "optimizer": "adagrad"}``.
         decompose: take over each table's weights by TT-SVD; else start anew, as a table that was not trained needs.
 
     Returns:
@@ -167,6 +168,8 @@ def compress(
         path, own = found[0]
         if own in wanted.get(path, {}):
             raise TableError(f"table {name!r} is named twice")
+        if isinstance(how, TTShape):
+            how = {"ranks": how.ranks, "rows": how.rows, "dims": how.dims}
         if not isinstance(how, (int, Mapping)):
             raise TableError(f"table {name!r} takes a rank or arguments of TTEmbeddingBag, found {how!r}")
         wanted.setdefault(path, {})[own] = {"ranks": how} if isinstance(how, int) else dict(how)

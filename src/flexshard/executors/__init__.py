@@ -9,6 +9,7 @@ from flexshard.executors._predicted import Comparison, ComparisonLine, compare_o
 from flexshard.executors._replay import Lookups, Replay, Traffic, deal, replay
 
 if TYPE_CHECKING:
+    from flexshard.executors._calibrate import calibrate
     from flexshard.executors._checkpoint import full_state_dict, load_checkpoint, save_checkpoint
     from flexshard.executors._observer import Observer
     from flexshard.executors._reshard import Resharded, reshard
@@ -31,6 +32,7 @@ __all__ = [
     "ShardedFlexShardEmbeddingCollection",
     "Traffic",
     "Translator",
+    "calibrate",
     "compare_observed",
     "deal",
     "full_state_dict",
@@ -49,6 +51,7 @@ __getattr__ = from_extra(
         "Resharded": "_reshard",
         "ShardedFlexShardEmbeddingCollection": "_sharded",
         "Translator": "_translation",
+        "calibrate": "_calibrate",
         "full_state_dict": "_checkpoint",
         "load_checkpoint": "_checkpoint",
         "reshard": "_reshard",

@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING
 
 from flexshard._values import from_extra
+from flexshard.planner._choose import plan_compression
 from flexshard.planner._compare import compare
+from flexshard.planner._compression import CompressionPlan, TableChoice, TableOption, TTOption, is_compression
 from flexshard.planner._diff import Move, PlanDiff, diff
 from flexshard.planner._document import cost_document, plan_document
 from flexshard.planner._explain import TableExplanation, explain
@@ -23,6 +25,7 @@ __all__ = [
     "FLEX_SHARD",
     "METHODS",
     "Alternative",
+    "CompressionPlan",
     "FlexShardParameterSharding",
     "FlexShardPlanner",
     "Job",
@@ -33,7 +36,10 @@ __all__ = [
     "Plan",
     "PlanDiff",
     "Settings",
+    "TTOption",
+    "TableChoice",
     "TableExplanation",
+    "TableOption",
     "TablePlan",
     "Tier",
     "compare",
@@ -41,9 +47,11 @@ __all__ = [
     "costs_grid",
     "diff",
     "explain",
+    "is_compression",
     "load_job",
     "marginal_curve",
     "pareto",
+    "plan_compression",
     "plan_document",
     "plan_renderable",
     "save_job",

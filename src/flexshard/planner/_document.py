@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -14,7 +15,16 @@ from flexshard.errors import ClusterError, PlanError
 from flexshard.planner._plan import Alternative, Plan, Settings, TablePlan, Tier
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
-__all__ = ["cost_document", "fingerprint", "load_plan", "plan_document", "save_plan"]
+__all__ = [
+    "cost_document",
+    "fingerprint",
+    "format_of",
+    "load_plan",
+    "plan_document",
+    "plan_of",
+    "read_json",
+    "save_plan",
+]
 
 FORMAT, VERSION = "flexshard.plan", 1
 
@@ -79,6 +89,31 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """See :meth:`Plan.load`."""
+    document = read_json(path, kind=FORMAT, version=VERSION, digest=_digest)
+    try:
+        return plan_of(document)
+    except (KeyError, TypeError, ValueError, AttributeError, ClusterError) as error:
+        raise PlanError(f"{path}: a field of the plan is missing or of another type ({error!r}); plan again") from error
+
+
+def format_of(path: str | os.PathLike[str]) -> str | None:
+    """The ``format`` of a JSON file; None where it has none."""
+    try:
+        document = json.loads(read_text(path, PlanError))
+    except (ValueError, RecursionError):
+        return None
+    found = document.get("format") if isinstance(document, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def read_json(
+    path: str | os.PathLike[str], *, kind: str, version: int, digest: Callable[[dict[str, Any]], str]
+) -> dict[str, Any]:
+    """The body of a JSON file of one ``kind`` and version that has not been changed since it was written.
+
+    Raises:
+        PlanError: it is not such a file.
+    """
     text = read_text(path, PlanError)
     try:
         document = json.loads(text, parse_constant=_no_constant)
@@ -86,29 +121,29 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; make the plan again") from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: not a plan: {str(error).splitlines()[0]}; make the plan again") from error
-    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-        raise PlanError(f"{path}: not a plan; expected a JSON object with 'format': '{FORMAT}'")
-    version = document.pop("version", None)
-    if version != VERSION:
-        raise PlanError(f"{path}: version {version!r} of plans is unknown; this FlexShard reads {VERSION}: plan again")
+    if not isinstance(document, dict) or document.pop("format", None) != kind:
+        raise PlanError(f"{path}: not a plan; expected a JSON object with 'format': '{kind}'")
+    found_version = document.pop("version", None)
+    if found_version != version:
+        raise PlanError(
+            f"{path}: version {found_version!r} of plans is unknown; this FlexShard reads {version}: plan again"
+        )
     expected = document.pop("fingerprint", None)
     try:
-        found = _digest(document)
+        found = digest(document)
     except (KeyError, TypeError, AttributeError):
         found = None
     if found != expected:
         raise PlanError(f"{path}: its content does not match its fingerprint; it was edited or damaged: plan again")
-    try:
-        return _plan(document)
-    except (KeyError, TypeError, ValueError, AttributeError, ClusterError) as error:
-        raise PlanError(f"{path}: a field of the plan is missing or of another type ({error!r}); plan again") from error
+    return document
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number that a plan may hold")
 
 
-def _plan(body: dict[str, Any]) -> Plan:
+def plan_of(body: dict[str, Any]) -> Plan:
+    """A plan from the body of its document."""
     settings = dict(body["settings"])
     settings["overlap"] = tuple((name, share) for name, share in settings["overlap"])
     tables = [_table(table) for table in body["tables"]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -14,8 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flexshard._documents import load_yaml, located
 from flexshard._files import replacing
-from flexshard.costmodels import OverlapLike, Table, overlap_of
+from flexshard._tt_shape import TTShape
+from flexshard.costmodels import OverlapLike, Table, TTRates, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
+from flexshard.planner._choose import plan_compression
+from flexshard.planner._compression import CompressionPlan, TTOption
 from flexshard.planner._plan import Plan
 from flexshard.planner._solve import parse_budget, solve
 from flexshard.profiling import AccessProfile
@@ -32,6 +35,14 @@ class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class CompressSpec(_Spec):
+    """A tensor train that a table may become: one rank for all, or each."""
+
+    ranks: int | list[int]
+    cores: int = 3
+    loss: float = 0.0
+
+
 class TableSpec(_Spec):
     """A table of a job file; rows default to the profile's."""
 
@@ -44,6 +55,7 @@ class TableSpec(_Spec):
     replication_multiplier: float | None = None
     features: list[str] = Field(default_factory=list)
     dedup_factor: float = 1.0
+    compress: list[CompressSpec] = Field(default_factory=list)
 
 
 class JobSpec(_Spec):
@@ -59,11 +71,17 @@ class JobSpec(_Spec):
     index_dedup: bool = False
     reduction: Literal["dense", "sparse", "auto"] = "dense"
     translation: Literal["loader", "device"] = "loader"
+    loss_limit: float | None = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """A planning problem and how to solve it; fields as the arguments of :func:`solve`."""
+    """A planning problem and how to solve it; fields as the arguments of :func:`solve`.
+
+    Attributes:
+        options: tensor trains that tables may become, and
+        loss_limit: as for :func:`plan_compression`; a plan of tiers alone does not look at them.
+    """
 
     tables: tuple[Table, ...]
     cluster: Cluster
@@ -75,6 +93,8 @@ class Job:
     index_dedup: bool = False
     reduction: str = "dense"
     translation: str = "loader"
+    options: Mapping[str, tuple[TTOption, ...]] = field(default_factory=dict)
+    loss_limit: float | None = None
 
     def solve(self) -> Plan:
         """The plan; raises as :func:`solve`."""
@@ -88,6 +108,23 @@ class Job:
             overlap=self.overlap,
             index_dedup=self.index_dedup,
             reduction=self.reduction,
+            translation=self.translation,
+        )
+
+    def compress(self, rates: TTRates, *, hashed: bool = False) -> CompressionPlan:
+        """Which tables to compress; raises as :func:`plan_compression`."""
+        return plan_compression(
+            self.tables,
+            self.cluster,
+            options=self.options,
+            rates=rates,
+            batch_size=self.batch_size,
+            budget=self.budget,
+            loss_limit=self.loss_limit,
+            hashed=hashed,
+            tiers=self.tiers,
+            overlap=self.overlap,
+            index_dedup=self.index_dedup,
             translation=self.translation,
         )
 
@@ -130,7 +167,20 @@ def load_job(path: str | os.PathLike[str]) -> Job:
         spec.index_dedup,
         spec.reduction,
         spec.translation,
+        {
+            table.name: tuple(
+                at(["tables", index, "compress", place], partial(_option, table, own))
+                for place, own in enumerate(spec.tables[index].compress)
+            )
+            for index, table in enumerate(tables)
+            if spec.tables[index].compress
+        },
+        spec.loss_limit,
     )
+
+
+def _option(table: Table, spec: CompressSpec) -> TTOption:
+    return TTOption(TTShape.choose(table.rows, table.dim, spec.ranks, cores=spec.cores), spec.loss)
 
 
 def _cluster(folder: Path, name: str) -> Cluster:

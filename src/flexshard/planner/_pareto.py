@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from flexshard.errors import JobError
 from flexshard.planner._instance import Allocation, Instance, build_instance
 from flexshard.planner._paper import solve_paper
 from flexshard.planner._solver import solve_instance
-from flexshard.planner._thresholds import allocate
+from flexshard.planner._thresholds import allocate, crossing_prices
 from flexshard.topologies import Cluster
 
 __all__ = ["ParetoCurve", "ParetoPoint", "pareto"]
@@ -94,7 +93,7 @@ def pareto(
     instance = build_instance(tables, cluster, batch_size=batch_size, overlap=overlap, index_dedup=index_dedup)
     subsets = instance.level_subsets(tiers)
     curves = [
-        [_point(instance, allocate(instance, levels, price)[0]) for price in _prices(instance, levels, prices)]
+        [_point(instance, allocate(instance, levels, price)[0]) for price in crossing_prices(instance, levels, prices)]
         for levels in subsets
     ]
     neutral = _point(instance, instance.uniform(cluster.world_size), "row_wise")
@@ -107,27 +106,6 @@ def pareto(
         tuple(_marked(instance, frontier, neutral, neutral_plan.allocation)),
         neutral.memory_bytes,
     )
-
-
-def _prices(instance: Instance, levels: npt.NDArray[np.int64], most: int) -> list[float]:
-    """Prices just beside which some count changes between two of the levels, free memory and memory alone."""
-    found: list[FloatArray] = [np.array([np.inf])]
-    step = max(1, instance.reads.size // most)
-    reads = np.unique(instance.reads[::step])
-    for i, k in combinations(levels.tolist(), 2):
-        for fixed in instance.memory_fixed:
-            memory = fixed[k] - fixed[i] + (instance.memory_per_read[k] - instance.memory_per_read[i]) * reads
-            comm = instance.comm_fixed[k] - instance.comm_fixed[i]
-            comm = comm + (instance.comm_per_read[k] - instance.comm_per_read[i]) * reads
-            with np.errstate(divide="ignore", invalid="ignore"):
-                crossing = -comm / memory
-            found.append(crossing[np.isfinite(crossing) & (crossing > 0)])
-    crossings = np.unique(np.concatenate(found))
-    if crossings.size > most:
-        crossings = crossings[np.unique(np.linspace(0, crossings.size - 1, most).astype(np.int64))]
-    least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30
-    beside = np.concatenate([crossings * (1 - 1e-9), crossings * (1 + 1e-9)])
-    return [*beside[np.isfinite(beside)].tolist(), least, float("inf")]
 
 
 def _envelope(

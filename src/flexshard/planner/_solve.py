@@ -22,7 +22,7 @@ from flexshard.planner._solver import solve_instance
 from flexshard.planner._thresholds import allocate
 from flexshard.topologies import Cluster
 
-__all__ = ["METHODS", "budget_bytes", "parse_budget", "solve"]
+__all__ = ["METHODS", "budget_bytes", "parse_budget", "per_table", "solve"]
 
 METHODS = ("optimal", "paper")
 
@@ -256,14 +256,14 @@ def _alternatives(
     instance: Instance, allocation: Allocation, limit: float, price: float, tiers: int, keep: int = 3
 ) -> list[tuple[Alternative, ...]]:
     """For each table, the next best sets of group sizes at the plan's price of memory."""
-    chosen_seconds, chosen_memory = _per_table(instance, allocation)
+    chosen_seconds, chosen_memory = per_table(instance, allocation)
     spare_bytes = limit - float(chosen_memory.sum())
     used = allocation.any(axis=0)
     elsewhere = (allocation > 0).sum(axis=0) - (allocation > 0) > 0
     found: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
     for levels in instance.level_subsets(tiers):
         other, _ = allocate(instance, levels, price if price > 0 else 1e-30)
-        seconds, memory = _per_table(instance, other)
+        seconds, memory = per_table(instance, other)
         # Collectives that no other table uses come and go with this one, and their latency with them.
         after = elsewhere | (other > 0)
         added_seconds = seconds - chosen_seconds + (after.astype(np.int64) - used) @ instance.alpha_seconds
@@ -284,7 +284,7 @@ def _alternatives(
     ]
 
 
-def _per_table(instance: Instance, allocation: Allocation) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def per_table(instance: Instance, allocation: Allocation) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Exposed seconds without latencies and memory of each table; shape (T,) each."""
     reads = instance.tier_reads(allocation)
     seconds = allocation @ instance.comm_fixed + reads @ instance.comm_per_read

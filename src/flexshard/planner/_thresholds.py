@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from flexshard.planner._instance import Allocation, Instance
 
-__all__ = ["allocate", "allocation_of_cuts", "thresholds"]
+__all__ = ["allocate", "allocation_of_cuts", "crossing_prices", "thresholds"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -68,3 +69,24 @@ def _spread(
     result = np.zeros((total.size, instance.group_sizes.size), total.dtype)
     result[:, levels] = np.diff(edges, axis=1)
     return result
+
+
+def crossing_prices(instance: Instance, levels: IntArray, most: int) -> list[float]:
+    """Prices just beside which some count changes between two of the levels, free memory and memory alone."""
+    found: list[FloatArray] = [np.array([np.inf])]
+    step = max(1, instance.reads.size // most)
+    reads = np.unique(instance.reads[::step])
+    for i, k in combinations(levels.tolist(), 2):
+        for fixed in instance.memory_fixed:
+            memory = fixed[k] - fixed[i] + (instance.memory_per_read[k] - instance.memory_per_read[i]) * reads
+            comm = instance.comm_fixed[k] - instance.comm_fixed[i]
+            comm = comm + (instance.comm_per_read[k] - instance.comm_per_read[i]) * reads
+            with np.errstate(divide="ignore", invalid="ignore"):
+                crossing = -comm / memory
+            found.append(crossing[np.isfinite(crossing) & (crossing > 0)])
+    crossings = np.unique(np.concatenate(found))
+    if crossings.size > most:
+        crossings = crossings[np.unique(np.linspace(0, crossings.size - 1, most).astype(np.int64))]
+    least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30
+    beside = np.concatenate([crossings * (1 - 1e-9), crossings * (1 + 1e-9)])
+    return [*beside[np.isfinite(beside)].tolist(), least, float("inf")]

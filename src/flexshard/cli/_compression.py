@@ -1,0 +1,81 @@
+"""Commands on tensor trains: how fast a machine looks them up, and which tables to compress."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table as Grid
+
+from flexshard import units
+from flexshard._grids import new_grid
+from flexshard._terminal import counting_progress, emit, say, working
+from flexshard.cli._app import AsJson, JobFile, app, written
+from flexshard.costmodels import TTRates
+from flexshard.errors import JobError
+from flexshard.planner import CompressionPlan, load_job
+
+
+@app.command("calibrate")
+def calibrate_command(
+    job: JobFile,
+    output: Annotated[Path, typer.Option("-o", "--output", help="File of rates to write (YAML).")],
+    rounds: Annotated[int, typer.Option(help="Rounds per batch; the least time counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Time lookups of the tensor trains that a job offers, and of dense tables, on this machine."""
+    from flexshard.executors import calibrate
+
+    spec = load_job(job)
+    shapes = [option.shape for options in spec.options.values() for option in options]
+    if not shapes:
+        raise JobError(f"{job}: no table has 'compress'; offer ranks, such as compress: [{{ranks: 32}}]")
+    with counting_progress("calibrating", "batches") as progress:
+        rates = calibrate(shapes, batch_size=spec.batch_size, rounds=rounds, device=device, progress=progress)
+    rates.save(output)
+    written(output, as_json)
+
+
+@app.command("compress")
+def compress_command(
+    job: JobFile,
+    rates: Annotated[Path, typer.Option(help="What 'flexshard calibrate' wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Decision to write (JSON).")],
+    plan: Annotated[Path | None, typer.Option(help="Where to write the plan of the tables that stay.")] = None,
+    budget: Annotated[str | None, typer.Option(help="neutral, +2GiB, or a limit such as 40GiB.")] = None,
+    hashed: Annotated[bool, typer.Option("--hashed", help="Compressed tables keep ids in no order.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decide which tables become tensor trains, so that a job fits its budget at the least step time."""
+    spec = load_job(job)
+    if budget is not None:
+        spec = replace(spec, budget=budget)
+    with working("choosing tables"):
+        found = spec.compress(TTRates.load(rates), hashed=hashed)
+    found.save(output)
+    if plan is not None and found.plan is not None:
+        found.plan.save(plan)
+    emit(found.document(), as_json=as_json, text=_grid(found))
+    if not as_json:
+        say(f"written to {output}" + (f" and {plan}" if plan is not None and found.plan is not None else ""))
+
+
+def _grid(found: CompressionPlan) -> Grid:
+    headings = ("memory", "lookups", "communication", "loss", "times smaller")
+    grid = new_grid("How tables are held, per rank and iteration", ["table", "as"], headings)
+    for table in found.tables.values():
+        own = table.option
+        smaller = "" if own.shape is None else f"{own.shape.compression:.0f}"
+        times = (units.format_seconds(own.compute_seconds), units.format_seconds(own.comm_seconds))
+        loss = "" if own.shape is None else f"{own.loss:.4g}"
+        grid.add_row(table.name, own.name, units.format_bytes(own.memory_bytes), *times, loss, smaller)
+    gap = found.step_seconds - found.lower_bound_seconds
+    grid.caption = (
+        f"{units.format_bytes(found.memory_bytes)} of {units.format_bytes(found.budget_bytes)} per rank; a step of"
+        f" lookups and communication takes {units.format_seconds(found.step_seconds)}, and no choice within the budget"
+        f" takes {units.format_seconds(gap)} less"
+    )
+    return grid

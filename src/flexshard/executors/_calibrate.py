@@ -1,0 +1,159 @@
+"""How fast this machine looks up tensor trains and dense tables: a few batches of each shape, timed and fitted."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    PoolingMode,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from flexshard._tt_shape import TTShape
+from flexshard._values import whole
+from flexshard.costmodels import ShapeRates, TTRates, TTReads, TTWork, fit_rates
+from flexshard.embeddings import TTEmbeddingBag
+from flexshard.errors import JobError
+
+__all__ = ["calibrate", "sample_batches"]
+
+# Shares of the batch, ids per bag, exponent of Zipf's law, and whether ids are in order of frequency.
+_BATCHES = (
+    (1.0, 20, 1.05, False),
+    (1.0, 20, 1.05, True),
+    (0.25, 20, 1.05, False),
+    (1.0, 5, 0.9, True),
+    (0.5, 10, 1.2, True),
+)
+_DENSE_ROWS = 1_000_000
+
+Progress = Callable[[int, int], None]
+
+
+def calibrate(
+    shapes: Sequence[TTShape],
+    *,
+    batch_size: int = 4096,
+    rounds: int = 5,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> TTRates:
+    """Time steps (lookup, backward, update) of every shape and of dense tables of its dimensions, and fit rates.
+
+    A shape's rates hold for other numbers of rows too. The least of several rounds counts: what the machine takes
+    when nothing else runs.
+
+    Args:
+        shapes: tensor trains to measure.
+        batch_size: bags of the largest batch, up to 20 ids each.
+        rounds: per batch, after one that warms up.
+        seed: of the ids.
+        device: to measure.
+        progress: called with how many measurements are done, and of how many.
+
+    Raises:
+        JobError: no shapes, or numbers out of range.
+    """
+    if not shapes:
+        raise JobError("there are no shapes to calibrate; give ranks, or a job whose tables have some")
+    rounds, batch_size = whole(rounds, "rounds", JobError), whole(batch_size, "batch_size", JobError, least=8)
+    distinct = list({(shape.dims, shape.ranks): shape for shape in shapes}.values())
+    dims = sorted({shape.embedding_dim for shape in distinct})
+    done, total = 0, len(_BATCHES) * (len(distinct) + len(dims))
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    found, all_work, all_seconds = [], [], []
+    for shape in distinct:
+        work, seconds = [], []
+        for ids, bags in sample_batches(shape.num_embeddings, batch_size, seed):
+            work.append(TTWork.of(shape, TTReads.of(ids, bags, shape)).array)
+            seconds.append(step_seconds(shape, ids, bags, rounds=rounds, device=device))
+            tick()
+        found.append(ShapeRates(shape.dims, shape.ranks, fit_rates(work, seconds)))
+        all_work += work
+        all_seconds += seconds
+    dense_work, dense_seconds = [], []
+    for dim in dims:
+        for ids, bags in sample_batches(_DENSE_ROWS, batch_size, seed):
+            dense_work.append([1.0, ids.size, ids.size * dim])
+            dense_seconds.append(_dense_seconds(dim, ids, bags, rounds, device))
+            tick()
+    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}, "
+    machine += datetime.date.today().isoformat()
+    return TTRates(machine, fit_rates(all_work, all_seconds), fit_rates(dense_work, dense_seconds), tuple(found))
+
+
+def sample_batches(rows: int, batch_size: int, seed: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Ids of the batches that are timed, and how many bags they are in."""
+    generator = np.random.default_rng(seed)
+    for share, length, exponent, ordered in _BATCHES:
+        bags = max(round(share * batch_size), 1)
+        # Zipf's law by its inverse, so that a table of any size needs no array of its rows.
+        uniform = generator.random(bags * length)
+        if exponent == 1.0:
+            rank = rows**uniform
+        else:
+            rank = (1.0 + uniform * (rows ** (1.0 - exponent) - 1.0)) ** (1.0 / (1.0 - exponent))
+        ids = np.minimum(rank.astype(np.int64) - 1, rows - 1)
+        if not ordered:
+            # Multiplying by a number without a common factor sends every row to another one.
+            factor = next(f for f in range(int(0.618 * rows) | 1, 2 * rows + 3) if np.gcd(f, rows) == 1)
+            ids = (ids.astype(object) * factor % rows).astype(np.int64) if rows > 1 << 31 else ids * factor % rows
+        yield ids, bags
+
+
+def step_seconds(
+    shape: TTShape, ids: np.ndarray, bags: int, *, rounds: int, device: torch.device | str = "cpu"
+) -> float:
+    """Least seconds of a lookup of ``bags`` bags of equal length, its backward pass and a fused update."""
+    table = TTEmbeddingBag(
+        shape.num_embeddings, shape.embedding_dim, ranks=shape.ranks, rows=shape.rows, dims=shape.dims, mode="sum",
+        optimizer="rowwise_adagrad", learning_rate=1e-6, device=device,
+    )  # fmt: skip
+    values = torch.from_numpy(ids).to(device).view(bags, -1)
+    upstream = torch.ones(bags, shape.embedding_dim, device=device)
+    return _least(lambda: table(values).backward(upstream), rounds, values.device)
+
+
+def _dense_seconds(dim: int, ids: np.ndarray, bags: int, rounds: int, device: torch.device | str) -> float:
+    """The same of a dense table in FBGEMM, as TorchRec looks it up."""
+    on_cpu = torch.device(device).type == "cpu"
+    place = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
+    unit = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(_DENSE_ROWS, dim, place, unit)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=1e-6,
+        pooling_mode=PoolingMode.SUM,
+        device=torch.device(device),
+    )
+    values = torch.from_numpy(ids).to(device)
+    offsets = torch.arange(0, ids.size + 1, ids.size // bags, device=device)
+    upstream = torch.ones(bags, dim, device=device)
+    return _least(lambda: table(values, offsets).backward(upstream), rounds, values.device)
+
+
+def _least(work: Callable[[], object], rounds: int, device: torch.device) -> float:
+    times = []
+    for number in range(rounds + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number:
+            times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,184 @@
+"""Which tables to compress: the program against trying every choice, and what it says of it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexshard import AccessProfile, Cluster, Table, solve
+from flexshard._tt_shape import TTShape
+from flexshard.costmodels import TTRates, TTReads, tensor_train_cost
+from flexshard.errors import BudgetError, FlexShardError, JobError, PlanError, SolverError, TableError
+from flexshard.planner import CompressionPlan, TTOption, plan_compression
+from flexshard.planner._instance import build_instance
+
+# Seconds per unit: an operation takes about as long as on one core, a row of a dense table a microsecond.
+RATES = TTRates("test", (1e-4, 1e-7, 0, 0, 1e-7, 1e-9, 0, 1e-5, 2e-11, 1e-9, 3e-11, 5e-10), (1e-4, 1e-7, 1e-9))
+CLUSTER = Cluster.preset("a100-4x8-roce")
+
+
+def table(name: str, rows: int, skew: float, length: float, dim: int = 64) -> Table:
+    """Many rows share a count, so that one row more or less is nothing."""
+    ranks = np.unique(np.logspace(0, np.log10(rows), 40).astype(np.int64))
+    counts = np.repeat((1e9 / ranks**skew).astype(np.int64), np.diff(ranks, append=rows + 1))
+    values, number = np.unique(counts, return_counts=True)
+    samples = int((values * number).sum() / length)
+    return Table(name, rows, dim, AccessProfile.from_histogram(values, number, samples, num_rows=rows))
+
+
+def tables() -> list[Table]:
+    return [table("a", 2_000_000, 1.1, 20), table("b", 500_000, 0.6, 3, dim=32), table("c", 1_000_000, 0.9, 60)]
+
+
+def options(tables: list[Table], ranks: list[int]) -> dict[str, list[TTOption]]:
+    return {t.name: [TTOption(TTShape.choose(t.rows, t.dim, r), 1.0 / r) for r in ranks] for t in tables}
+
+
+def every_choice(
+    tables: list[Table], offered: dict[str, list[TTOption]], limit: float, batch_size: int, loss_limit: float
+) -> float:
+    """Least step of all choices, each with the exact plan of the tables that stay."""
+    best = float("inf")
+    for choice in itertools.product(*[[None, *offered.get(t.name, [])] for t in tables]):
+        stay = [t for t, own in zip(tables, choice, strict=True) if own is None]
+        taken = [(t, own) for t, own in zip(tables, choice, strict=True) if own is not None]
+        if sum(own.loss for _, own in taken) > loss_limit * (1 + 1e-9):
+            continue
+        seconds = memory = 0.0
+        for t, own in taken:
+            reads = TTReads.expected(t, batch_size, own.shape)
+            cost = tensor_train_cost(t, CLUSTER, own.shape, reads)
+            seconds += RATES.step_seconds(own.shape, reads)
+            seconds += cost.collectives[0].nbytes / cost.collectives[0].bytes_per_s
+            memory += cost.memory_bytes
+        if taken:
+            rate = CLUSTER.level(1).all_reduce
+            assert rate is not None
+            seconds += rate.alpha_seconds
+        if memory > limit:
+            continue
+        if stay:
+            row_wise = build_instance(stay, CLUSTER, batch_size=batch_size)
+            neutral = row_wise.cost(row_wise.uniform(CLUSTER.world_size)).memory_bytes
+            try:
+                plan = solve(stay, CLUSTER, batch_size=batch_size, budget=limit - memory - neutral)
+            except BudgetError:
+                continue
+            seconds += plan.predicted.exposed_seconds
+            seconds += sum(RATES.dense_seconds(batch_size * t.profile.avg_length, t.dim) for t in stay)
+        best = min(best, seconds)
+    return best
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.sampled_from([4, 16, 32]), min_size=1, max_size=2, unique=True),
+    st.floats(0.0, 1.0),
+    st.sampled_from([256, 2048]),
+    st.sampled_from([None, 0.05, 0.3]),
+    st.integers(1, 3),
+)
+def test_no_choice_is_better(
+    ranks: list[int], share: float, batch_size: int, loss_limit: float | None, count: int
+) -> None:
+    own = tables()[:count]
+    offered = options(own, ranks)
+    instance = build_instance(own, CLUSTER, batch_size=batch_size)
+    neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
+    limit = share * neutral
+    expected = every_choice(own, offered, limit, batch_size, np.inf if loss_limit is None else loss_limit)
+
+    def decide() -> CompressionPlan:
+        return plan_compression(
+            own,
+            CLUSTER,
+            options=offered,
+            rates=RATES,
+            batch_size=batch_size,
+            budget=limit - neutral,
+            loss_limit=loss_limit,
+        )
+
+    if np.isinf(expected):
+        with pytest.raises((BudgetError, SolverError)):
+            decide()
+        return
+    found = decide()
+    assert found.step_seconds >= expected * (1 - 1e-9), "no choice that was tried is better"
+    assert found.step_seconds <= expected * (1 + 1e-3), "to within a row"
+    assert found.lower_bound_seconds <= expected * (1 + 1e-9)
+    assert found.memory_bytes <= limit * (1 + 1e-9)
+    assert loss_limit is None or found.loss <= loss_limit * (1 + 1e-9)
+    assert set(found.shapes) == set(found.tables) - set(found.plan.tables if found.plan else ())
+
+
+def test_a_budget_that_row_wise_needs_leaves_tables_as_they_are_and_a_small_one_compresses() -> None:
+    own = tables()
+    offered = options(own, [16])
+    rich = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="+40GiB")
+    assert rich.shapes == {}
+    assert rich.plan is not None
+    alone = solve(own, CLUSTER, batch_size=256, budget="+40GiB")
+    assert rich.plan.predicted == alone.predicted
+    assert "budget does not bind" in rich.explain("a")
+    least = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-15MB")
+    assert least.shapes
+    assert least.plan is None or least.plan.predicted.memory_bytes < least.budget_bytes
+    name = next(iter(least.shapes))
+    text = least.explain(name)
+    assert "tensor train, rows" in text
+    assert "As tiers of rows it would need" in text
+    stays = [n for n in least.tables if n not in least.shapes]
+    assert all("As tensor train" in least.explain(n) for n in stays)
+
+
+def test_all_tables_may_be_compressed_and_decisions_are_kept(tmp_path: Path) -> None:
+    own = tables()[:1]
+    shape = TTShape.choose(own[0].rows, own[0].dim, 8)
+    reads = TTReads.expected(own[0], 256, shape)
+    memory = tensor_train_cost(own[0], CLUSTER, shape, reads).memory_bytes
+    instance = build_instance(own, CLUSTER, batch_size=256)
+    neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
+    found = plan_compression(
+        own, CLUSTER, options={"a": [TTOption(shape)]}, rates=RATES, batch_size=256, budget=1.01 * memory - neutral
+    )
+    assert found.plan is None
+    assert found.shapes == {"a": shape}
+    assert found.memory_bytes == pytest.approx(memory)
+    for decided in (found, plan_compression(own, CLUSTER, options={}, rates=RATES, batch_size=256)):
+        path = tmp_path / "decision.json"
+        decided.save(path)
+        again = CompressionPlan.load(path)
+        assert again.document() == decided.document()
+        assert again.tables == decided.tables
+        again.save(tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    path.write_text(path.read_text().replace('"chosen": 0', '"chosen": 1'))
+    with pytest.raises(PlanError, match="does not match its fingerprint"):
+        CompressionPlan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"options": {"z": []}}, JobError, "table 'z', which is not there; there are a"),
+        ({"options": {"a": [TTOption(TTShape.choose(100, 64, 4))]}}, JobError, "an option is for 100 rows of 64"),
+        ({"budget": "-1TB"}, BudgetError, "no choice of tensor trains and tiers fits"),
+        ({"loss_limit": -1.0}, JobError, "loss_limit must be at least 0"),
+        ({"loss_limit": 0.01, "budget": "-14MB"}, SolverError, "raise one of them, or offer other ranks"),
+    ],
+)
+def test_what_cannot_be_decided(wrong: dict[str, object], error: type[FlexShardError], message: str) -> None:
+    own = tables()[:1]
+    arguments = {"options": options(own, [8]), "rates": RATES, "batch_size": 256} | wrong
+    with pytest.raises(error, match=message):
+        plan_compression(own, CLUSTER, **arguments)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(TableError, match="loss is at least 0"):
+        TTOption(TTShape.choose(100, 64, 4), -1.0)
+    with pytest.raises(PlanError, match="there is no table 'q'"):
+        plan_compression(own, CLUSTER, options={}, rates=RATES, batch_size=256).explain("q")
