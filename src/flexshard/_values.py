@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 
 from flexshard.errors import FlexShardError, MissingDependencyError
 
-__all__ = ["finite", "first_repeated", "from_extra", "has_numba", "whole"]
+__all__ = ["finite", "first_repeated", "from_extra", "has_numba", "has_triton", "whole"]
 
 _MOST = 1 << 62
 
@@ -61,6 +61,16 @@ def has_numba() -> bool:
     """Whether loops can be compiled."""
     try:
         import numba  # noqa: F401 - only to know whether it is there
+    except ImportError:
+        return False
+    return True
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels for GPUs can be compiled."""
+    try:
+        import triton  # noqa: F401 - only to know whether it is there
     except ImportError:
         return False
     return True

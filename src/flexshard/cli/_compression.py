@@ -33,7 +33,7 @@ def calibrate_command(
     shapes = [option.shape for options in spec.options.values() for option in options]
     if not shapes:
         raise JobError(f"{job}: no table has 'compress'; offer ranks, such as compress: [{{ranks: 32}}]")
-    with counting_progress("calibrating", "batches") as progress:
+    with counting_progress("calibrating", "shapes") as progress:
         rates = calibrate(shapes, batch_size=spec.batch_size, rounds=rounds, device=device, progress=progress)
     rates.save(output)
     written(output, as_json)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from flexshard._tt_shape import TTShape
-from flexshard._values import finite, has_numba
+from flexshard._values import finite, has_numba, has_triton
 from flexshard.embeddings._tt_decompose import decompose
 from flexshard.embeddings._tt_rows import Levels, backward_rows, forward_rows, levels_of, product_sizes
 from flexshard.errors import DataError, TableError
@@ -167,21 +167,30 @@ class _TTTable(nn.Module):
         trained = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
         return _Rows.apply(distinct, self, trained, *self.cores)
 
-    def _update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """The optimizer's step; slices that were not touched have no gradient and do not change."""
+    def _check_alone(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TableError(
                 f"optimizer {self.optimizer!r} updates the cores within backward, where ranks have their own gradients;"
                 " in a job of several ranks use optimizer=None and an optimizer after them"
             )
-        self._updates += 1
+
+    def _sums(self) -> list[torch.Tensor]:
+        """The optimizer's state of each core, in float32 whatever the model was cast to."""
+        if self.optimizer in (None, "sgd"):
+            return []
+        for k in range(self.shape.cores):
+            setattr(self, f"sum_{k}", getattr(self, f"sum_{k}").float())
+        return [getattr(self, f"sum_{k}") for k in range(self.shape.cores)]
+
+    def _update(self, gradients: Sequence[torch.Tensor]) -> None:
+        """The optimizer's step; slices that were not touched have no gradient and do not change."""
+        sums = self._sums()
         with torch.no_grad():
             for k, (core, gradient) in enumerate(zip(self.cores, gradients, strict=True)):
                 if self.optimizer == "sgd":
                     core.add_(gradient.to(core.dtype), alpha=-self.learning_rate)
                     continue
-                state = getattr(self, f"sum_{k}").float()  # whatever the model was cast to
-                setattr(self, f"sum_{k}", state)
+                state = sums[k]
                 state += gradient**2 if self.optimizer == "adagrad" else (gradient**2).flatten(1).mean(1)
                 total = state if self.optimizer == "adagrad" else state.view(-1, 1, 1, 1)
                 core.sub_((self.learning_rate * gradient / (total.sqrt() + self.eps)).to(core.dtype))
@@ -210,40 +219,74 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, distinct: torch.Tensor, table: _TTTable, trained: bool, *cores: torch.Tensor) -> Any:
-        shape = table.shape
+        shape, backend = table.shape, _backend(cores[0], table.shape)
         levels = levels_of(distinct, shape)
         with torch.autocast(distinct.device.type, enabled=False):
             laid = _laid(cores)
-            compiled = _compiled(laid[0])
-            products = _kept(table, levels, laid[0]) if trained else None
-            rows = forward_rows(levels, shape, laid, products=products, compiled=compiled)
+            if backend == "triton":
+                from flexshard.embeddings import _tt_triton
+
+                products = [laid[0].new_empty(size) for size in product_sizes(levels, shape)]
+                rows = _tt_triton.forward_rows(levels, shape, laid, products=products)
+            else:
+                products = _kept(table, levels, laid[0]) if trained else []
+                kept = products if trained else None
+                rows = forward_rows(levels, shape, laid, products=kept, compiled=backend == "numba")
         # Saved as autograd saves tensors, so that it notices where cores were changed in between.
-        ctx.save_for_backward(*cores, *(products or ()))
-        ctx.table, ctx.levels, ctx.compiled, ctx.updates = table, levels, compiled, table._updates
+        ctx.save_for_backward(*cores, *products)
+        ctx.table, ctx.levels, ctx.backend, ctx.updates = table, levels, backend, table._updates
         return rows.to(cores[0].dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        table, levels = ctx.table, ctx.levels
-        if table.optimizer is not None and ctx.updates != table._updates:
-            raise TableError(
-                f"the table was updated by its {table.optimizer} optimizer between a lookup and its backward pass;"
-                " look up all ids of a step at once, or use optimizer=None"
-            )
-        cores, products = ctx.saved_tensors[: table.shape.cores], ctx.saved_tensors[table.shape.cores :]
-        with torch.autocast(gradient.device.type, enabled=False):
-            found = backward_rows(gradient.float(), levels, table.shape, _laid(cores), products, compiled=ctx.compiled)
-        if products:
-            _SPARE[table] = products[0]._base if products[0]._base is not None else products[0]
-        shaped = [
-            (own.transpose(1, 2) if k == table.shape.cores - 1 else own).reshape(core.shape)
-            for k, (own, core) in enumerate(zip(found, table.cores, strict=True))
-        ]
+        table, levels, shape = ctx.table, ctx.levels, ctx.table.shape
         if table.optimizer is not None:
-            table._update(shaped)
-            return (None, None, None, *[None] * len(shaped))
+            table._check_alone()
+            if ctx.updates != table._updates:
+                raise TableError(
+                    f"the table was updated by its {table.optimizer} optimizer between a lookup and its backward pass;"
+                    " look up all ids of a step at once, or use optimizer=None"
+                )
+            table._updates += 1
+        cores, products = ctx.saved_tensors[: shape.cores], ctx.saved_tensors[shape.cores :]
+        with torch.autocast(gradient.device.type, enabled=False):
+            laid = _laid(cores)
+            if ctx.backend == "triton":
+                shaped = _backward_triton(table, gradient.float(), levels, laid, products)
+            else:
+                compiled = ctx.backend == "numba"
+                found = backward_rows(gradient.float(), levels, shape, laid, products, compiled=compiled)
+                found[-1] = found[-1].transpose(1, 2)
+                shaped = [own.reshape(core.shape) for own, core in zip(found, table.cores, strict=True)]
+                if products:
+                    _SPARE[table] = products[0]._base if products[0]._base is not None else products[0]
+        if table.optimizer is not None:
+            if shaped:
+                table._update(shaped)
+            return (None, None, None, *[None] * shape.cores)
         return (None, None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
+
+
+def _backward_triton(
+    table: _TTTable,
+    gradient: torch.Tensor,
+    levels: Levels,
+    laid: Sequence[torch.Tensor],
+    products: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Gradients of the cores; none where the kernels update cores of float32 by themselves."""
+    from flexshard.embeddings import _tt_triton
+
+    cores, update = [core.detach() for core in table.cores], None
+    within = all(core.dtype == torch.float32 and core.is_contiguous() for core in cores)
+    if table.optimizer is not None and within:
+        update = _tt_triton.Update(table.optimizer, cores, table._sums(), table.learning_rate, table.eps)
+    found = _tt_triton.backward_rows(gradient, levels, table.shape, laid, products, update=update)
+    if update is not None:
+        for core in table.cores:
+            torch.autograd.graph.increment_version(core)
+    return found
 
 
 # Memory of products that were used last, by table: fresh pages for a hundred megabytes take as long as the products.
@@ -267,8 +310,15 @@ def _laid(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [*laid, cores[-1].detach().float().squeeze(3).transpose(1, 2).contiguous()]
 
 
-def _compiled(core: torch.Tensor) -> bool:
-    return core.device.type == "cpu" and has_numba()
+def _backend(core: torch.Tensor, shape: TTShape) -> str:
+    """What computes: "numba" or "torch" on the CPU, "triton" on CUDA where it can, else "torch"."""
+    if core.device.type == "cpu":
+        return "numba" if has_numba() else "torch"
+    if core.device.type == "cuda" and has_triton():
+        from flexshard.embeddings import _tt_triton
+
+        return "triton" if _tt_triton.supports(shape) else "torch"
+    return "torch"
 
 
 class TTEmbedding(_TTTable):

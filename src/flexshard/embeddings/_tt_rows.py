@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -28,11 +30,18 @@ class Level:
 
     Attributes:
         parent: place of each one's prefix in the level before; shape (n,).
-        runs: (digit, start, end) of those with equal last digits.
+        digit: its last digit; shape (n,).
     """
 
     parent: torch.Tensor
-    runs: tuple[tuple[int, int, int], ...]
+    digit: torch.Tensor
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(digit, start, end) of those with equal last digits."""
+        values, counts = torch.unique_consecutive(self.digit, return_counts=True)
+        ends = torch.cumsum(counts, 0)
+        return tuple(zip(values.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -44,21 +53,21 @@ class Levels:
         place: of each id among the distinct ones, ascending; shape (u,).
         parent: place of each id's prefix in the last inner level (the first digit itself with two cores); shape (u,).
         digit: last digit of each id; shape (u,).
-        ends: of the ids below each run of the last inner level; shape (runs,).
     """
 
     inner: tuple[Level, ...]
     place: torch.Tensor
     parent: torch.Tensor
     digit: torch.Tensor
-    ends: tuple[int, ...]
 
-    def blocks(self) -> Iterator[tuple[int, int, int, slice]]:
+    @cached_property
+    def blocks(self) -> list[tuple[int, int, int, slice]]:
         """Runs of the last inner level: digit, first and end of their prefixes, and the ids below them."""
-        start = 0
-        for (digit, first, last), end in zip(self.inner[-1].runs, self.ends, strict=True):
-            yield digit, first, last, slice(start, end)
-            start = end
+        runs = self.inner[-1].runs
+        last = torch.tensor([end for _, _, end in runs], dtype=torch.int64, device=self.parent.device)
+        ends = torch.searchsorted(self.parent, last).tolist()
+        slices = [slice(start, end) for start, end in pairwise([0, *ends])]
+        return [(*run, ids) for run, ids in zip(runs, slices, strict=True)]
 
 
 def levels_of(ids: torch.Tensor, shape: TTShape) -> Levels:
@@ -74,26 +83,18 @@ def levels_of(ids: torch.Tensor, shape: TTShape) -> Levels:
         parent = above if before is None or place is None else place[torch.searchsorted(before, above)]
         digit = prefixes - above * shape.rows[k]
         order = torch.argsort(digit, stable=True)
-        inner.append(Level(parent[order], _runs(digit[order])))
+        inner.append(Level(parent[order], digit[order]))
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
         before = prefixes
     above = ids.div(shape.rows[-1], rounding_mode="floor")
     digit = ids - above * shape.rows[-1]
     if before is None or place is None:
-        return Levels((), torch.arange(ids.numel(), device=ids.device), above, digit, ())
-    parent = place[torch.searchsorted(before, above)]
-    order = torch.argsort(parent, stable=True)
-    last = torch.tensor([end for _, _, end in inner[-1].runs], device=ids.device)
-    parent = parent[order]
-    ends = torch.searchsorted(parent, last).tolist()
-    return Levels(tuple(inner), order, parent, digit[order], tuple(ends))
-
-
-def _runs(digits: torch.Tensor) -> tuple[tuple[int, int, int], ...]:
-    values, counts = torch.unique_consecutive(digits, return_counts=True)
-    ends = torch.cumsum(counts, 0)
-    return tuple(zip(values.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True))
+        order, parent = torch.argsort(above, stable=True), above
+    else:
+        parent = place[torch.searchsorted(before, above)]
+        order = torch.argsort(parent, stable=True)
+    return Levels(tuple(inner), order, parent[order], digit[order])
 
 
 def product_sizes(levels: Levels, shape: TTShape) -> list[tuple[int, int, int]]:
@@ -134,7 +135,7 @@ def forward_rows(
     level, core = levels.inner[-1], cores[-2]
     most = max((end - start for _, start, end in level.runs), default=0)
     kept = products[-1] if products is not None else before.new_empty(most, *sizes[-1][1:])
-    for digit, start, end, ids in levels.blocks():
+    for digit, start, end, ids in levels.blocks:
         own = kept[start:end] if products is not None else kept[: end - start]
         _product(before[level.parent[start:end]], core[digit], own)
         parent = levels.parent[ids] - start
@@ -193,7 +194,7 @@ def backward_rows(
     to_before, to_core = torch.zeros_like(before[-1]), torch.zeros_like(cores[-2])
     most = max((end - start for _, start, end in level.runs), default=0)
     block = own.new_empty(most, *own.shape[1:])
-    for digit, start, end, ids in levels.blocks():
+    for digit, start, end, ids in levels.blocks:
         to_own = block[: end - start].zero_()
         parent = levels.parent[ids] - start
         _suffix_back(

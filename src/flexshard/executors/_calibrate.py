@@ -23,7 +23,7 @@ from flexshard.costmodels import ShapeRates, TTRates, TTReads, TTWork, fit_rates
 from flexshard.embeddings import TTEmbeddingBag
 from flexshard.errors import JobError
 
-__all__ = ["calibrate", "sample_batches"]
+__all__ = ["calibrate", "least_seconds", "sample_batches", "train_step"]
 
 # Shares of the batch, ids per bag, exponent of Zipf's law, and whether ids are in order of frequency.
 _BATCHES = (
@@ -36,6 +36,7 @@ _BATCHES = (
 _DENSE_ROWS = 1_000_000
 
 Progress = Callable[[int, int], None]
+Step = Callable[[], object]
 
 
 def calibrate(
@@ -58,7 +59,7 @@ def calibrate(
         rounds: per batch, after one that warms up.
         seed: of the ids.
         device: to measure.
-        progress: called with how many measurements are done, and of how many.
+        progress: called with how many shapes are done, and of how many.
 
     Raises:
         JobError: no shapes, or numbers out of range.
@@ -68,7 +69,7 @@ def calibrate(
     rounds, batch_size = whole(rounds, "rounds", JobError), whole(batch_size, "batch_size", JobError, least=8)
     distinct = list({(shape.dims, shape.ranks): shape for shape in shapes}.values())
     dims = sorted({shape.embedding_dim for shape in distinct})
-    done, total = 0, len(_BATCHES) * (len(distinct) + len(dims))
+    done, total = 0, len(distinct) + len(dims)
 
     def tick() -> None:
         nonlocal done
@@ -76,22 +77,23 @@ def calibrate(
         if progress is not None:
             progress(done, total)
 
+    for ids, bags in sample_batches(distinct[0].num_embeddings, batch_size, seed):
+        least_seconds([train_step(distinct[0], ids, bags, device)], rounds, device)  # wakes the machine up
     found, all_work, all_seconds = [], [], []
     for shape in distinct:
-        work, seconds = [], []
-        for ids, bags in sample_batches(shape.num_embeddings, batch_size, seed):
-            work.append(TTWork.of(shape, TTReads.of(ids, bags, shape)).array)
-            seconds.append(step_seconds(shape, ids, bags, rounds=rounds, device=device))
-            tick()
+        batches = list(sample_batches(shape.num_embeddings, batch_size, seed))
+        work = [TTWork.of(shape, TTReads.of(ids, bags, shape)).array for ids, bags in batches]
+        seconds = least_seconds([train_step(shape, ids, bags, device) for ids, bags in batches], rounds, device)
+        tick()
         found.append(ShapeRates(shape.dims, shape.ranks, fit_rates(work, seconds)))
         all_work += work
         all_seconds += seconds
     dense_work, dense_seconds = [], []
     for dim in dims:
-        for ids, bags in sample_batches(_DENSE_ROWS, batch_size, seed):
-            dense_work.append([1.0, ids.size, ids.size * dim])
-            dense_seconds.append(_dense_seconds(dim, ids, bags, rounds, device))
-            tick()
+        batches = list(sample_batches(_DENSE_ROWS, batch_size, seed))
+        dense_work += [[1.0, ids.size, ids.size * dim] for ids, _ in batches]
+        dense_seconds += least_seconds([_dense_step(dim, ids, bags, device) for ids, bags in batches], rounds, device)
+        tick()
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}, "
     machine += datetime.date.today().isoformat()
     return TTRates(machine, fit_rates(all_work, all_seconds), fit_rates(dense_work, dense_seconds), tuple(found))
@@ -116,20 +118,18 @@ def sample_batches(rows: int, batch_size: int, seed: int) -> Iterator[tuple[np.n
         yield ids, bags
 
 
-def step_seconds(
-    shape: TTShape, ids: np.ndarray, bags: int, *, rounds: int, device: torch.device | str = "cpu"
-) -> float:
-    """Least seconds of a lookup of ``bags`` bags of equal length, its backward pass and a fused update."""
+def train_step(shape: TTShape, ids: np.ndarray, bags: int, device: torch.device | str = "cpu") -> Step:
+    """A lookup of ``bags`` bags of equal length, its backward pass and a fused update."""
     table = TTEmbeddingBag(
         shape.num_embeddings, shape.embedding_dim, ranks=shape.ranks, rows=shape.rows, dims=shape.dims, mode="sum",
         optimizer="rowwise_adagrad", learning_rate=1e-6, device=device,
     )  # fmt: skip
     values = torch.from_numpy(ids).to(device).view(bags, -1)
     upstream = torch.ones(bags, shape.embedding_dim, device=device)
-    return _least(lambda: table(values).backward(upstream), rounds, values.device)
+    return lambda: table(values).backward(upstream)
 
 
-def _dense_seconds(dim: int, ids: np.ndarray, bags: int, rounds: int, device: torch.device | str) -> float:
+def _dense_step(dim: int, ids: np.ndarray, bags: int, device: torch.device | str) -> Step:
     """The same of a dense table in FBGEMM, as TorchRec looks it up."""
     on_cpu = torch.device(device).type == "cpu"
     place = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
@@ -144,16 +144,17 @@ def _dense_seconds(dim: int, ids: np.ndarray, bags: int, rounds: int, device: to
     values = torch.from_numpy(ids).to(device)
     offsets = torch.arange(0, ids.size + 1, ids.size // bags, device=device)
     upstream = torch.ones(bags, dim, device=device)
-    return _least(lambda: table(values, offsets).backward(upstream), rounds, values.device)
+    return lambda: table(values, offsets).backward(upstream)
 
 
-def _least(work: Callable[[], object], rounds: int, device: torch.device) -> float:
-    times = []
+def least_seconds(steps: Sequence[Step], rounds: int, device: torch.device | str = "cpu") -> list[float]:
+    """Least time of each step, all of them in turn, so that a slow spell of the machine meets them all alike."""
+    times = np.full((rounds + 1, len(steps)), np.inf)
     for number in range(rounds + 1):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number:
-            times.append(time.perf_counter() - start)
-    return min(times)
+        for place, step in enumerate(steps):
+            start = time.perf_counter()
+            step()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
+            times[number, place] = time.perf_counter() - start
+    return times[1:].min(axis=0).tolist()  # the first round warms up

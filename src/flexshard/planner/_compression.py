@@ -154,7 +154,9 @@ class CompressionPlan:
             if index == table.chosen:
                 continue
             more = option.priced_seconds - chosen.priced_seconds
+            same = abs(more) <= 1e-6 * chosen.priced_seconds
             verdict = f"{units.format_seconds(abs(more))} {'more' if more >= 0 else 'less'} in all"
+            verdict = "the same in all" if same else verdict
             reason = self._reason(table, option, more)
             lines.append(f"  As {option.name} it would need {_words(option)}: {verdict}{reason}.")
         if len(table.options) == 1:

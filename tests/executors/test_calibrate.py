@@ -1,0 +1,40 @@
+"""Calibration on this machine: every shape gets rates that say about what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torchrec")
+
+from flexshard._tt_shape import TTShape
+from flexshard.costmodels import TTReads
+from flexshard.errors import JobError
+from flexshard.executors import calibrate
+from flexshard.executors._calibrate import sample_batches
+
+
+def test_rates_of_shapes_and_of_dense_tables() -> None:
+    shapes = [TTShape.choose(50_000, 16, 8), TTShape.choose(50_000, 16, 8, cores=2), TTShape.choose(900, 16, 8)]
+    seen: list[tuple[int, int]] = []
+    rates = calibrate(shapes, batch_size=64, rounds=2, progress=lambda done, total: seen.append((done, total)))
+    assert [(own.dims, own.ranks) for own in rates.shapes] == [((2, 4, 2), (8, 8)), ((4, 4), (8,))]
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    for shape in shapes:
+        ids, bags = next(sample_batches(shape.num_embeddings, 64, 0))
+        assert 1e-5 < rates.step_seconds(shape, TTReads.of(ids, bags, shape)) < 10
+    assert 0 < rates.dense_seconds(1000, 16) < 10
+
+
+def test_sampled_batches_are_skewed_and_within_the_table() -> None:
+    for rows in (10, 1000, 10**12):
+        batches = list(sample_batches(rows, 512, seed=1))
+        assert [bags for _, bags in batches] == [512, 512, 128, 512, 256]
+        for ids, bags in batches:
+            assert ids.min() >= 0
+            assert ids.max() < rows
+            assert ids.size % bags == 0
+
+
+def test_nothing_to_calibrate() -> None:
+    with pytest.raises(JobError, match="no shapes to calibrate"):
+        calibrate([])
