@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,10 @@ from flexshard import Cluster
 # A run on two slow cores must not fail on time, and must try the same examples as any other.
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("repeatable")
+
+# Without a GPU its kernels run in Triton's interpreter, which must be known before Triton is imported.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

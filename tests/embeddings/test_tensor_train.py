@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from math import prod
 from typing import Any
 
@@ -12,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
 
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
 from flexshard.embeddings import _tt_embedding as module

@@ -1,9 +1,9 @@
 """Tensor-train rows on CUDA: prefixes, suffix, their gradients and the update of the cores, in Triton.
 
 The same sums as :mod:`flexshard.embeddings._tt_rows`, without atomics: every number is summed by one program, in a
-fixed order. Prefixes that share a slice of a core are tiles of one matrix product; the ids below a prefix, or of one last
-digit, are a segment that one program walks through. With ``update`` a program changes the core where it would write
-its gradient, after all that read the core have done so.
+fixed order. Prefixes that share a slice of a core are tiles of one matrix product; the ids below a prefix, or of one
+last digit, are a segment that one program walks through. With ``update`` a program changes the core where it would
+write its gradient, after all that read the core have done so.
 
 Legend: items are prefixes of a level, in order of their last digit (their *group*); each has H rows of K numbers, and
 becomes H rows of C. Q, q, r: see :mod:`flexshard.embeddings._tt_rows`.
