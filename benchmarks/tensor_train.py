@@ -22,7 +22,7 @@ from benchmarks.timing import machine
 from flexshard import units
 from flexshard._grids import as_text, new_grid
 from flexshard.embeddings import TTEmbeddingBag, TTShape
-from flexshard.embeddings import _tt_embedding as ours
+from flexshard.embeddings import _tt_function as ours
 
 ROWS, BATCH, LENGTH = 10_000_000, 4096, 20
 FACTORS = (200, 200, 250)

@@ -63,9 +63,9 @@ def test_operations_are_those_that_torch_counts(cores: int, monkeypatch: pytest.
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flexshard.embeddings import TTEmbedding, _tt_embedding
+    from flexshard.embeddings import TTEmbedding, _tt_function
 
-    monkeypatch.setattr(_tt_embedding, "_backend", lambda core, shape: "torch")
+    monkeypatch.setattr(_tt_function, "_backend", lambda core, shape: "torch")
     table = TTEmbedding(5000, 16, ranks=6, cores=cores)
     ids = torch.randint(0, 5000, (300,), generator=torch.Generator().manual_seed(0))
     work = TTWork.of(table.shape, TTReads.of(ids.numpy(), 300, table.shape))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
-from flexshard.embeddings import _tt_embedding as module
+from flexshard.embeddings import _tt_function as module
 from flexshard.embeddings._tt_rows import levels_of
 from flexshard.errors import DataError, TableError
 
@@ -415,3 +415,113 @@ def test_the_error_is_of_the_tables_own_rows() -> None:
     table = TTEmbedding(13, 1, ranks=2, cores=2)
     error = table.decompose_(weight)
     assert error == pytest.approx(float((table.to_dense() - weight).norm() / weight.norm()), rel=1e-4)
+
+
+# -- hot rows
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad", "rowwise_adagrad"])
+def test_a_row_is_trained_in_one_place(optimizer: str | None) -> None:
+    torch.manual_seed(0)
+    table = TTEmbeddingBag(
+        900, 8, mode="sum", ranks=4, std=1.0, optimizer=optimizer, learning_rate=0.1, hot_rows=6, padding_idx=3
+    )
+    before = table.to_dense()
+    table.hold(torch.tensor([40, 3, 7, 40]))
+    assert table.hot is not None
+    assert table.hot.held.tolist() == [3, 7, 40]
+    assert torch.equal(table.to_dense(), before)
+    params = [*table.cores, table.hot.rows]
+
+    def step(ids: list[int]) -> torch.Tensor:
+        """What a step on some ids changes; shape (E,)."""
+        own = None if optimizer else torch.optim.SGD(table.parameters(), lr=0.1)
+        old = table.to_dense()
+        table.zero_grad()
+        table(torch.tensor(ids), torch.tensor([0, 2])).square().sum().backward()
+        if own is not None:
+            own.step()
+        return (table.to_dense() - old).abs().sum(1) > 0
+
+    cores = [core.detach().clone() for core in table.cores]
+    changed = step([7, 40, 7, 3])
+    assert changed.nonzero().flatten().tolist() == [7, 40]  # 3 is left out of bags
+    assert all(torch.equal(core, old) for core, old in zip(table.cores, cores, strict=True))
+    rows = table.hot.rows.detach().clone()
+    changed = step([8, 100])
+    assert changed[8]
+    assert changed[100]
+    assert torch.equal(table.hot.rows, rows)
+    assert all(param.grad is None for param in params) == (optimizer is not None)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_hot_rows_take_the_steps_of_a_dense_table(optimizer: str) -> None:
+    """All rows are hot, so the table is a dense one."""
+    torch.manual_seed(0)
+    table = TTEmbedding(20, 4, ranks=2, std=1.0, optimizer=optimizer, learning_rate=0.1, hot_rows=20)
+    table.hold(torch.arange(20))
+    dense_rows = table.to_dense().clone()
+    sums = torch.zeros(20, 4)
+    for _ in range(3):
+        ids = torch.randint(0, 20, (30,))
+        weight = dense_rows.clone().requires_grad_()
+        weight[ids].pow(3).sum().backward()
+        table(ids).pow(3).sum().backward()
+        gradient = weight.grad
+        assert gradient is not None
+        if optimizer == "sgd":
+            dense_rows -= 0.1 * gradient
+            continue
+        sums += gradient**2 if optimizer == "adagrad" else (gradient**2).mean(1, keepdim=True)
+        dense_rows -= 0.1 * gradient / (sums.sqrt() + 1e-8)
+    torch.testing.assert_close(table.to_dense(), dense_rows, atol=1e-5, rtol=1e-5)
+
+
+def test_hot_rows_are_folded_back() -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(3000, 8, ranks=16, std=1.0, hot_rows=50, padding_idx=0)
+    hot = torch.arange(0, 500, 10)
+    table.hold(hot)
+    assert table.hot is not None
+    with torch.no_grad():
+        table.hot.rows += 0.5 * torch.randn_like(table.hot.rows)
+    wanted, others = table.rows(hot).detach(), table.to_dense()
+    found = table.fold(steps=200)
+    assert found.before > 0.3
+    assert found.after < 0.1 * found.before
+    assert found.others < 0.1
+    assert table.hot.held.numel() == 0
+    error = (table.rows(hot).detach() - wanted).norm() / wanted.norm()
+    assert float(error) == pytest.approx(found.after, rel=1e-3)
+    still = torch.ones(3000, dtype=torch.bool)
+    still[hot] = False
+    assert float((table.to_dense() - others)[still].norm() / others[still].norm()) < 0.3
+
+
+def test_what_leaves_the_hot_rows_is_folded_and_what_stays_is_kept() -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(500, 8, ranks=8, std=1.0, hot_rows=4, optimizer="adagrad", learning_rate=0.1)
+    table.hold(torch.tensor([1, 2, 3]))
+    assert table.hot is not None
+    table(torch.tensor([1, 2, 3, 3])).sum().backward()
+    rows, sums = table.rows(torch.tensor([2, 3])), table.hot.sums[1:3].clone()
+    found = table.hold(torch.tensor([2, 3, 400]))
+    assert found is not None
+    assert found.after <= found.before
+    assert torch.equal(table.rows(torch.tensor([2, 3])), rows)
+    assert torch.equal(table.hot.sums[:2], sums)
+    assert not table.hot.sums[2:].any()
+    again = TTEmbedding(500, 8, ranks=8, hot_rows=4, optimizer="adagrad")
+    again.load_state_dict(table.state_dict())
+    assert torch.equal(again.to_dense(), table.to_dense())
+    table.decompose_(torch.randn(500, 8))
+    assert table.hot.held.numel() == 0
+    with pytest.raises(TableError, match="5 rows to hold are more than hot_rows=4"):
+        table.hold(torch.arange(5))
+    with pytest.raises(TableError, match="must be held"):
+        table.fold(torch.tensor([9]))
+    with pytest.raises(DataError, match="id 500 is outside"):
+        table.hold(torch.tensor([500]))
+    with pytest.raises(TableError, match="more than hot_rows=0"):
+        TTEmbedding(500, 8, ranks=8).hold(torch.tensor([1]))

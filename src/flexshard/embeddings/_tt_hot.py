@@ -1,0 +1,110 @@
+"""Rows of a tensor-train table that are held dense, and trained nowhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from flexshard.embeddings._tt_table import TTTable
+
+__all__ = ["HotRows"]
+
+
+class HotRows(nn.Module):
+    """Up to a number of rows, by id.
+
+    Attributes:
+        ids: of the rows, ascending; places that are not in use hold the table's number of rows. Shape (capacity,).
+        rows: shape (capacity, D).
+        sums: the fused optimizer's state, if it has any.
+    """
+
+    def __init__(
+        self, capacity: int, table: TTTable, *, learning_rate: float, eps: float, device: torch.device | str | None
+    ) -> None:
+        """Room for ``capacity`` rows of a table, none of them in use."""
+        super().__init__()
+        dim, self.optimizer = table.embedding_dim, table.optimizer
+        self._unused, self.learning_rate, self.eps = table.num_embeddings, learning_rate, eps
+        self.ids: torch.Tensor
+        self.register_buffer("ids", torch.full((capacity,), self._unused, device=device))
+        self.rows = nn.Parameter(torch.zeros(capacity, dim, device=device, dtype=table.cores[0].dtype))
+        if self.optimizer in ("adagrad", "rowwise_adagrad"):
+            size = (capacity, dim) if self.optimizer == "adagrad" else (capacity, 1)
+            self.sums: torch.Tensor
+            self.register_buffer("sums", torch.zeros(size, device=device))
+
+    @property
+    def capacity(self) -> int:
+        """Most rows."""
+        return self.ids.numel()
+
+    @property
+    def held(self) -> torch.Tensor:
+        """Ids in use, ascending."""
+        return self.ids[self.ids < self._unused]
+
+    def find(self, distinct: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of distinct ids are held, and where; shape (u,) each."""
+        place = torch.searchsorted(self.ids, distinct).clamp(max=self.capacity - 1)
+        return self.ids[place] == distinct, place
+
+    def take(self, place: torch.Tensor, table: TTTable) -> torch.Tensor:
+        """Rows at distinct places; with a fused optimizer their gradient is a step."""
+        if self.optimizer is None:
+            return self.rows[place]
+        return _Taken.apply(self.rows, place, self, table)
+
+    @torch.no_grad()
+    def fill(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Hold these ids, ascending, and no others; those that were held before keep the optimizer's state."""
+        found, place = self.find(ids)
+        count = ids.numel()
+        if hasattr(self, "sums"):
+            sums = torch.where(found[:, None], self.sums[place], 0.0)
+            self.sums.zero_()
+            self.sums[:count] = sums
+        self.rows[:count] = rows.to(self.rows.dtype)
+        self.rows[count:] = 0
+        self.ids[:count], self.ids[count:] = ids, self._unused
+
+    @torch.no_grad()
+    def drop(self, ids: torch.Tensor) -> None:
+        """Hold these ids no longer."""
+        stay = self.held[~torch.isin(self.held, ids)]
+        self.fill(stay, self.rows[self.find(stay)[1]])
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.drop(self.held)
+
+    @torch.no_grad()
+    def update(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The fused optimizer's step of rows at distinct places."""
+        if self.optimizer == "sgd":
+            step = self.learning_rate * gradient
+        else:
+            squares = gradient**2 if self.optimizer == "adagrad" else (gradient**2).mean(1, keepdim=True)
+            total = self.sums[place].float() + squares
+            self.sums[place] = total.to(self.sums.dtype)
+            step = self.learning_rate * gradient / (total.sqrt() + self.eps)
+        self.rows[place] -= step.to(self.rows.dtype)
+
+
+class _Taken(torch.autograd.Function):
+    """Rows at distinct places, whose gradient becomes a step of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, hot: HotRows, table: TTTable) -> Any:
+        ctx.place, ctx.hot, ctx.table = place, hot, table
+        return rows[place]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.table._check_alone()
+        ctx.hot.update(ctx.place, gradient.float())
+        return None, None, None, None
