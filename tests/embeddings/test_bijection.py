@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexshard.embeddings import IndexBijection
-from flexshard.errors import TableError
+from flexshard.errors import DataError, TableError
 
 
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)), st.integers(0, n))))
@@ -119,3 +119,28 @@ def test_batches_outside_the_table_are_named() -> None:
         IndexBijection.by_community([np.array([1, 10])], ranking)
     with pytest.raises(TableError, match="hot_share is a share of the rows, found 2"):
         IndexBijection.by_community([], ranking, hot_share=2)
+
+
+def test_a_batch_is_renumbered_wherever_it_is() -> None:
+    torch = pytest.importorskip("torch")
+    torchrec = pytest.importorskip("torchrec")
+    from flexshard.embeddings import Reindex
+
+    users, items = IndexBijection([3, 0], 5), IndexBijection(np.arange(7)[::-1], 7)
+    renumber = Reindex({"user": users, "item": items, "shown": items})
+    assert len(list(renumber.buffers())) == 2
+    assert not renumber.state_dict()
+    batch = torchrec.KeyedJaggedTensor(
+        keys=["item", "day", "user", "shown"],
+        values=torch.tensor([6, 0, 2, 9, 9, 3, 1, 5], dtype=torch.int32),
+        lengths=torch.tensor([2, 1, 1, 1, 2, 0, 0, 1], dtype=torch.int32),
+        weights=torch.arange(8.0),
+    )
+    found = renumber(batch)
+    assert found.values().tolist() == [0, 6, 4, 9, 9, 0, 2, 1]
+    assert found.values().dtype == torch.int32
+    assert torch.equal(found.lengths(), batch.lengths())
+    assert torch.equal(found.weights(), batch.weights())
+    wrong = torchrec.KeyedJaggedTensor(keys=["user"], values=torch.tensor([5]), lengths=torch.tensor([1]))
+    with pytest.raises(DataError, match="feature 'user': id 5 is outside the table's rows, 0 to 4"):
+        renumber(wrong)

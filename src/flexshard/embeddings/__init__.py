@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from flexshard.embeddings._inverse import DedupedGroup, InverseKeyedJaggedTensor
     from flexshard.embeddings._partial import PartialJaggedTensor
+    from flexshard.embeddings._reindex import Reindex
     from flexshard.embeddings._select import jagged_index_select
     from flexshard.embeddings._tt_compress import (
         CompressedEmbeddingBagCollection,
@@ -39,6 +40,7 @@ __all__ = [
     "InverseKeyedJaggedTensor",
     "JaggedArray",
     "PartialJaggedTensor",
+    "Reindex",
     "TTEmbedding",
     "TTEmbeddingBag",
     "TTShape",
@@ -62,6 +64,7 @@ __getattr__ = from_extra(
         "DedupedJagged": "_deduped",
         "InverseKeyedJaggedTensor": "_inverse",
         "PartialJaggedTensor": "_partial",
+        "Reindex": "_reindex",
         "TTEmbedding": "_tt_embedding",
         "TTEmbeddingBag": "_tt_embedding",
         "compress": "_tt_compress",

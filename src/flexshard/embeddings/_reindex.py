@@ -1,0 +1,61 @@
+"""Ids under index bijections, on whatever device they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flexshard.embeddings._bijection import IndexBijection
+from flexshard.errors import DataError
+
+__all__ = ["Reindex"]
+
+
+class Reindex(nn.Module):
+    """A batch with the ids of some features replaced by their ranks: in the data loader, or first in the model.
+
+    The ranks are buffers of four bytes a row (eight from 2^31 rows on), which move with the module and are not part of
+    its state: save bijections by themselves.
+    """
+
+    def __init__(self, bijections: Mapping[str, IndexBijection]) -> None:
+        """Take a bijection per feature; features that share one share its buffer."""
+        super().__init__()
+        self._places: dict[str, str] = {}
+        self._names: dict[int, str] = {}
+        for feature, bijection in bijections.items():
+            if id(bijection) not in self._names:
+                name = self._names[id(bijection)] = f"rank_of_{len(self._names)}"
+                self.register_buffer(name, torch.from_numpy(bijection.rank_of.copy()), persistent=False)
+            self._places[feature] = self._names[id(bijection)]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with its ids as ranks; features without a bijection stay as they are.
+
+        Raises:
+            DataError: an id outside its table (on CUDA, what indexing raises there).
+        """
+        values = features.values()
+        ends = features.offset_per_key()
+        parts = []
+        for place, key in enumerate(features.keys()):
+            own = values[ends[place] : ends[place + 1]]
+            if key in self._places:
+                own = self._ranks(key, own)
+            parts.append(own)
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=torch.cat(parts) if parts else values,
+            weights=features.weights_or_none(),
+            lengths=features.lengths(),
+        )
+
+    def _ranks(self, key: str, ids: torch.Tensor) -> torch.Tensor:
+        rank_of: torch.Tensor = getattr(self, self._places[key])
+        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rank_of.numel():
+            wrong = ids[(ids < 0) | (ids >= rank_of.numel())][0]
+            raise DataError(f"feature {key!r}: id {int(wrong)} is outside the table's rows, 0 to {rank_of.numel() - 1}")
+        return rank_of[ids.long()].to(ids.dtype)
