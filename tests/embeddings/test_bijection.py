@@ -87,13 +87,26 @@ def test_pairs_are_capped_and_kept_evenly() -> None:
 
     rank_of = np.arange(100)
     batches = [np.array([2 * number, 2 * number + 1]) for number in range(50)] * 40  # one pair each, 40 times
-    edges, counts = index_graph(batches, rank_of, 0, pairs_per_batch=10, max_pairs=500, seed=0)
-    assert counts.sum() == 500
-    assert edges.shape == (50, 2)
-    assert counts.min() >= 2  # early and late ones alike
-    assert (edges[:, 1] == edges[:, 0] + 1).all()
-    none, _ = index_graph([np.array([0, 1])], rank_of, 50, pairs_per_batch=10, max_pairs=500, seed=0)
-    assert none.shape == (0, 2)  # hot rows take no part
+    found = index_graph(batches, rank_of, 0, pairs_per_batch=10, max_pairs=1600, seed=0)
+    assert found.counts.sum() == 1600
+    assert found.edges.shape == (50, 2)
+    assert found.counts.min() >= 20  # early and late ones alike
+    assert (found.edges[:, 1] == found.edges[:, 0] + 1).all()
+    assert found.companions.shape == (0, 4)
+    none = index_graph([np.array([0, 1])], rank_of, 50, pairs_per_batch=10, max_pairs=1600, seed=0)
+    assert none.edges.shape == (0, 2)  # hot rows take no part
+
+
+def test_rows_too_rare_for_the_graph_join_their_companions() -> None:
+    pytest.importorskip("igraph")
+    rows = 6000
+    batches, group = grouped_batches(rows, 10, 1500)
+    counts = np.bincount(np.concatenate(batches), minlength=rows)
+    ranking = IndexBijection(np.lexsort((np.arange(rows), -counts)), rows)
+    found = IndexBijection.by_community(batches, ranking, hot_share=0.0, max_pairs=16 * 2000)
+    rare = found.row_at[np.isin(found.row_at, ranking.row_at[2000:]) & (counts[found.row_at] > 0)]
+    assert rare.size > 2000
+    assert np.mean(group[rare[1:]] == group[rare[:-1]]) > 0.8
 
 
 def test_bijections_are_saved(tmp_path: Path) -> None:

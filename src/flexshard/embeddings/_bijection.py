@@ -110,7 +110,8 @@ class IndexBijection:
             ranking: by frequency, such as ``IndexBijection(profile.ranked_rows, profile.num_rows)``.
             hot_share: of the table's rows, the hottest, which keep their place.
             pairs_per_batch: of cold rows, drawn of each batch as edges of the graph.
-            max_pairs: kept of all batches; 24 bytes each, and what the search for communities takes time for.
+            max_pairs: kept of all batches; 24 bytes each, and what the search for communities takes time for. A graph
+                has a row for every 16 of them; rarer rows keep four companions each, 20 bytes a row.
             seed: of both.
 
         Raises:
@@ -123,7 +124,7 @@ class IndexBijection:
         max_pairs, seed = whole(max_pairs, "max_pairs", TableError), whole(seed, "seed", TableError, least=0)
         rows = ranking.num_rows
         hot = min(round(hot_share * rows), rows)
-        edges, counts = index_graph(
+        graph = index_graph(
             (_checked(batch, rows) for batch in batches),
             ranking.rank_of,
             hot,
@@ -131,7 +132,7 @@ class IndexBijection:
             max_pairs=max_pairs,
             seed=seed,
         )
-        order = np.concatenate([np.arange(hot), hot + community_order(edges, counts, rows - hot, seed=seed)])
+        order = np.concatenate([np.arange(hot), hot + community_order(graph, rows - hot, seed=seed)])
         return cls(ranking.row_at[order], rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
