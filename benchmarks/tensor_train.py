@@ -58,12 +58,12 @@ def main() -> None:
     print_compression()
 
 
-def zipf(*, hashed: bool, exponent: float = 1.05) -> torch.Tensor:
+def zipf(*, hashed: bool, exponent: float = 1.05, bags: int = BATCH) -> torch.Tensor:
     """Ids of a batch; the k-th most frequent is k, or anywhere."""
     generator = np.random.default_rng(0)
     weights = 1.0 / np.arange(1, ROWS + 1) ** exponent
     cumulative = np.cumsum(weights)
-    drawn = np.searchsorted(cumulative, generator.random(BATCH * LENGTH) * cumulative[-1])
+    drawn = np.searchsorted(cumulative, generator.random(bags * LENGTH) * cumulative[-1])
     if hashed:
         drawn = generator.permutation(ROWS)[drawn]
     return torch.from_numpy(drawn.astype(np.int64))
@@ -117,13 +117,13 @@ class TTRec:
     """The chain of every id by itself, in chunks, with buffers that are used again."""
 
     def __init__(self, table: TTEmbeddingBag) -> None:
-        self.shape = table.shape
+        self.shape, self.device = table.shape, table.cores[0].device
         self.cores = [core.detach().flatten(1) for core in table.cores]
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def buffer(self, name: str, *size: int) -> torch.Tensor:
         """Memory that has been written to before, so that nothing faults."""
-        return self._buffers.setdefault((name, size), torch.empty(size))
+        return self._buffers.setdefault((name, size), torch.empty(size, device=self.device))
 
     def chain(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
         """Digits of ids, the slices of the cores at them, and both products."""
@@ -138,7 +138,7 @@ class TTRec:
 
     def forward(self, ids: torch.Tensor, chunk: int) -> torch.Tensor:
         """Pooled rows."""
-        rows = torch.empty(ids.numel(), self.shape.embedding_dim)
+        rows = torch.empty(ids.numel(), self.shape.embedding_dim, device=self.device)
         for part, own in zip(ids.split(chunk), rows.split(chunk), strict=True):
             own.copy_(self.chain(part)[3].view(own.shape))
         return rows.view(-1, LENGTH, rows.shape[1]).sum(1)
@@ -147,7 +147,7 @@ class TTRec:
         """Gradients of the cores, after a forward pass."""
         self.forward(ids, chunk)
         gradients = [torch.zeros_like(core) for core in self.cores]
-        upstream = torch.ones(ids.numel(), self.shape.embedding_dim)
+        upstream = torch.ones(ids.numel(), self.shape.embedding_dim, device=self.device)
         for part, own in zip(ids.split(chunk), upstream.split(chunk), strict=True):
             digits, (a, b, c), first, _ = self.chain(part)  # again, as TT-Rec does
             n = part.numel()

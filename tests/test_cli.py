@@ -177,6 +177,48 @@ def test_help_and_flags_are_frozen(command: str, tmp_path: Path) -> None:
     assert "Usage:" in out
 
 
+def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    for name in ("users", "ads"):
+        data = ("-o", f"{name}.parquet", "--rows", 200_000, "--samples", 4000, "--length", 10, "--column", name)
+        good(tmp_path, "generate", *data)
+        good(tmp_path, "profile", f"{name}.parquet", "--column", name, "--rows", 200_000, "-o", f"{name}.profile")
+    options = ("--cluster", "dgx-a100:1", "--batch-size", 64, "--dim", 16, "-o", "job.yaml")
+    good(tmp_path, "job", "users.profile", "ads.profile", *options)
+    job = tmp_path / "job.yaml"
+    without = bad(tmp_path, "calibrate", "job.yaml", "-o", "rates.yaml")
+    assert "no table has 'compress'; offer ranks, such as compress: [{ranks: 32}]" in without
+    text = job.read_text().replace(
+        "profile: users.profile\n", "profile: users.profile\n  compress: [{ranks: 8, loss: 0.1}]\n"
+    )
+    job.write_text(text)
+    assert "written to rates.yaml" in good(tmp_path, "calibrate", "job.yaml", "-o", "rates.yaml", "--rounds", 1)
+    same = bad(tmp_path, "compress", "job.yaml", "--rates", "rates.yaml", "-o", "d.json", "--plan", "d.json")
+    assert "give two names" in same
+    arguments = ("compress", "job.yaml", "--rates", "rates.yaml", "-o", "d.json")
+    out = good(tmp_path, *arguments, "--plan", "plan.json", "--budget", "-1MB")
+    assert "tensor train, rows 58 x 59 x 59" in out
+    assert "written to d.json and plan.json" in out
+    found = good(tmp_path, "explain", "d.json")
+    assert "As tiers of rows it would need" in found
+    assert "No tensor train was offered for it." in found
+    assert json.loads(good(tmp_path, "explain", "d.json", "users", "--json"))["users"].startswith("users: 200,000 rows")
+    assert "ads" in good(tmp_path, "explain", "plan.json")
+    assert "there is no table 'x'" in bad(tmp_path, "explain", "d.json", "x")
+    assert "no choice of tensor trains and tiers fits" in bad(tmp_path, *arguments[:-1], "e.json", "--budget", "-1GB")
+    assert "none.yaml: cannot be read" in bad(tmp_path, "compress", "job.yaml", "--rates", "none.yaml", "-o", "e.json")
+    assert "device 'tpu' cannot be measured" in bad(
+        tmp_path, "calibrate", "job.yaml", "-o", "r.yaml", "--device", "tpu"
+    )
+    for before, after, message in (
+        ("{ranks: 8, loss: 0.1}", "{ranks: 8, loss: -1}", "compress[0]: an option's loss is at least 0, found -1.0"),
+        ("{ranks: 8, loss: 0.1}", "{ranks: [8]}", "compress[0]: a tensor train of 200000 rows of 16 with 3 cores"),
+        ("{ranks: 8, loss: 0.1}", "{rank: 8}", "compress[0].ranks: this field is required"),
+    ):
+        job.write_text(text.replace(before, after))
+        assert message in bad(tmp_path, "compress", "job.yaml", "--rates", "rates.yaml", "-o", "e.json")
+
+
 def test_every_command_is_listed(tmp_path: Path) -> None:
     out = good(tmp_path, "--help")
     for command in COMMANDS:

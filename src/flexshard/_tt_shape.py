@@ -96,8 +96,8 @@ class TTShape:
                 f" {len(self.dims)} and {len(self.ranks)}"
             )
         for name in ("rows", "dims", "ranks"):
-            for value in getattr(self, name):
-                whole(value, f"{where}: a factor or rank ({name})", TableError)
+            values = tuple(whole(v, f"{where}: a factor or rank ({name})", TableError) for v in getattr(self, name))
+            object.__setattr__(self, name, values)
         if prod(self.rows) < self.num_embeddings:
             raise TableError(f"{where}: factors {self.rows} cover {prod(self.rows):,} rows only")
         if prod(self.dims) != self.embedding_dim:
@@ -130,6 +130,8 @@ class TTShape:
         for name, given in (("rows", rows), ("dims", dims)):
             if given is not None and not isinstance(given, Sequence):
                 raise TableError(f"{name} are factors, such as (200, 200, 250); found {given!r}")
+            for value in given or ():
+                whole(value, f"a factor ({name})", TableError)
         count = len(rows) if rows is not None else len(dims) if dims is not None else whole(cores, "cores", TableError)
         if not 2 <= count <= 4:
             raise TableError(f"a tensor train has 2, 3 or 4 cores, found {count}")

@@ -44,6 +44,16 @@ def test_expected_prefixes_are_those_of_batches_that_are_drawn(cores: int, hashe
     assert expected.ids == pytest.approx(256 * 4.0, rel=1e-3)
 
 
+def test_prefixes_of_very_large_tables_take_no_memory() -> None:
+    counts, rows = [100, 3, 1], [10**6 + 7, 10**9 + 3, 10**12]
+    profile = AccessProfile.from_histogram(counts, rows, num_samples=10**12, num_rows=2 * 10**12)
+    for cores in (2, 3, 4):
+        shape = TTShape.choose(2 * 10**12, 8, 4, cores=cores)
+        found = TTReads.expected(Table("t", 2 * 10**12, 8, profile), 4096, shape)
+        assert all(a <= b for a, b in zip(found.prefixes, found.prefixes[1:], strict=False))
+        assert 0 < found.prefixes[-1] <= found.ids
+
+
 def test_work_by_hand() -> None:
     work = TTWork.of(SHAPE, TTReads(7.0, 2.0, (2.0, 3.0, 5.0)))
     assert work.pooled == 9 * 8

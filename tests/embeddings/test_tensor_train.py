@@ -525,3 +525,98 @@ def test_what_leaves_the_hot_rows_is_folded_and_what_stays_is_kept() -> None:
         table.hold(torch.tensor([500]))
     with pytest.raises(TableError, match="more than hot_rows=0"):
         TTEmbedding(500, 8, ranks=8).hold(torch.tensor([1]))
+
+
+def test_a_lookup_is_of_one_state_of_the_hot_rows() -> None:
+    for optimizer in (None, "sgd"):
+        table = TTEmbedding(1000, 16, ranks=8, std=1.0, hot_rows=4, optimizer=optimizer)
+        table.hold(torch.tensor([5]))
+        rows = table(torch.tensor([5]))
+        table.hold(torch.tensor([3, 5]))
+        with pytest.raises(TableError, match="hot rows were changed between a lookup and its backward pass"):
+            rows.sum().backward()
+    table = TTEmbedding(1000, 16, ranks=8, std=1.0, hot_rows=4, optimizer="adagrad")
+    table.hold(torch.tensor([5]))
+    first, second = table(torch.tensor([5])), table(torch.tensor([5]))
+    first.sum().backward()
+    assert table.hot is not None
+    rows = table.hot.rows.detach().clone()
+    with pytest.raises(TableError, match="look up all ids of a step at once"):
+        second.sum().backward()
+    assert torch.equal(table.hot.rows, rows)
+
+
+# -- what autograd can do with a lookup
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_activation_checkpoints(optimizer: str | None) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    ids = torch.arange(50)
+    tables = []
+    for how in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
+        torch.manual_seed(0)
+        table = TTEmbedding(1000, 16, ranks=8, std=1.0, optimizer=optimizer)
+        scale = torch.ones(1, requires_grad=True)
+        work = lambda x, table=table: (table(ids) * x).square().sum()  # noqa: E731
+        (checkpoint(work, scale, **how) if how else work(scale)).backward()
+        tables.append(table)
+    for other in tables[1:]:
+        for a, b in zip(tables[0].cores, other.cores, strict=True):
+            torch.testing.assert_close(b, a)
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(b.grad, a.grad)
+
+
+def test_graphs_that_are_kept_and_saved_tensors_that_are_copied(path: str) -> None:
+    table = TTEmbedding(300, 16, ranks=8, std=1.0)
+    ids, other = torch.arange(50), torch.arange(30, 90)
+    rows = table(ids)
+    rows.square().sum().backward(retain_graph=True)
+    once = [core.grad.clone() for core in table.cores if core.grad is not None]
+    table(other).sum().backward()
+    table.zero_grad()
+    rows.square().sum().backward()
+    for core, gradient in zip(table.cores, once, strict=True):
+        torch.testing.assert_close(core.grad, gradient)
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            found = table(ids)
+        table.zero_grad()
+        found.square().sum().backward()
+        for core, gradient in zip(table.cores, once, strict=True):
+            torch.testing.assert_close(core.grad, gradient)
+
+
+def test_cores_in_any_layout_and_frozen_ones(path: str) -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(90, 24, rows=[3, 5, 6], dims=[2, 3, 4], ranks=4, std=1.0)
+    expected = dense([core.detach() for core in table.cores], 90)
+    table.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(table(torch.arange(90)).detach(), expected, atol=1e-5, rtol=1e-5)
+    for optimizer in ("sgd", "adagrad", "rowwise_adagrad"):
+        fused = TTEmbedding(50, 4, ranks=2, std=1.0, optimizer=optimizer, learning_rate=0.1)
+        fused.cores[0].requires_grad_(False)
+        before = [core.detach().clone() for core in fused.cores]
+        fused(torch.arange(6)).sum().backward()
+        changed = [not torch.equal(core, old) for core, old in zip(fused.cores, before, strict=True)]
+        assert changed == [False, True, True]
+
+
+def test_values_that_cannot_be_taken() -> None:
+    for wrong, message in (
+        ({"learning_rate": -1.0}, "learning_rate must be at least 0"),
+        ({"std": -1.0}, "std must be at least 0"),
+        ({"device": "meta"}, "device 'meta' has none"),
+        ({"rows": "999"}, "whole number"),
+        ({"rows": (None, 10, 10)}, "whole number"),
+    ):
+        arguments: Any = wrong
+        with pytest.raises(TableError, match=message):
+            TTEmbedding(1000, 16, **arguments)
+    table: Any = TTEmbeddingBag(1000, 16, ranks=2)
+    for ids in ([1, 2], torch.tensor([1 + 2j])):
+        with pytest.raises(DataError, match="ids are"):
+            table(ids, torch.tensor([0])) if isinstance(ids, list) else table.rows(ids)

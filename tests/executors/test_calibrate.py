@@ -35,6 +35,14 @@ def test_sampled_batches_are_skewed_and_within_the_table() -> None:
             assert ids.size % bags == 0
 
 
+def test_dimensions_that_fbgemm_does_not_take_and_devices_that_are_not_there() -> None:
+    shapes = [TTShape.choose(500, 6, 2)]
+    assert calibrate(shapes, batch_size=8, rounds=1).dense_seconds(10, 6) > 0
+    for device in ("foo", "meta", "cuda:99"):
+        with pytest.raises(JobError, match=f"device '{device}' cannot be measured"):
+            calibrate(shapes, device=device)
+
+
 def test_nothing_to_calibrate() -> None:
     with pytest.raises(JobError, match="no shapes to calibrate"):
         calibrate([])

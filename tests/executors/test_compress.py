@@ -210,3 +210,43 @@ def test_under_distributed_model_parallel_beside_a_plan() -> None:
         np.testing.assert_allclose(first[name], weight, atol=2e-5, rtol=2e-4)
     for found in others:  # the whole tables are gathered on rank 0
         np.testing.assert_array_equal(found["x"], first["x"])
+
+
+def hot_in_a_job(rank: int) -> list[np.ndarray]:
+    torch.manual_seed(3)
+    table = nn.parallel.DistributedDataParallel(TTEmbedding(ROWS, DIM, ranks=4, std=1.0, hot_rows=3))
+    optimizer = torch.optim.SGD(table.parameters(), lr=RATE)
+    for step in range(4):
+        if step == 2:
+            table.module.hold(torch.tensor([1, 7]))
+        optimizer.zero_grad()
+        table(torch.arange(rank, 20, 2 + rank)).square().sum().backward()
+        optimizer.step()
+    table.module.fold(steps=5)
+    return [table.module.to_dense().numpy()]
+
+
+def test_hot_rows_in_a_job_are_the_same_on_every_rank() -> None:
+    first, second = ranks.run(1, 2, hot_in_a_job)
+    np.testing.assert_array_equal(first[0], second[0])
+
+
+def test_ids_stay_where_a_collection_puts_them() -> None:
+    torch.manual_seed(0)
+    configs = [EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[n]) for n in ("a", "b")]
+    before = EmbeddingCollection(tables=configs, need_indices=True)
+    features = batch(0, 0)
+    expected = before(features)
+    after, _ = compress(before, {"a": full_rank()})
+    found = after(features)
+    for name in ("a", "b"):
+        assert torch.equal(found[name].weights(), expected[name].weights())
+        torch.testing.assert_close(found[name].values(), expected[name].values(), atol=1e-5, rtol=1e-5)
+
+
+def test_shapes_of_a_decision_are_taken() -> None:
+    from flexshard.embeddings import TTShape
+
+    model, report = compress(Model(), {"x": TTShape.choose(ROWS, DIM, 2, cores=2)}, decompose=False)
+    assert report[0].shape == TTShape.choose(ROWS, DIM, 2, cores=2)
+    assert model.get_submodule("lookup.tables.x").shape == report[0].shape

@@ -163,6 +163,83 @@ def test_all_tables_may_be_compressed_and_decisions_are_kept(tmp_path: Path) -> 
         CompressionPlan.load(path)
 
 
+def test_options_say_what_was_planned() -> None:
+    own = tables()
+    for offered, budget in (({}, "neutral"), (options(own, [16]), "+100MB"), (options(own, [16]), "-15MB")):
+        found = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=4096, budget=budget)
+        assert sum(t.option.memory_bytes for t in found.tables.values()) == pytest.approx(found.memory_bytes)
+        latency = found.step_seconds - sum(t.option.seconds for t in found.tables.values())
+        alphas = [(level.all_to_all, level.all_reduce) for level in CLUSTER.levels]
+        assert -1e-9 <= latency <= 3 * sum(rate.alpha_seconds for pair in alphas for rate in pair if rate is not None)
+        if not offered:
+            assert found.plan is not None
+            assert found.lower_bound_seconds == pytest.approx(found.step_seconds, rel=1e-3)
+            assert found.memory_price_seconds_per_gib == pytest.approx(
+                found.plan.memory_price_seconds_per_gib, rel=0.05
+            )
+
+
+def test_limits_hold_to_the_last_byte() -> None:
+    own = tables()[:1]
+    shapes = [TTShape.choose(own[0].rows, own[0].dim, rank) for rank in (4, 8)]
+    instance = build_instance(own, CLUSTER, batch_size=256)
+    neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
+    memory = [
+        tensor_train_cost(own[0], CLUSTER, shape, TTReads.expected(own[0], 256, shape)).memory_bytes for shape in shapes
+    ]
+    slow_small = TTRates("test", (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1e-12), (0, 0, 0))
+    for short, rank in ((0.0, 0), (1e-7, 0), (1e-8, 0)):
+        found = plan_compression(
+            own,
+            CLUSTER,
+            options={"a": [TTOption(shape, 8e-7 * place) for place, shape in enumerate(shapes)]},
+            rates=slow_small,
+            batch_size=256,
+            budget=memory[1] * (1 - short) - neutral,
+            loss_limit=0.0,
+        )
+        assert found.shapes == {"a": shapes[rank]}
+        assert found.memory_bytes <= found.budget_bytes * (1 + 1e-12)
+    with pytest.raises(SolverError, match="no choice keeps the losses within"):
+        plan_compression(
+            own, CLUSTER, options={"a": [TTOption(shapes[0], 8e-7)]}, rates=RATES, batch_size=256,
+            budget=1.01 * memory[0] - neutral, loss_limit=0.0,
+        )  # fmt: skip
+
+
+def test_too_little_for_one_tier_is_a_matter_of_the_budget() -> None:
+    hot = Table("hot", 10, 64, AccessProfile.from_counts([10**6] * 10, num_samples=1000))
+    cold = Table("cold", 10**6, 64, AccessProfile.from_counts([1], num_samples=1000, num_rows=10**6))
+    with pytest.raises(BudgetError, match="no choice of tensor trains and tiers fits") as raised:
+        plan_compression([hot, cold], CLUSTER, options={}, rates=RATES, batch_size=256, budget="-20MB", tiers=1)
+    least = raised.value.least_bytes
+    instance = build_instance([hot, cold], CLUSTER, batch_size=256)
+    neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
+    budget = least - neutral + 1
+    plan_compression([hot, cold], CLUSTER, options={}, rates=RATES, batch_size=256, budget=budget, tiers=1)
+
+
+def test_a_program_that_runs_out_of_time() -> None:
+    own = [table(f"t{k}", 20_000 + 1000 * k, 0.8 + 0.01 * k, 5 + k) for k in range(40)]
+    offered = {
+        t.name: [TTOption(TTShape.choose(t.rows, t.dim, r), (k % 7 + 1) / r) for r in range(2, 34, 4)]
+        for k, t in enumerate(own)
+    }
+    with pytest.raises(SolverError, match="raise the time limit"):
+        plan_compression(
+            own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-10MB", loss_limit=2.0,
+            time_limit_seconds=1e-3,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ['"a": 1e999', '"tables": 3', '"plan": null'])
+def test_damaged_decisions(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "d.json"
+    path.write_text('{"format": "flexshard.compression", "version": 1, "fingerprint": "x", ' + text + "}")
+    with pytest.raises(PlanError, match=r"d\.json"):
+        CompressionPlan.load(path)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -170,6 +247,10 @@ def test_all_tables_may_be_compressed_and_decisions_are_kept(tmp_path: Path) -> 
         ({"options": {"a": [TTOption(TTShape.choose(100, 64, 4))]}}, JobError, "an option is for 100 rows of 64"),
         ({"budget": "-1TB"}, BudgetError, "no choice of tensor trains and tiers fits"),
         ({"loss_limit": -1.0}, JobError, "loss_limit must be at least 0"),
+        ({"loss_limit": "much"}, JobError, "loss_limit must be a number"),
+        ({"tiers": 2.5}, JobError, "tiers must be a whole number"),
+        ({"time_limit_seconds": 0}, JobError, "time_limit_seconds must be above 0"),
+        ({"options": {"a": [TTShape.choose(100, 64, 4)]}}, JobError, "must be a list of TTOption"),
         ({"loss_limit": 0.01, "budget": "-14MB"}, SolverError, "raise one of them, or offer other ranks"),
     ],
 )

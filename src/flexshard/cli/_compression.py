@@ -50,17 +50,21 @@ def compress_command(
     as_json: AsJson = False,
 ) -> None:
     """Decide which tables become tensor trains, so that a job fits its budget at the least step time."""
+    if plan is not None and plan.resolve() == output.resolve():
+        raise JobError(f"{plan}: the decision and the plan are two files; give two names")
     spec = load_job(job)
     if budget is not None:
         spec = replace(spec, budget=budget)
     with working("choosing tables"):
         found = spec.compress(TTRates.load(rates), hashed=hashed)
-    found.save(output)
+    if plan is not None and found.plan is None:
+        raise JobError(f"{plan}: every table is compressed, so there is no plan to write; leave --plan out")
     if plan is not None and found.plan is not None:
         found.plan.save(plan)
+    found.save(output)
     emit(found.document(), as_json=as_json, text=_grid(found))
     if not as_json:
-        say(f"written to {output}" + (f" and {plan}" if plan is not None and found.plan is not None else ""))
+        say(f"written to {output}" + (f" and {plan}" if plan is not None else ""))
 
 
 def _grid(found: CompressionPlan) -> Grid:

@@ -29,6 +29,8 @@ from flexshard.topologies import Cluster
 
 __all__ = ["ShapeRates", "TTRates", "TTReads", "TTWork", "fit_rates", "tensor_train_cost"]
 
+FloatArray = npt.NDArray[np.float64]
+
 FORMAT, VERSION = "flexshard.rates", 1
 FLOAT_BYTES = 4
 
@@ -71,22 +73,36 @@ class TTReads:
         profile = table.profile
         p, distinct = profile.counts / profile.num_samples, table.distinct_samples(batch_size)
         unread = -distinct * np.log1p(-np.minimum(p, 1.0 - 2**-53))  # -log of the chance that a batch has it not
-        below = [prod(shape.rows[k:]) for k in range(1, shape.cores)]
-        # Independent rows: the chance that a prefix is not read is the product of those of its rows.
-        sums = np.concatenate([[0.0], np.cumsum(unread * profile.rows)])
-        ranks = np.concatenate([[0], np.cumsum(profile.rows)])
         missed = float(profile.rows @ np.exp(-unread) + table.rows - profile.rows_read) / table.rows
         found = []
-        for size in below:
+        for size in (prod(shape.rows[k:]) for k in range(1, shape.cores)):
             if hashed:
-                found.append(
-                    min(-(-table.rows // size), prod(shape.rows) // size) * (1.0 - missed ** min(size, table.rows))
-                )
+                found.append(-(-table.rows // size) * (1.0 - missed ** min(size, table.rows)))
             else:
-                edges = np.minimum(size * np.arange(-(-profile.rows_read // size) + 1), profile.rows_read)
-                found.append(float(-np.expm1(-np.diff(np.interp(edges, ranks, sums))).sum()))
+                found.append(_ordered_prefixes(unread, profile.rows, size))
         found.append(float(expected_distinct(p, distinct) @ profile.rows))
         return cls(distinct * profile.avg_length, float(batch_size), tuple(found))
+
+
+def _ordered_prefixes(unread: FloatArray, rows: npt.NDArray[np.int64], size: int) -> float:
+    """Expected prefixes of ``size`` rows each that a batch reads any row of, rows being in order of their counts.
+
+    Rows are independent: the chance that a prefix is not read is the product of those of its rows. Prefixes of equal
+    rows are equal, so only those that lie between two counts are looked at one by one.
+
+    Args:
+        unread: -log of the chance that a row of each count is not read; shape (K,).
+        rows: of each count; shape (K,).
+        size: rows of a prefix.
+    """
+    ends = np.cumsum(rows)
+    starts = ends - rows
+    within = np.maximum(ends // size - -(-starts // size), 0)
+    whole_ones = float(within @ -np.expm1(-size * unread))
+    between = np.unique(ends[ends % size != 0] // size)
+    edges = np.minimum(np.stack([between, between + 1]) * size, ends[-1])
+    sums = np.interp(edges, np.concatenate([[0], ends]), np.concatenate([[0.0], np.cumsum(unread * rows)]))
+    return whole_ones + float(-np.expm1(sums[0] - sums[1]).sum())
 
 
 @dataclass(frozen=True)
@@ -206,6 +222,12 @@ class TTRates:
     step: tuple[float, ...]
     dense: tuple[float, ...]
     shapes: tuple[ShapeRates, ...] = ()
+
+    def __post_init__(self) -> None:
+        own = [(self.step, _WORK), (self.dense, _DENSE), *((shape.step, _WORK) for shape in self.shapes)]
+        for rates, names in own:
+            if len(rates) != len(names):
+                raise DataError(f"rates are of {', '.join(names)}; found {len(rates)} numbers")
 
     def step_seconds(self, shape: TTShape, reads: TTReads) -> float:
         """Forward, backward and update of one batch."""

@@ -65,6 +65,18 @@ class _Compressed(nn.Module):
 class CompressedEmbeddingCollection(_Compressed):
     """An EmbeddingCollection whose tables are partly tensor trains."""
 
+    def __init__(
+        self,
+        configs: Sequence[Any],
+        collection: nn.Module | None,
+        tables: Mapping[str, nn.Module],
+        *,
+        need_indices: bool = False,
+    ) -> None:
+        """See :func:`compress`, which makes them."""
+        super().__init__(configs, collection, tables)
+        self._need_indices = need_indices
+
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Embeddings by feature, as the collection gave them."""
         found = {} if self.collection is None else self.collection(features)
@@ -105,7 +117,9 @@ def _sequences(module: Any, features: KeyedJaggedTensor, found: Any) -> dict[str
         if table is None:
             result[name] = found[module._inner[name]]
         else:
-            result[name] = JaggedTensor(rows[table, feature], lengths=features[feature].lengths())
+            own = features[feature]
+            ids = own.values() if module._need_indices else None  # where the collection puts them
+            result[name] = JaggedTensor(rows[table, feature], lengths=own.lengths(), weights=ids)
     return result
 
 
@@ -232,7 +246,7 @@ def _compressed(
     rest: Any = None
     if others:
         kind = type(module)
-        how = {"is_weighted": module.is_weighted()} if bags else {}
+        how = {"is_weighted": module.is_weighted()} if bags else {"need_indices": module.need_indices()}
         rest = kind(tables=others, device=torch.device("meta"), **how)
         kept = rest.embedding_bags if bags else rest.embeddings
         for config in others:
@@ -240,4 +254,4 @@ def _compressed(
         rest._device = module._device if hasattr(module, "_device") else rest._device
     if bags:
         return CompressedEmbeddingBagCollection(configs, rest, made, is_weighted=module.is_weighted()), report
-    return CompressedEmbeddingCollection(configs, rest, made), report
+    return CompressedEmbeddingCollection(configs, rest, made, need_indices=module.need_indices()), report

@@ -103,6 +103,8 @@ def _check_bags(
     mode: str,
     include_last_offset: bool,
 ) -> None:
+    if not isinstance(input, torch.Tensor):
+        raise DataError(f"ids are a tensor, found {type(input).__name__}")
     if input.dim() == 2:
         if offsets is not None:
             raise DataError("ids of two dimensions are bags of equal length and take no offsets")
@@ -111,7 +113,7 @@ def _check_bags(
     elif offsets is None:
         raise DataError("ids of one dimension need offsets, where each bag starts")
     else:
-        if offsets.is_floating_point():
+        if offsets.is_floating_point() or offsets.dtype == torch.bool:
             raise DataError(f"offsets are whole numbers, found {offsets.dtype}")
         if offsets.dim() == 1 and not offsets.numel() and not input.numel() and not include_last_offset:
             return  # no bags

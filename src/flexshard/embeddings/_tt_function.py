@@ -38,8 +38,9 @@ class TTRows(torch.autograd.Function):
                 products = _kept(table, levels, laid[0]) if trained else []
                 kept = products if trained else None
                 rows = forward_rows(levels, shape, laid, products=kept, compiled=backend == "numba")
-        # Saved as autograd saves tensors, so that it notices where cores were changed in between.
-        ctx.save_for_backward(*cores, *products)
+        # Saved as autograd saves tensors, so that it notices where cores were changed in between. Products are our own.
+        ctx.save_for_backward(*cores)
+        ctx.products = products if trained else None
         ctx.table, ctx.levels, ctx.backend, ctx.updates = table, levels, backend, table._updates
         return rows.to(cores[0].dtype)
 
@@ -55,9 +56,12 @@ class TTRows(torch.autograd.Function):
                     " look up all ids of a step at once, or use optimizer=None"
                 )
             table._updates += 1
-        cores, products = ctx.saved_tensors[: shape.cores], ctx.saved_tensors[shape.cores :]
+        cores = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
             laid = _laid(cores)
+            # A graph that was kept comes here again, when the products' memory may serve another lookup.
+            products = _products(table, levels, laid, ctx.backend) if ctx.products is None else ctx.products
+            ctx.products = None
             if ctx.backend == "triton":
                 shaped = _backward_triton(table, gradient.float(), levels, laid, products)
             else:
@@ -66,12 +70,24 @@ class TTRows(torch.autograd.Function):
                 found[-1] = found[-1].transpose(1, 2)
                 shaped = [own.reshape(core.shape) for own, core in zip(found, table.cores, strict=True)]
                 if products:
-                    _SPARE[table] = products[0]._base if products[0]._base is not None else products[0]
+                    _SPARE[table] = products[0]._base
         if table.optimizer is not None:
             if shaped:
                 table._update(shaped)
             return (None, None, None, *[None] * shape.cores)
         return (None, None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
+
+
+def _products(table: TTTable, levels: Levels, laid: Sequence[torch.Tensor], backend: str) -> list[torch.Tensor]:
+    """Products of prefixes once more."""
+    found = _kept(table, levels, laid[0])
+    if backend == "triton":
+        from flexshard.embeddings import _tt_triton
+
+        _tt_triton.forward_rows(levels, table.shape, laid, products=found)
+    else:
+        forward_rows(levels, table.shape, laid, products=found, compiled=backend == "numba")
+    return found
 
 
 def _backward_triton(
@@ -85,7 +101,7 @@ def _backward_triton(
     from flexshard.embeddings import _tt_triton
 
     cores, update = [core.detach() for core in table.cores], None
-    within = all(core.dtype == torch.float32 and core.is_contiguous() for core in cores)
+    within = all(core.dtype == torch.float32 and core.is_contiguous() and core.requires_grad for core in table.cores)
     if table.optimizer is not None and within:
         update = _tt_triton.Update(table.optimizer, cores, table._sums(), table.learning_rate, table.eps)
     found = _tt_triton.backward_rows(gradient, levels, table.shape, laid, products, update=update)
@@ -112,7 +128,7 @@ def _kept(table: TTTable, levels: Levels, like: torch.Tensor) -> list[torch.Tens
 
 def _laid(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Cores as the products take them: slices as matrices, the last transposed; in float32."""
-    laid = [core.detach().float().flatten(2) for core in cores[:-1]]
+    laid = [core.detach().float().contiguous().flatten(2) for core in cores[:-1]]
     return [*laid, cores[-1].detach().float().squeeze(3).transpose(1, 2).contiguous()]
 
 

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from flexshard.errors import TableError
+
 if TYPE_CHECKING:
     from flexshard.embeddings._tt_table import TTTable
 
 __all__ = ["HotRows"]
+
+_UNUSED = torch.iinfo(torch.int64).max
 
 
 class HotRows(nn.Module):
     """Up to a number of rows, by id.
 
     Attributes:
-        ids: of the rows, ascending; places that are not in use hold the table's number of rows. Shape (capacity,).
+        ids: of the rows, ascending; places that are not in use hold the largest int64. Shape (capacity,).
         rows: shape (capacity, D).
         sums: the fused optimizer's state, if it has any.
     """
@@ -28,9 +32,10 @@ class HotRows(nn.Module):
         """Room for ``capacity`` rows of a table, none of them in use."""
         super().__init__()
         dim, self.optimizer = table.embedding_dim, table.optimizer
-        self._unused, self.learning_rate, self.eps = table.num_embeddings, learning_rate, eps
+        self.learning_rate, self.eps = learning_rate, eps
+        self.changes = 0  # of which rows are where, and fused updates of them: a lookup is of one state
         self.ids: torch.Tensor
-        self.register_buffer("ids", torch.full((capacity,), self._unused, device=device))
+        self.register_buffer("ids", torch.full((capacity,), _UNUSED, device=device))
         self.rows = nn.Parameter(torch.zeros(capacity, dim, device=device, dtype=table.cores[0].dtype))
         if self.optimizer in ("adagrad", "rowwise_adagrad"):
             size = (capacity, dim) if self.optimizer == "adagrad" else (capacity, 1)
@@ -45,7 +50,7 @@ class HotRows(nn.Module):
     @property
     def held(self) -> torch.Tensor:
         """Ids in use, ascending."""
-        return self.ids[self.ids < self._unused]
+        return self.ids[self.ids < _UNUSED]
 
     def find(self, distinct: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of distinct ids are held, and where; shape (u,) each."""
@@ -54,8 +59,6 @@ class HotRows(nn.Module):
 
     def take(self, place: torch.Tensor, table: TTTable) -> torch.Tensor:
         """Rows at distinct places; with a fused optimizer their gradient is a step."""
-        if self.optimizer is None:
-            return self.rows[place]
         return _Taken.apply(self.rows, place, self, table)
 
     @torch.no_grad()
@@ -69,7 +72,8 @@ class HotRows(nn.Module):
             self.sums[:count] = sums
         self.rows[:count] = rows.to(self.rows.dtype)
         self.rows[count:] = 0
-        self.ids[:count], self.ids[count:] = ids, self._unused
+        self.ids[:count], self.ids[count:] = ids, _UNUSED
+        self.changes += 1
 
     @torch.no_grad()
     def drop(self, ids: torch.Tensor) -> None:
@@ -84,27 +88,41 @@ class HotRows(nn.Module):
     @torch.no_grad()
     def update(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
         """The fused optimizer's step of rows at distinct places."""
+        self.changes += 1
+        if not self.rows.requires_grad:
+            return
         if self.optimizer == "sgd":
             step = self.learning_rate * gradient
         else:
+            self.sums = self.sums.float()  # whatever the model was cast to
             squares = gradient**2 if self.optimizer == "adagrad" else (gradient**2).mean(1, keepdim=True)
-            total = self.sums[place].float() + squares
-            self.sums[place] = total.to(self.sums.dtype)
+            total = self.sums[place] + squares
+            self.sums[place] = total
             step = self.learning_rate * gradient / (total.sqrt() + self.eps)
         self.rows[place] -= step.to(self.rows.dtype)
 
 
 class _Taken(torch.autograd.Function):
-    """Rows at distinct places, whose gradient becomes a step of theirs."""
+    """Rows at distinct places; their gradient, or their step."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, hot: HotRows, table: TTTable) -> Any:
-        ctx.place, ctx.hot, ctx.table = place, hot, table
+        ctx.place, ctx.hot, ctx.table, ctx.changes = place, hot, table, hot.changes
         return rows[place]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.table._check_alone()
-        ctx.hot.update(ctx.place, gradient.float())
-        return None, None, None, None
+        hot = ctx.hot
+        if ctx.changes != hot.changes:
+            raise TableError(
+                "hot rows were changed between a lookup and its backward pass; hold and fold after it, and with a fused"
+                " optimizer look up all ids of a step at once"
+            )
+        if hot.optimizer is not None:
+            ctx.table._check_alone()
+            hot.update(ctx.place, gradient.float())
+            return None, None, None, None
+        found = torch.zeros_like(hot.rows)
+        found[ctx.place] = gradient
+        return found, None, None, None

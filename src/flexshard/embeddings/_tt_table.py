@@ -85,8 +85,10 @@ class TTTable(nn.Module):
         if dtype not in (torch.float32, torch.bfloat16):
             raise TableError(f"cores are float32 or bfloat16, found {dtype}")
         self.optimizer = optimizer
-        self.learning_rate = finite(learning_rate, "learning_rate", TableError)
-        self.eps = finite(eps, "eps", TableError)
+        self.learning_rate = _at_least_0(learning_rate, "learning_rate")
+        self.eps = _at_least_0(eps, "eps")
+        if device is not None and torch.device(device).type == "meta":
+            raise TableError("cores are made where their numbers are; device 'meta' has none")
         if padding_idx is not None:
             within = isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
             if not within or isinstance(padding_idx, bool):
@@ -118,7 +120,7 @@ class TTTable(nn.Module):
         """
         if std is None:
             std = 0.1 if self.optimizer == "sgd" else (3.0 * self.num_embeddings) ** -0.5
-        std = finite(std, "std", TableError)
+        std = _at_least_0(std, "std")
         ranks = 1.0
         for rank in self.shape.ranks:
             ranks *= rank
@@ -214,6 +216,8 @@ class TTTable(nn.Module):
             raise TableError("rows to fold back must be held; see hold()")
         with torch.no_grad():
             wanted = self.rows(given).float()
+            if not bool(wanted.isfinite().all()):
+                raise TableError("a row to fold back has a number that is not finite")
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.randint(self.num_embeddings, (4 * given.numel(),), generator=generator)
             others = torch.unique(drawn.to(given.device))
@@ -247,7 +251,7 @@ class TTTable(nn.Module):
         """Rows of distinct ids, the place of each id among them, and that of the padding row if it is there."""
         distinct, inverse = self._distinct(ids)
         padding = self._padding(distinct)
-        if self.hot is None or not self.hot.held.numel():
+        if self.hot is None:
             return self._rows(distinct), inverse, padding
         found, place = self.hot.find(distinct)
         order = torch.argsort(found.to(torch.int8), stable=True)  # those of the cores first
@@ -257,7 +261,9 @@ class TTTable(nn.Module):
         return rows, now[inverse], None if padding is None else int(now[padding])
 
     def _distinct(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if ids.is_floating_point() or ids.dtype == torch.bool:
+        if not isinstance(ids, torch.Tensor):
+            raise DataError(f"ids are a tensor, found {type(ids).__name__}")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise DataError(f"ids are whole numbers, found {ids.dtype}")
         distinct, inverse = torch.unique(ids.long(), return_inverse=True)
         if distinct.numel():
@@ -298,6 +304,8 @@ class TTTable(nn.Module):
         sums = self._sums()
         with torch.no_grad():
             for k, (core, gradient) in enumerate(zip(self.cores, gradients, strict=True)):
+                if not core.requires_grad:
+                    continue
                 if self.optimizer == "sgd":
                     core.add_(gradient.to(core.dtype), alpha=-self.learning_rate)
                     continue
@@ -323,6 +331,13 @@ class TTTable(nn.Module):
         fused = "" if self.optimizer is None else f", fused {self.optimizer}"
         smaller = f"{self.shape.compression:.0f} times smaller"
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.shape}, {smaller}{fused}"
+
+
+def _at_least_0(value: float, name: str) -> float:
+    number = finite(value, name, TableError)
+    if number < 0:
+        raise TableError(f"{name} must be at least 0, found {value}")
+    return number
 
 
 @torch.no_grad()

@@ -62,13 +62,17 @@ def calibrate(
         progress: called with how many shapes are done, and of how many.
 
     Raises:
-        JobError: no shapes, or numbers out of range.
+        JobError: no shapes, numbers out of range, or a device that is not there.
     """
     if not shapes:
         raise JobError("there are no shapes to calibrate; give ranks, or a job whose tables have some")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise JobError(f"device {str(device)!r} cannot be measured: {str(error).splitlines()[0]}") from error
     rounds, batch_size = whole(rounds, "rounds", JobError), whole(batch_size, "batch_size", JobError, least=8)
     distinct = list({(shape.dims, shape.ranks): shape for shape in shapes}.values())
-    dims = sorted({shape.embedding_dim for shape in distinct})
+    dims = sorted({-(-shape.embedding_dim // 4) * 4 for shape in distinct})  # what FBGEMM takes
     done, total = 0, len(distinct) + len(dims)
 
     def tick() -> None:
@@ -92,7 +96,8 @@ def calibrate(
     for dim in dims:
         batches = list(sample_batches(_DENSE_ROWS, batch_size, seed))
         dense_work += [[1.0, ids.size, ids.size * dim] for ids, _ in batches]
-        dense_seconds += least_seconds([_dense_step(dim, ids, bags, device) for ids, bags in batches], rounds, device)
+        table = _dense_table(dim, device)
+        dense_seconds += least_seconds([_dense_step(table, dim, *own, device) for own in batches], rounds, device)
         tick()
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}, "
     machine += datetime.date.today().isoformat()
@@ -129,18 +134,22 @@ def train_step(shape: TTShape, ids: np.ndarray, bags: int, device: torch.device 
     return lambda: table(values).backward(upstream)
 
 
-def _dense_step(dim: int, ids: np.ndarray, bags: int, device: torch.device | str) -> Step:
-    """The same of a dense table in FBGEMM, as TorchRec looks it up."""
+def _dense_table(dim: int, device: torch.device | str) -> torch.nn.Module:
+    """A table in FBGEMM, as TorchRec has it."""
     on_cpu = torch.device(device).type == "cpu"
     place = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
     unit = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
-    table = SplitTableBatchedEmbeddingBagsCodegen(
+    return SplitTableBatchedEmbeddingBagsCodegen(
         [(_DENSE_ROWS, dim, place, unit)],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=1e-6,
         pooling_mode=PoolingMode.SUM,
         device=torch.device(device),
     )
+
+
+def _dense_step(table: torch.nn.Module, dim: int, ids: np.ndarray, bags: int, device: torch.device | str) -> Step:
+    """A lookup of it, with backward and update."""
     values = torch.from_numpy(ids).to(device)
     offsets = torch.arange(0, ids.size + 1, ids.size // bags, device=device)
     upstream = torch.ones(bags, dim, device=device)

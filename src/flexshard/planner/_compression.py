@@ -12,7 +12,8 @@ from typing import Any
 from flexshard import units
 from flexshard._files import write_text
 from flexshard._tt_shape import TTShape
-from flexshard.errors import PlanError, TableError
+from flexshard._values import finite
+from flexshard.errors import ClusterError, PlanError, TableError
 from flexshard.planner._document import format_of, plan_document, plan_of, read_json
 from flexshard.planner._plan import Plan
 
@@ -35,8 +36,12 @@ class TTOption:
     loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.loss < float("inf"):
-            raise TableError(f"an option's loss is at least 0 and finite, found {self.loss}")
+        if not isinstance(self.shape, TTShape):
+            raise TableError(f"an option has a TTShape, found {self.shape!r}")
+        loss = finite(self.loss, "an option's loss", TableError)
+        if loss < 0:
+            raise TableError(f"an option's loss is at least 0, found {self.loss}")
+        object.__setattr__(self, "loss", loss)
 
 
 @dataclass(frozen=True)
@@ -210,8 +215,15 @@ class CompressionPlan:
             plan = body.pop("plan")
             if plan is not None:
                 plan = plan_of({k: v for k, v in plan.items() if k not in ("format", "version", "fingerprint")})
-            return cls(tables={table.name: table for table in tables}, plan=plan, **body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            limit = body.pop("loss_limit")
+            numbers = {name: float(value) for name, value in body.items()}
+            return cls(
+                tables={table.name: table for table in tables},
+                plan=plan,
+                loss_limit=None if limit is None else float(limit),
+                **numbers,
+            )
+        except (ClusterError, TableError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{path}: a field is missing or of another type ({error!r}); decide again") from error
 
 
@@ -234,9 +246,14 @@ def _fingerprint(body: dict[str, Any]) -> str:
 
 def _choice(body: dict[str, Any]) -> TableChoice:
     options = tuple(
-        TableOption(**(entry | {"shape": None if entry["shape"] is None else _shape(entry["shape"])}))
+        TableOption(
+            shape=None if entry["shape"] is None else _shape(entry["shape"]),
+            **{name: float(value) for name, value in entry.items() if name != "shape"},
+        )
         for entry in body["options"]
     )
+    if not 0 <= body["chosen"] < len(options):
+        raise ValueError(f"option {body['chosen']} of {len(options)} was chosen")
     return TableChoice(**(body | {"options": options}))
 
 

@@ -131,7 +131,7 @@ def read_json(
     expected = document.pop("fingerprint", None)
     try:
         found = digest(document)
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, ValueError):
         found = None
     if found != expected:
         raise PlanError(f"{path}: its content does not match its fingerprint; it was edited or damaged: plan again")

@@ -112,7 +112,9 @@ class Job:
         )
 
     def compress(self, rates: TTRates, *, hashed: bool = False) -> CompressionPlan:
-        """Which tables to compress; raises as :func:`plan_compression`."""
+        """Which tables to compress; raises as :func:`plan_compression`, and JobError for method "paper"."""
+        if self.method != "optimal":
+            raise JobError(f"tables are compressed with method 'optimal', the job has {self.method!r}")
         return plan_compression(
             self.tables,
             self.cluster,
@@ -125,6 +127,7 @@ class Job:
             tiers=self.tiers,
             overlap=self.overlap,
             index_dedup=self.index_dedup,
+            reduction=self.reduction,
             translation=self.translation,
         )
 
