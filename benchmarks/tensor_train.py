@@ -21,7 +21,7 @@ from torch.nn import functional
 from benchmarks.timing import machine
 from flexshard import units
 from flexshard._grids import as_text, new_grid
-from flexshard.embeddings import TTEmbeddingBag, TTShape
+from flexshard.embeddings import TTEmbeddingBag, TTShape, _tt_rows
 from flexshard.embeddings import _tt_function as ours
 
 ROWS, BATCH, LENGTH = 10_000_000, 4096, 20
@@ -55,6 +55,7 @@ def main() -> None:
         grid.add_row(str(dim), "dense", "hashed", "1", "", "", "", "", f"{forward:.1f}", f"{both:.1f}", "", "")
     print(as_text(grid, 160), flush=True)
     print_shares(batches, args.rounds)
+    print_suffix(batches["ordered"], args.rounds)
     print_compression()
 
 
@@ -181,40 +182,99 @@ def dense(dim: int, ids: torch.Tensor, rounds: int) -> tuple[float, float]:
 
 
 def print_shares(batches: dict[str, torch.Tensor], rounds: int) -> None:
-    """What each step of ours brings at D = R = 64, forward and backward: as Figures 14, 17 and 18 have it."""
-    grid = new_grid("D = 64, R = 64: what each optimisation brings, forward and backward", [""], list(batches))
-    columns = [shares(ids, rounds) for ids in batches.values()]
-    for name in columns[0]:
-        cells = (f"{own[name]:.0f} ms, {next(iter(own.values())) / own[name]:.1f}x" for own in columns)
+    """What each step of ours brings at D = R = 64, one added to the other: as Figures 14, 17 and 18 have it."""
+    numbers = ["lookup (Figure 17)", "", "of the one before", "with backward (14, 18)", "", "of the one before"]
+    grid = new_grid("D = 64, R = 64: what each optimisation brings", [""], numbers)
+    found = shares(batches["hashed"], rounds)
+    last = shares(batches["ordered"], rounds)
+    found["and rows in order of frequency"] = last["and SGD within backward"]
+    first = before = next(iter(found.values()))
+    for name, own in found.items():
+        cells = []
+        for place in (0, 1):
+            cells += [f"{own[place]:.0f} ms", f"{first[place] / own[place]:.1f}x", f"{before[place] / own[place]:.2f}x"]
         grid.add_row(name, *cells)
-    print(as_text(grid, 110), flush=True)
+        before = own
+    print(as_text(grid, 140), flush=True)
 
 
-def shares(ids: torch.Tensor, rounds: int) -> dict[str, float]:
-    """Milliseconds with one optimisation more each."""
+def shares(ids: torch.Tensor, rounds: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds of forward, and of forward and backward, with one optimisation more each."""
     offsets, upstream = torch.arange(0, BATCH * LENGTH, LENGTH), torch.ones(BATCH, 64)
     table = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS)
     fused = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS, optimizer="sgd", learning_rate=1e-6)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1e-6)
     naive = TTRec(table)
     few = ids.view(BATCH, LENGTH)[::SHARE].reshape(-1)
-    distinct, inverse = torch.unique(ids, return_inverse=True)
+    distinct = torch.unique(ids)
     small = distinct[::SHARE]
     small = small[: small.numel() // LENGTH * LENGTH]
+    scale = distinct.numel() / small.numel()
 
-    def pool() -> None:
-        rows = torch.zeros(distinct.numel(), 64, requires_grad=True)
-        functional.embedding_bag(inverse, rows, offsets, mode="sum").backward(upstream)
+    def pool(backward: bool) -> None:
+        rows = torch.zeros(distinct.numel(), 64, requires_grad=backward)
+        pooled = functional.embedding_bag(torch.unique(ids, return_inverse=True)[1], rows, offsets, mode="sum")
+        if backward:
+            pooled.backward(upstream)
 
-    found = {"every id by itself (TT-Rec)": SHARE * best_chunk(lambda size: naive.forward_backward(few, size), rounds)}
-    each = best_chunk(lambda size: naive.forward_backward(small, size), rounds) * distinct.numel() / small.numel()
-    found["every distinct id by itself"] = each + timed(pool, rounds)
+    def step() -> None:
+        optimizer.zero_grad()
+        table(ids, offsets).backward(upstream)
+        optimizer.step()
+
+    table(ids, offsets).backward(upstream)
+    update = timed(optimizer.step, rounds)
+    found = {
+        "every id by itself (TT-Rec)": (
+            SHARE * best_chunk(lambda size: naive.forward(few, size), rounds),
+            SHARE * best_chunk(lambda size: naive.forward_backward(few, size), rounds) + update,
+        ),
+        "every distinct id by itself": (
+            scale * best_chunk(lambda size: naive.forward(small, size), rounds) + timed(lambda: pool(False), rounds),
+            scale * best_chunk(lambda size: naive.forward_backward(small, size), rounds)
+            + timed(lambda: pool(True), rounds)
+            + update,
+        ),
+    }
     usual = ours._backend
     ours._backend = lambda *_: "torch"
-    found["and prefixes once"] = timed(lambda: table(ids, offsets).backward(upstream), rounds)
+    found["and prefixes once"] = timed(lambda: forward(table, ids, offsets), rounds), timed(step, rounds)
     ours._backend = usual
-    found["and the suffix compiled"] = timed(lambda: table(ids, offsets).backward(upstream), rounds)
-    found["and SGD within backward"] = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
+    found["and the suffix compiled"] = timed(lambda: forward(table, ids, offsets), rounds), timed(step, rounds)
+    within = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
+    found["and SGD within backward"] = found["and the suffix compiled"][0], within
     return found
+
+
+def print_suffix(ids: torch.Tensor, rounds: int) -> None:
+    """Ways to compute the last core's products: what is kept is numba's."""
+    table = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS)
+    distinct = torch.unique(ids)
+    levels = _tt_rows.levels_of(distinct, table.shape)
+    laid = ours._laid(table.cores)
+    products = ours._kept(table, levels, laid[0])
+    rows = _tt_rows.forward_rows(levels, table.shape, laid, products=products, compiled=True)
+    out = rows.view(distinct.numel(), 16, 4)
+    arguments = (products[-1], levels.parent, laid[-1], levels.digit, levels.place, out)
+
+    def expression(
+        prefixes: torch.Tensor, parent: torch.Tensor, core: torch.Tensor, digit: torch.Tensor
+    ) -> torch.Tensor:
+        return (prefixes[parent][:, :, None] * core[digit][:, None]).sum(-1)
+
+    ways = {
+        "batched products, 256 at a time": lambda: _tt_rows._suffix(*arguments, compiled=False),
+        "numba": lambda: _tt_rows._suffix(*arguments, compiled=True),
+    }
+    compiled = torch.compile(expression, dynamic=True)
+    try:
+        compiled(*arguments[:4])
+    except Exception as error:  # no compiler of C++, say
+        print(f"torch.compile cannot be had here: {str(error).splitlines()[0]}")
+    else:
+        ways["torch.compile"] = lambda: compiled(*arguments[:4])
+    print("the suffix of D = R = 64, ids in order, forward: ", end="")
+    print(", ".join(f"{name} {timed(way, rounds):.1f} ms" for name, way in ways.items()), flush=True)
 
 
 def print_compression() -> None:

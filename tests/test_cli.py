@@ -212,7 +212,7 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
     )
     for before, after, message in (
         ("{ranks: 8, loss: 0.1}", "{ranks: 8, loss: -1}", "compress[0]: an option's loss is at least 0, found -1.0"),
-        ("{ranks: 8, loss: 0.1}", "{ranks: [8]}", "compress[0]: a tensor train of 200000 rows of 16 with 3 cores"),
+        ("{ranks: 8, loss: 0.1}", "{ranks: [8]}", "compress[0]: a tensor train of 200,000 rows of 16 with 3 cores"),
         ("{ranks: 8, loss: 0.1}", "{rank: 8}", "compress[0].ranks: this field is required"),
     ):
         job.write_text(text.replace(before, after))
