@@ -16,7 +16,7 @@ help:
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding (takes minutes)"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
-	@echo "make bench-tt                  tensor-train tables against the TT-Rec algorithm (takes minutes)"
+	@echo "make bench-tt                  tensor-train tables against the TT-Rec algorithm (takes minutes; CLICKS=path for accuracy)"
 	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
 
 setup: $(VENV)/.ready
@@ -65,6 +65,10 @@ bench-recd: $(VENV)/.bench
 
 bench-tt: setup
 	$(VENV)/bin/python -m benchmarks.tensor_train
+	$(VENV)/bin/python -m benchmarks.tensor_train_model
+	$(VENV)/bin/python -m benchmarks.tensor_train_order $(if $(CLICKS),--clicks "$(CLICKS)")
+	$(if $(CLICKS),$(VENV)/bin/python -m benchmarks.tensor_train_accuracy "$(CLICKS)")
+	if command -v nvidia-smi >/dev/null; then $(VENV)/bin/python -m benchmarks.tensor_train_gpu; fi
 
 bench-cluster: setup
 	$(VENV)/bin/python -m benchmarks.cluster

@@ -1,4 +1,4 @@
-"""The examples that train: deduplicated and plain batches give the same losses."""
+"""The examples that train: what they print is what they are for."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ def test_recd_mind_has_the_same_losses_with_and_without_deduplication(tmp_path: 
         assert float(a[2]) == pytest.approx(float(b[2]), abs=0.005)
         assert float(a[3]) > 3
         assert float(b[3]) == 1
+
+
+def test_elrec_compress_makes_tables_smaller_and_trains_on(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "examples" / "elrec_compress.py"), "--sessions", "20000", "--epochs", "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*script, "--rank", "16"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = dict(re.findall(r"^(.*?):.*held-out AUC (\S+?),?(?: \d+ s)?$", done.stdout, re.MULTILINE))
+    scores = {name.strip(): float(value) for name, value in found.items()}
+    assert set(scores) == {"dense", "compressed", "fine-tuned", "dense, as long"}
+    assert scores["fine-tuned"] > scores["compressed"]
+    assert scores["fine-tuned"] > 0.55
+    times = re.search(r"\((\d+) times smaller\)", done.stdout)
+    assert times is not None
+    assert int(times[1]) >= 10
