@@ -17,10 +17,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import PoolingType
 
 import flexshard
-from flexshard.embeddings import CompressedEmbeddingCollection, TTEmbedding, compress
+from flexshard.costmodels import TTRates
+from flexshard.embeddings import CompressedEmbeddingCollection, TTEmbedding, TTShape, compress
 from flexshard.errors import TableError
 from flexshard.executors import FlexShardEmbeddingCollectionSharder
-from flexshard.planner import FlexShardPlanner
+from flexshard.planner import CompressionPlan, FlexShardPlanner, TTOption, plan_compression
 from tests.executors import models, ranks
 
 ROWS, DIM = 60, 8
@@ -176,14 +177,29 @@ def reference(world: int) -> dict[str, np.ndarray]:
     }
 
 
-def train(rank: int) -> dict[str, np.ndarray]:
-    model, _ = compress(Model(), {"x": full_rank()})
-    cluster = models.small_cluster(2, 2)
+def decide() -> tuple[CompressionPlan, flexshard.AccessProfile]:
+    """x is compressed, since lookups of dense tables are slow on this imagined machine; y and z are not offered any."""
     counts = (100 / (1 + np.arange(ROWS))).astype(np.int64)
     profile = flexshard.AccessProfile.from_counts(counts, num_samples=10, num_rows=ROWS)
+    tables = [flexshard.Table(name, ROWS, DIM, profile, optimizer="sgd") for name in "xyz"]
+    shape = TTShape.choose(ROWS, DIM, **full_rank())
+    decision = plan_compression(
+        tables,
+        models.small_cluster(2, 2),
+        options={"x": [TTOption(shape)]},
+        rates=TTRates("imagined", (0.0,) * 12, (0.0, 1.0, 0.0)),
+        batch_size=12,
+        budget="+1MiB",
+    )
+    return decision, profile
+
+
+def train(rank: int) -> dict[str, np.ndarray]:
+    decision, profile = decide()
+    model, _ = compress(Model(), decision.shapes)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
     sharders = [FlexShardEmbeddingCollectionSharder(fused)]
-    planner = FlexShardPlanner(profiles={"y": profile, "z": profile}, cluster=cluster, batch_size=12)
+    planner = FlexShardPlanner(decision.plan, profiles={"y": profile, "z": profile})
     plan = planner.collective_plan(model, sharders)
     parallel = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
     cores = [parameter for name, parameter in parallel.named_parameters() if ".cores." in name]
@@ -202,7 +218,7 @@ def train(rank: int) -> dict[str, np.ndarray]:
 
 
 def test_under_distributed_model_parallel_beside_a_plan() -> None:
-    """Cores are on every rank and their gradients all-reduced; the other tables are split by a FlexShard plan."""
+    """A decision carried out: cores on every rank, their gradients all-reduced; other tables split as planned."""
     expected = reference(4)
     first, *others = ranks.run(2, 2, train)
     assert first.keys() == expected.keys()
@@ -245,8 +261,6 @@ def test_ids_stay_where_a_collection_puts_them() -> None:
 
 
 def test_shapes_of_a_decision_are_taken() -> None:
-    from flexshard.embeddings import TTShape
-
     model, report = compress(Model(), {"x": TTShape.choose(ROWS, DIM, 2, cores=2)}, decompose=False)
     assert report[0].shape == TTShape.choose(ROWS, DIM, 2, cores=2)
     assert model.get_submodule("lookup.tables.x").shape == report[0].shape
