@@ -590,6 +590,22 @@ def test_graphs_that_are_kept_and_saved_tensors_that_are_copied(path: str) -> No
             torch.testing.assert_close(core.grad, gradient)
 
 
+def test_gradients_that_arrive_sparse() -> None:
+    torch.manual_seed(0)
+    bags, rows = TTEmbeddingBag(100, 8, ranks=2, mode="sum"), TTEmbedding(100, 8, ranks=2)
+    ids = torch.arange(6)
+    for table, arguments, count in ((bags, (ids, torch.tensor([0, 3])), 2), (rows, (ids,), 6)):
+        upstream = torch.zeros(count, 8)
+        upstream[1] = torch.arange(8.0)
+        found = []
+        for gradient in (upstream, upstream.to_sparse(1)):
+            table.zero_grad()
+            table(*arguments).backward(gradient)
+            found.append([core.grad.clone() for core in table.cores if core.grad is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert found[0][0].any()
+
+
 def test_cores_in_any_layout_and_frozen_ones(path: str) -> None:
     torch.manual_seed(0)
     table = TTEmbedding(90, 24, rows=[3, 5, 6], dims=[2, 3, 4], ranks=4, std=1.0)

@@ -13,6 +13,18 @@ from flexshard.errors import DataError, TableError
 __all__ = ["TTEmbedding", "TTEmbeddingBag"]
 
 
+class _Dense(torch.autograd.Function):
+    """What it is given; a sparse gradient of it, which torch's own embeddings do not take, becomes a dense one."""
+
+    @staticmethod
+    def forward(_: Any, values: torch.Tensor) -> Any:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> Any:
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 class TTEmbedding(TTTable):
     """A table as a tensor train, for sequences: ``nn.Embedding`` in a fraction of its memory.
 
@@ -28,7 +40,7 @@ class TTEmbedding(TTTable):
             DataError: an id outside the table.
         """
         rows, inverse, padding = self._lookup(input)
-        return functional.embedding(inverse, rows, padding_idx=padding)
+        return _Dense.apply(functional.embedding(inverse, rows, padding_idx=padding))
 
 
 class TTEmbeddingBag(TTTable):
@@ -85,7 +97,7 @@ class TTEmbeddingBag(TTTable):
         rows, inverse, padding = self._lookup(input)
         if not rows.shape[0]:
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])  # torch wants a row to look up nothing in
-        return functional.embedding_bag(
+        pooled = functional.embedding_bag(
             inverse,
             rows,
             offsets,
@@ -94,6 +106,7 @@ class TTEmbeddingBag(TTTable):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+        return _Dense.apply(pooled)
 
 
 def _check_bags(

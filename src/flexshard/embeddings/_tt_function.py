@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ class TTRows(torch.autograd.Function):
     def forward(ctx: Any, distinct: torch.Tensor, table: TTTable, trained: bool, *cores: torch.Tensor) -> Any:
         shape, backend = table.shape, _backend(cores[0], table.shape)
         levels = levels_of(distinct, shape)
-        with torch.autocast(distinct.device.type, enabled=False):
+        with torch.autocast(distinct.device.type, enabled=False), _on_device(distinct):
             laid = _laid(cores)
             if backend == "triton":
                 from flexshard.embeddings import _tt_triton
@@ -57,7 +58,7 @@ class TTRows(torch.autograd.Function):
                 )
             table._updates += 1
         cores = ctx.saved_tensors
-        with torch.autocast(gradient.device.type, enabled=False):
+        with torch.autocast(gradient.device.type, enabled=False), _on_device(gradient):
             laid = _laid(cores)
             # A graph that was kept comes here again, when the products' memory may serve another lookup.
             products = _products(table, levels, laid, ctx.backend) if ctx.products is None else ctx.products
@@ -130,6 +131,11 @@ def _laid(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Cores as the products take them: slices as matrices, the last transposed; in float32."""
     laid = [core.detach().float().contiguous().flatten(2) for core in cores[:-1]]
     return [*laid, cores[-1].detach().float().squeeze(3).transpose(1, 2).contiguous()]
+
+
+def _on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton starts kernels on the current device, whatever their tensors are on."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 def _backend(core: torch.Tensor, shape: TTShape) -> str:
