@@ -113,6 +113,10 @@ def run(app: typer.Typer) -> None:
     except OSError as error:
         _silence_stdout()
         _fail(f"cannot write to standard output: {error.strerror or error}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Now and then a thread of torch's groups aborts the interpreter as it ends, when all is done and written.
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)
     sys.exit(code if isinstance(code, int) else 0)
 
 

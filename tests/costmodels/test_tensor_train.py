@@ -104,13 +104,15 @@ def test_rates_are_found_again_and_kept(tmp_path: Path) -> None:
     np.testing.assert_allclose(fit_rates(work, work @ rates), rates, rtol=1e-6, atol=1e-12)
     with pytest.raises(DataError, match="times above 0"):
         fit_rates(work, np.zeros(20))
-    own = ShapeRates((2, 2, 2), (3, 5), tuple(np.arange(1.0, 13.0) * 1e-9))
+    own = ShapeRates((2, 3, 4), (2, 2, 2), (3, 5), tuple(np.arange(1.0, 13.0) * 1e-9))
     found = TTRates("a machine", tuple(np.arange(12.0) * 1e-9), (1e-4, 1e-7, 1e-9), (own,))
     found.save(tmp_path / "rates.yaml")
     assert TTRates.load(tmp_path / "rates.yaml") == found
     reads = TTReads(7.0, 2.0, (2.0, 3.0, 5.0))
     work_of = TTWork.of(SHAPE, reads).array
     assert found.step_seconds(SHAPE, reads) == pytest.approx(work_of @ own.step)
+    larger = TTShape(60, 8, (3, 4, 5), (2, 2, 2), (3, 5))  # the same ranks, but another table
+    assert found.step_seconds(larger, reads) == pytest.approx(TTWork.of(larger, reads).array @ found.step)
     other = TTShape(24, 8, (2, 3, 4), (2, 2, 2), (2, 2))
     assert found.step_seconds(other, reads) == pytest.approx(TTWork.of(other, reads).array @ found.step)
     assert found.dense_seconds(100, 8) == pytest.approx(1e-4 + 1e-5 + 8e-7)

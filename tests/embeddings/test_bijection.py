@@ -128,7 +128,7 @@ def test_bijections_are_saved(tmp_path: Path) -> None:
 
 def test_batches_outside_the_table_are_named() -> None:
     ranking = IndexBijection.identity(10)
-    with pytest.raises(TableError, match="a batch has id 10, but the table has rows 0 to 9"):
+    with pytest.raises(TableError, match=r"an id \(or rank\) 10, but the table has rows 0 to 9"):
         IndexBijection.by_community([np.array([1, 10])], ranking)
     with pytest.raises(TableError, match="hot_share is a share of the rows, found 2"):
         IndexBijection.by_community([], ranking, hot_share=2)
@@ -157,3 +157,28 @@ def test_a_batch_is_renumbered_wherever_it_is() -> None:
     wrong = torchrec.KeyedJaggedTensor(keys=["user"], values=torch.tensor([5]), lengths=torch.tensor([1]))
     with pytest.raises(DataError, match="feature 'user': id 5 is outside the table's rows, 0 to 4"):
         renumber(wrong)
+
+
+def test_ids_outside_the_table_have_no_rank() -> None:
+    for bijection in (IndexBijection([5, 3], 10), IndexBijection.identity(10)):
+        for wrong in (-1, 10):
+            with pytest.raises(TableError, match=rf"an id \(or rank\) {wrong}, but the table has rows 0 to 9"):
+                bijection.ranks(np.array([0, wrong]))
+            with pytest.raises(TableError, match="the table has rows 0 to 9"):
+                bijection.rows(np.array([wrong]))
+
+
+def test_batches_of_several_sizes_keep_them() -> None:
+    torch = pytest.importorskip("torch")
+    torchrec = pytest.importorskip("torchrec")
+    from flexshard.embeddings import Reindex
+
+    batch = torchrec.KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.tensor([0, 1, 2]),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    found = Reindex({"a": IndexBijection([1], 3)})(batch)
+    assert found.stride_per_key_per_rank() == [[2], [1]]
+    assert found.values().tolist() == [1, 0, 2]

@@ -480,7 +480,7 @@ def test_hot_rows_take_the_steps_of_a_dense_table(optimizer: str) -> None:
 
 def test_hot_rows_are_folded_back() -> None:
     torch.manual_seed(0)
-    table = TTEmbedding(3000, 8, ranks=16, std=1.0, hot_rows=50, padding_idx=0)
+    table = TTEmbedding(3000, 8, ranks=16, std=1.0, hot_rows=50, padding_idx=1)
     hot = torch.arange(0, 500, 10)
     table.hold(hot)
     assert table.hot is not None
@@ -505,13 +505,15 @@ def test_what_leaves_the_hot_rows_is_folded_and_what_stays_is_kept() -> None:
     table.hold(torch.tensor([1, 2, 3]))
     assert table.hot is not None
     table(torch.tensor([1, 2, 3, 3])).sum().backward()
-    rows, sums = table.rows(torch.tensor([2, 3])), table.hot.sums[1:3].clone()
+    rows, sums = table.rows(torch.tensor([2, 3])), table.hot.sums.clone()
+    places = table.hot.find(torch.tensor([2, 3]))[1]
     found = table.hold(torch.tensor([2, 3, 400]))
     assert found is not None
     assert found.after <= found.before
     assert torch.equal(table.rows(torch.tensor([2, 3])), rows)
-    assert torch.equal(table.hot.sums[:2], sums)
-    assert not table.hot.sums[2:].any()
+    assert torch.equal(table.hot.find(torch.tensor([2, 3]))[1], places), "what stays, stays in its place"
+    assert torch.equal(table.hot.sums[places], sums[places])
+    assert table.hot.sums.any(1).sum() == 2
     again = TTEmbedding(500, 8, ranks=8, hot_rows=4, optimizer="adagrad")
     again.load_state_dict(table.state_dict())
     assert torch.equal(again.to_dense(), table.to_dense())
@@ -621,8 +623,68 @@ def test_cores_in_any_layout_and_frozen_ones(path: str) -> None:
         assert changed == [False, True, True]
 
 
+def test_a_row_that_stays_hot_keeps_what_torchs_optimizer_remembers_of_it() -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(1000, 16, ranks=8, std=1.0, hot_rows=4)
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+    table.hold(torch.tensor([5, 9]))
+    for _ in range(5):
+        optimizer.zero_grad()
+        table(torch.tensor([5])).sum().backward()
+        optimizer.step()
+    table.hold(torch.tensor([3, 5]))
+    before = table.rows(torch.tensor([3, 5])).detach()
+    optimizer.zero_grad()
+    (0 * table(torch.tensor([3, 5]))).sum().backward()
+    optimizer.step()
+    moved = (table.rows(torch.tensor([3, 5])) - before).abs().mean(1)
+    assert moved[1] > 0.05  # Adam's momentum goes on with the row it is of
+    assert moved[0] < 1e-6
+
+
+def test_the_padding_row_is_zeros_and_stays_so() -> None:
+    table = TTEmbedding(100, 8, ranks=2, std=1.0, padding_idx=7, optimizer="sgd", learning_rate=0.1)
+    for _ in range(2):
+        assert not table(torch.tensor([7, 7])).any()
+        assert not table.to_dense()[7].any()
+        table(torch.arange(20)).sum().backward()
+
+
+@given(st.sampled_from([2, 3, 4]), st.integers(1, 5), st.lists(st.integers(0, 59), min_size=1, max_size=30))
+@settings(max_examples=30)
+def test_sequences_have_the_gradients_of_the_dense_product(cores: int, rank: int, ids: list[int]) -> None:
+    torch.manual_seed(len(ids))
+    for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        table = TTEmbedding(60, 12, ranks=rank, cores=cores, std=1.0, dtype=dtype)
+        reference = [core.detach().double().requires_grad_() for core in table.cores]
+        upstream = torch.randn(len(ids), 12).to(dtype)
+        table(torch.tensor(ids)).backward(upstream)
+        dense(reference, 60)[torch.tensor(ids)].backward(upstream.double())
+        for own, core in zip(table.cores, reference, strict=True):
+            assert own.grad is not None
+            assert core.grad is not None
+            scale = max(float(core.grad.abs().max()), 1.0)
+            torch.testing.assert_close(own.grad.double() / scale, core.grad / scale, atol=close, rtol=close)
+
+
+def test_the_large_unfolding_is_not_formed() -> None:
+    """Blocks of it give what all of it gives, whichever side is the short one, and rows beyond E are zeros."""
+    torch.manual_seed(0)
+    from flexshard.embeddings import _tt_decompose
+
+    for rows, dims, factors in ((119, [2, 3, 2], [4, 5, 6]), (119, [6, 2], [60, 2]), (23, [2, 2, 2, 2], [2, 3, 2, 2])):
+        weight = torch.randn(rows, prod(dims))
+        full = TTShape.choose(rows, prod(dims), 10**6, rows=factors, dims=dims)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_tt_decompose, "_CHUNK_NUMBERS", 16)
+            cores, error = _tt_decompose.decompose(weight, full)
+        assert error < 1e-3
+        torch.testing.assert_close(dense(cores, rows), weight, atol=1e-4, rtol=1e-4)
+
+
 def test_values_that_cannot_be_taken() -> None:
     for wrong, message in (
+        ({"optimizer": "adagrad", "eps": 0.0}, "eps must be above 0"),
         ({"learning_rate": -1.0}, "learning_rate must be at least 0"),
         ({"std": -1.0}, "std must be at least 0"),
         ({"device": "meta"}, "device 'meta' has none"),
@@ -632,7 +694,17 @@ def test_values_that_cannot_be_taken() -> None:
         arguments: Any = wrong
         with pytest.raises(TableError, match=message):
             TTEmbedding(1000, 16, **arguments)
-    table: Any = TTEmbeddingBag(1000, 16, ranks=2)
+    table: Any = TTEmbeddingBag(1000, 16, ranks=2, mode="sum", max_norm=None, sparse=False)
+    for name, value in {"max_norm": 1.0, "sparse": True, "scale_grad_by_freq": True, "norm_type": 1.0}.items():
+        arguments = {name: value}
+        with pytest.raises(TableError, match=f"{name}=.* is not for tensor trains"):
+            TTEmbeddingBag(1000, 16, ranks=2, **arguments)
+    ids = torch.arange(4)
+    for offsets, weights in (([0, 2], None), (torch.tensor([0j]), None), (torch.tensor([0]), [1.0] * 4)):
+        with pytest.raises(DataError, match=r"are a tensor|are whole numbers"):
+            table(ids, offsets, weights)
+    with pytest.raises(TableError, match="a table to decompose is a tensor"):
+        table.decompose_([[1.0]])
     for ids in ([1, 2], torch.tensor([1 + 2j])):
         with pytest.raises(DataError, match="ids are"):
             table(ids, torch.tensor([0])) if isinstance(ids, list) else table.rows(ids)

@@ -17,8 +17,8 @@ def test_rates_of_shapes_and_of_dense_tables() -> None:
     shapes = [TTShape.choose(50_000, 16, 8), TTShape.choose(50_000, 16, 8, cores=2), TTShape.choose(900, 16, 8)]
     seen: list[tuple[int, int]] = []
     rates = calibrate(shapes, batch_size=64, rounds=2, progress=lambda done, total: seen.append((done, total)))
-    assert [(own.dims, own.ranks) for own in rates.shapes] == [((2, 4, 2), (8, 8)), ((4, 4), (8,))]
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert [(own.rows, own.dims, own.ranks) for own in rates.shapes] == [(s.rows, s.dims, s.ranks) for s in shapes]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     for shape in shapes:
         ids, bags = next(sample_batches(shape.num_embeddings, 64, 0))
         assert 1e-5 < rates.step_seconds(shape, TTReads.of(ids, bags, shape)) < 10
@@ -41,6 +41,12 @@ def test_dimensions_that_fbgemm_does_not_take_and_devices_that_are_not_there() -
     for device in ("foo", "meta", "cuda:99"):
         with pytest.raises(JobError, match=f"device '{device}' cannot be measured"):
             calibrate(shapes, device=device)
+
+
+def test_batches_have_the_length_of_the_table() -> None:
+    assert [ids.size // bags for ids, bags in sample_batches(1000, 64, 0, 3.4)] == [3, 3, 3, 1, 2]
+    with pytest.raises(JobError, match="1 shapes and 2 lengths"):
+        calibrate([TTShape.choose(500, 8, 2)], lengths=[1.0, 2.0])
 
 
 def test_nothing_to_calibrate() -> None:

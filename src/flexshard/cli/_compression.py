@@ -30,11 +30,15 @@ def calibrate_command(
     from flexshard.executors import calibrate
 
     spec = load_job(job)
+    length_of = {table.name: table.profile.avg_length for table in spec.tables}
     shapes = [option.shape for options in spec.options.values() for option in options]
+    lengths = [length_of[name] for name, options in spec.options.items() for _ in options]
     if not shapes:
         raise JobError(f"{job}: no table has 'compress'; offer ranks, such as compress: [{{ranks: 32}}]")
     with counting_progress("calibrating", "shapes") as progress:
-        rates = calibrate(shapes, batch_size=spec.batch_size, rounds=rounds, device=device, progress=progress)
+        rates = calibrate(
+            shapes, lengths=lengths, batch_size=spec.batch_size, rounds=rounds, device=device, progress=progress
+        )
     rates.save(output)
     written(output, as_json)
 

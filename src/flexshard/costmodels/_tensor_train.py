@@ -195,13 +195,14 @@ def fit_rates(work: Sequence[npt.ArrayLike], seconds: Sequence[float]) -> tuple[
 
 @dataclass(frozen=True)
 class ShapeRates:
-    """Rates of tensor trains of some factors of D and ranks, whatever their rows.
+    """Rates of one tensor train.
 
     Attributes:
-        dims, ranks: as in :class:`TTShape`.
+        rows, dims, ranks: as in :class:`TTShape`.
         step: seconds per unit of :class:`TTWork`, in its order: lookup, backward and update.
     """
 
+    rows: tuple[int, ...]
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
     step: tuple[float, ...]
@@ -231,7 +232,8 @@ class TTRates:
 
     def step_seconds(self, shape: TTShape, reads: TTReads) -> float:
         """Forward, backward and update of one batch."""
-        own = next((r.step for r in self.shapes if (r.dims, r.ranks) == (shape.dims, shape.ranks)), self.step)
+        wanted = (shape.rows, shape.dims, shape.ranks)
+        own = next((r.step for r in self.shapes if (r.rows, r.dims, r.ranks) == wanted), self.step)
         return float(TTWork.of(shape, reads).array @ np.array(own))
 
     def dense_seconds(self, reads: float, dim: int) -> float:
@@ -245,7 +247,13 @@ class TTRates:
             OutputError: it could not be written.
         """
         shapes = [
-            {"dims": list(own.dims), "ranks": list(own.ranks), "step": _named(own.step, _WORK)} for own in self.shapes
+            {
+                "rows": list(own.rows),
+                "dims": list(own.dims),
+                "ranks": list(own.ranks),
+                "step": _named(own.step, _WORK),
+            }
+            for own in self.shapes
         ]
         document = {
             "format": FORMAT,
@@ -271,7 +279,10 @@ class TTRates:
                 raise DataError(f"{path}: rates are of {', '.join(names)}; found {', '.join(found)}; calibrate again")
             return tuple(found[name] for name in names)
 
-        shapes = (ShapeRates(tuple(own.dims), tuple(own.ranks), rates(own.step, _WORK)) for own in spec.shapes)
+        shapes = (
+            ShapeRates(tuple(own.rows), tuple(own.dims), tuple(own.ranks), rates(own.step, _WORK))
+            for own in spec.shapes
+        )
         return cls(spec.machine, rates(spec.step, _WORK), rates(spec.dense, _DENSE), tuple(shapes))
 
 
@@ -288,6 +299,7 @@ class _Spec(BaseModel):
 
 
 class _ShapeSpec(_Spec):
+    rows: list[int]
     dims: list[int]
     ranks: list[int]
     step: dict[str, NonNegativeFloat]

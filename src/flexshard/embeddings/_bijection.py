@@ -83,11 +83,17 @@ class IndexBijection:
         return np.concatenate([self._ranked, np.flatnonzero(other).astype(self._ranked.dtype)])
 
     def ranks(self, ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
-        """Ranks of ids, of the ids' shape."""
+        """Ranks of ids, of the ids' shape.
+
+        Raises:
+            TableError: an id outside the table.
+        """
+        _checked(ids, self.num_rows)
         return ids if self.is_identity else self.rank_of[ids]
 
     def rows(self, ranks: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
-        """Ids at ranks, of the ranks' shape."""
+        """Ids at ranks, of the ranks' shape; raises as :meth:`ranks`."""
+        _checked(ranks, self.num_rows)
         return ranks if self.is_identity else self.row_at[ranks]
 
     @classmethod
@@ -174,5 +180,5 @@ def _checked(batch: npt.NDArray[np.integer[Any]], rows: int) -> npt.NDArray[np.i
     ids = np.asarray(batch).reshape(-1)
     if ids.size and (ids.min() < 0 or ids.max() >= rows):
         wrong = ids[(ids < 0) | (ids >= rows)][0]
-        raise TableError(f"a batch has id {wrong}, but the table has rows 0 to {rows - 1}")
+        raise TableError(f"there is an id (or rank) {wrong}, but the table has rows 0 to {rows - 1}")
     return ids

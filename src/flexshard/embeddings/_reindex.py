@@ -51,6 +51,8 @@ class Reindex(nn.Module):
             values=torch.cat(parts) if parts else values,
             weights=features.weights_or_none(),
             lengths=features.lengths(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+            inverse_indices=features.inverse_indices_or_none(),
         )
 
     def _ranks(self, key: str, ids: torch.Tensor) -> torch.Tensor:

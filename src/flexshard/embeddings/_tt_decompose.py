@@ -18,7 +18,7 @@ def decompose(weight: torch.Tensor, shape: TTShape) -> tuple[list[torch.Tensor],
     """Cores whose product is the nearest that TT-SVD finds, and the relative error of that (Frobenius).
 
     Each unfolding is halved by the eigenvectors of its short side's Gram matrix, added up chunk by chunk in double
-    precision, so that nothing larger than the table itself (once permuted) is formed.
+    precision. The first unfolding, which is as large as the table, is never formed.
 
     Args:
         weight: the table; shape (E, D).
@@ -30,34 +30,83 @@ def decompose(weight: torch.Tensor, shape: TTShape) -> tuple[list[torch.Tensor],
     Raises:
         TableError: a table of another shape, or with numbers that are not finite.
     """
+    if not isinstance(weight, torch.Tensor):
+        raise TableError(f"a table to decompose is a tensor, found {type(weight).__name__}")
     if tuple(weight.shape) != (shape.num_embeddings, shape.embedding_dim):
         expected = (shape.num_embeddings, shape.embedding_dim)
         raise TableError(f"a table to decompose has shape {expected}, found {tuple(weight.shape)}")
-    if not torch.isfinite(weight).all():
-        row, column = (~torch.isfinite(weight)).nonzero()[0].tolist()
-        raise TableError(f"the table to decompose has {weight[row, column].item()} in row {row:,}, column {column}")
-    left = _by_digits(weight.detach().float(), shape)
-    total = float(sum((part.double() ** 2).sum() for part in left.flatten().split(_CHUNK_NUMBERS)))
-    cores, lost = [], 0.0
-    sizes = [p * q for p, q in zip(shape.rows, shape.dims, strict=True)]
-    rank = 1
-    for k in range(shape.cores - 1):
-        matrix = left.reshape(rank * sizes[k], -1)
-        vectors, rest, discarded = _halved(matrix, shape.ranks[k])
+    step = max(_CHUNK_NUMBERS // shape.embedding_dim, 1)
+    for start in range(0, weight.shape[0], step):
+        wrong = (~torch.isfinite(weight[start : start + step])).nonzero()
+        if wrong.numel():
+            row, column = start + int(wrong[0, 0]), int(wrong[0, 1])
+            raise TableError(f"the table to decompose has {weight[row, column].item()} in row {row:,}, column {column}")
+    first = _Unfolding(weight.detach(), shape)
+    vectors, left, lost, total = first.halved(shape.ranks[0])
+    cores = [vectors.reshape(1, shape.rows[0], shape.dims[0], -1).permute(1, 0, 2, 3).contiguous()]
+    rank = shape.ranks[0]
+    for k in range(1, shape.cores - 1):
+        # From (rank, p_k, p_k+1 ..., q_k, q_k+1 ...) to the unfolding with core k's indices in front.
+        parts = (rank, shape.rows[k], prod(shape.rows[k + 1 :]), shape.dims[k], prod(shape.dims[k + 1 :]))
+        matrix = left.reshape(parts).permute(0, 1, 3, 2, 4).reshape(rank * shape.rows[k] * shape.dims[k], -1)
+        vectors, left, discarded = _halved(matrix, shape.ranks[k])
         lost += discarded
         cores.append(vectors.reshape(rank, shape.rows[k], shape.dims[k], -1).permute(1, 0, 2, 3).contiguous())
-        left, rank = rest, shape.ranks[k]
+        rank = shape.ranks[k]
     cores.append(left.reshape(rank, shape.rows[-1], shape.dims[-1], 1).permute(1, 0, 2, 3).contiguous())
     return cores, (max(lost, 0.0) / total) ** 0.5 if total else 0.0
 
 
-def _by_digits(weight: torch.Tensor, shape: TTShape) -> torch.Tensor:
-    """The table as a tensor of (p_1, q_1, p_2, q_2, ...), rows beyond E being zeros."""
-    padded = weight.new_zeros(prod(shape.rows), shape.embedding_dim)
-    padded[: shape.num_embeddings] = weight
-    d = shape.cores
-    order = [axis for k in range(d) for axis in (k, d + k)]
-    return padded.view(*shape.rows, *shape.dims).permute(order)
+class _Unfolding:
+    """The first unfolding of a table, (p_1 q_1) x (all the rest), a block of rows or columns at a time.
+
+    It is the table in another order, as large; it is never formed.
+    """
+
+    def __init__(self, weight: torch.Tensor, shape: TTShape) -> None:
+        self._weight, self._p, self._q = weight, shape.rows[0], shape.dims[0]
+        self._tail, self._rest = prod(shape.rows[1:]), prod(shape.dims[1:])
+
+    def _block(self, first: slice, others: slice) -> torch.Tensor:
+        """Some first digits by some of the other digits; shape (digits · q_1, others · q_2 ...)."""
+        digits, count = first.stop - first.start, others.stop - others.start
+        found = self._weight.new_zeros(digits, count, self._weight.shape[1], dtype=torch.float32)
+        for place, digit in enumerate(range(first.start, first.stop)):
+            start = min(digit * self._tail + others.start, self._weight.shape[0])
+            rows = self._weight[start : min(digit * self._tail + others.stop, self._weight.shape[0])]
+            found[place, : rows.shape[0]] = rows
+        return found.view(digits, count, self._q, self._rest).transpose(1, 2).reshape(digits * self._q, -1)
+
+    def halved(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        """As :func:`_halved`, the rest of shape (rank, p_2 ..., q_2 ...); and the squares of the table."""
+        like = self._weight.new_zeros(0, dtype=torch.float32)
+        rows, columns = self._p * self._q, self._tail * self._rest
+        every, all_digits = slice(0, self._tail), slice(0, self._p)
+        if rows <= columns:
+            step = max(_CHUNK_NUMBERS // (rows * self._rest), 1)
+            parts = [slice(at, min(at + step, self._tail)) for at in range(0, self._tail, step)]
+            gram = like.new_zeros(rows, rows, dtype=torch.float64)
+            for part in parts:
+                block = self._block(all_digits, part).double()
+                gram += block @ block.t()
+            values, vectors = _largest(gram, rank)
+            vectors = vectors.float()
+            rest = like.new_empty(rank, self._tail, self._rest)
+            for part in parts:
+                rest[:, part] = (vectors.t() @ self._block(all_digits, part)).view(rank, -1, self._rest)
+        else:
+            step = max(_CHUNK_NUMBERS // (columns * self._q), 1)
+            parts = [slice(at, min(at + step, self._p)) for at in range(0, self._p, step)]
+            gram = like.new_zeros(columns, columns, dtype=torch.float64)
+            for part in parts:
+                block = self._block(part, every).double()
+                gram += block.t() @ block
+            values, own = _largest(gram, rank)
+            scale, inverse = _roots(values)
+            vectors = torch.cat([self._block(part, every) @ (own * inverse).float() for part in parts])
+            rest = (own * scale).t().float()
+        total = float(gram.diagonal().sum())
+        return vectors, rest, total - float(values.sum()), total
 
 
 def _halved(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -74,10 +123,15 @@ def _halved(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor
     for part in matrix.split(max(_CHUNK_NUMBERS // columns, 1), dim=0):
         gram += part.double().t() @ part.double()
     values, vectors = _largest(gram, rank)
-    scale = values.clamp(min=0).sqrt()
-    inverse = torch.where(scale > 1e-7 * scale.max().clamp(min=1e-300), 1 / scale.clamp(min=1e-300), 0.0)
+    scale, inverse = _roots(values)
     left = matrix @ (vectors * inverse).float()
     return left, (vectors * scale).t().float(), float(gram.diagonal().sum() - values.sum())
+
+
+def _roots(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Singular values, and one over each that is not next to nothing."""
+    scale = values.clamp(min=0).sqrt()
+    return scale, torch.where(scale > 1e-7 * scale.max().clamp(min=1e-300), 1 / scale.clamp(min=1e-300), 0.0)
 
 
 def _largest(gram: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,6 +58,10 @@ class TTEmbeddingBag(TTTable):
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
         **how: Any,
     ) -> None:
         """Make a table of E rows and dimension D.
@@ -66,12 +70,22 @@ class TTEmbeddingBag(TTTable):
             num_embeddings, embedding_dim: E and D.
             mode: "sum" or "mean".
             include_last_offset: whether offsets have the end of the last bag too.
+            max_norm, norm_type, scale_grad_by_freq, sparse: as ``nn.EmbeddingBag`` has them, at their defaults alone:
+                rows are products of cores, which cannot be cut to a norm, and have gradients of their own.
             how: ranks, cores, rows, dims, std, optimizer, learning_rate, eps, hot_rows, device and dtype as
                 for :class:`TTEmbedding`; ``padding_idx`` is the row that is left out of bags.
 
         Raises:
-            TableError: as :class:`TTEmbedding`, or another mode.
+            TableError: as :class:`TTEmbedding`, another mode, or what a tensor train cannot do.
         """
+        for name, given, usual in (
+            ("max_norm", max_norm, None),
+            ("norm_type", norm_type, 2.0),
+            ("scale_grad_by_freq", scale_grad_by_freq, False),
+            ("sparse", sparse, False),
+        ):
+            if given != usual:
+                raise TableError(f"{name}={given!r} is not for tensor trains, whose rows are products of cores")
         if mode not in ("sum", "mean"):
             raise TableError(f"mode is 'sum' or 'mean', found {mode!r}")
         super().__init__(num_embeddings, embedding_dim, **how)
@@ -126,7 +140,9 @@ def _check_bags(
     elif offsets is None:
         raise DataError("ids of one dimension need offsets, where each bag starts")
     else:
-        if offsets.is_floating_point() or offsets.dtype == torch.bool:
+        if not isinstance(offsets, torch.Tensor):
+            raise DataError(f"offsets are a tensor, found {type(offsets).__name__}")
+        if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
             raise DataError(f"offsets are whole numbers, found {offsets.dtype}")
         if offsets.dim() == 1 and not offsets.numel() and not input.numel() and not include_last_offset:
             return  # no bags
@@ -139,6 +155,8 @@ def _check_bags(
         if int(offsets[-1]) > input.numel() or (include_last_offset and int(offsets[-1]) != input.numel()):
             raise DataError(f"the last offset is {int(offsets[-1])}, but there are {input.numel()} ids")
     if weights is not None:
+        if not isinstance(weights, torch.Tensor):
+            raise DataError(f"per_sample_weights are a tensor, found {type(weights).__name__}")
         if mode != "sum":
             raise DataError(f"per_sample_weights go with mode 'sum', found {mode!r}")
         if weights.shape != input.shape:

@@ -64,19 +64,27 @@ class TTRows(torch.autograd.Function):
             products = _products(table, levels, laid, ctx.backend) if ctx.products is None else ctx.products
             ctx.products = None
             if ctx.backend == "triton":
-                shaped = _backward_triton(table, gradient.float(), levels, laid, products)
+                shaped: list[torch.Tensor | None] = _backward_triton(table, gradient.float(), levels, laid, products)
             else:
                 compiled = ctx.backend == "numba"
-                found = backward_rows(gradient.float(), levels, shape, laid, products, compiled=compiled)
-                found[-1] = found[-1].transpose(1, 2)
-                shaped = [own.reshape(core.shape) for own, core in zip(found, table.cores, strict=True)]
+                step = None if table.optimizer is None else table._slice_step()
+                found = backward_rows(gradient.float(), levels, shape, laid, products, compiled=compiled, step=step)
+                last = found[-1]
+                found[-1] = None if last is None else last.transpose(1, 2)
+                shaped = [
+                    None if own is None else own.reshape(core.shape)
+                    for own, core in zip(found, table.cores, strict=True)
+                ]
                 if products:
                     _SPARE[table] = products[0]._base
         if table.optimizer is not None:
             if shaped:
                 table._update(shaped)
             return (None, None, None, *[None] * shape.cores)
-        return (None, None, None, *(own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)))
+        return (
+            None, None, None,
+            *(None if own is None else own.to(core.dtype) for own, core in zip(shaped, table.cores, strict=True)),
+        )  # fmt: skip
 
 
 def _products(table: TTTable, levels: Levels, laid: Sequence[torch.Tensor], backend: str) -> list[torch.Tensor]:
@@ -97,7 +105,7 @@ def _backward_triton(
     levels: Levels,
     laid: Sequence[torch.Tensor],
     products: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor | None]:
     """Gradients of the cores; none where the kernels update cores of float32 by themselves."""
     from flexshard.embeddings import _tt_triton
 
@@ -109,7 +117,7 @@ def _backward_triton(
     if update is not None:
         for core in table.cores:
             torch.autograd.graph.increment_version(core)
-    return found
+    return list(found)
 
 
 # Memory of products that were used last, by table: fresh pages for a hundred megabytes take as long as the products.

@@ -21,7 +21,9 @@ class HotRows(nn.Module):
     """Up to a number of rows, by id.
 
     Attributes:
-        ids: of the rows, ascending; places that are not in use hold the largest int64. Shape (capacity,).
+        ids: of the rows, ascending; those that are not in use are the largest int64. Shape (capacity,).
+        places: where the row of each id is, so that a row that stays held stays in its place, and with it what an
+            optimizer of torch remembers of it; shape (capacity,).
         rows: shape (capacity, D).
         sums: the fused optimizer's state, if it has any.
     """
@@ -36,6 +38,8 @@ class HotRows(nn.Module):
         self.changes = 0  # of which rows are where, and fused updates of them: a lookup is of one state
         self.ids: torch.Tensor
         self.register_buffer("ids", torch.full((capacity,), _UNUSED, device=device))
+        self.places: torch.Tensor
+        self.register_buffer("places", torch.arange(capacity, device=device))
         self.rows = nn.Parameter(torch.zeros(capacity, dim, device=device, dtype=table.cores[0].dtype))
         if self.optimizer in ("adagrad", "rowwise_adagrad"):
             size = (capacity, dim) if self.optimizer == "adagrad" else (capacity, 1)
@@ -54,8 +58,8 @@ class HotRows(nn.Module):
 
     def find(self, distinct: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of distinct ids are held, and where; shape (u,) each."""
-        place = torch.searchsorted(self.ids, distinct).clamp(max=self.capacity - 1)
-        return self.ids[place] == distinct, place
+        order = torch.searchsorted(self.ids, distinct).clamp(max=self.capacity - 1)
+        return self.ids[order] == distinct, self.places[order]
 
     def take(self, place: torch.Tensor, table: TTTable) -> torch.Tensor:
         """Rows at distinct places; with a fused optimizer their gradient is a step."""
@@ -64,15 +68,19 @@ class HotRows(nn.Module):
     @torch.no_grad()
     def fill(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Hold these ids, ascending, and no others; those that were held before keep the optimizer's state."""
-        found, place = self.find(ids)
-        count = ids.numel()
+        stays, place = self.find(ids)
+        free = torch.ones(self.capacity, dtype=torch.bool, device=self.ids.device)
+        free[place[stays]] = False
+        spare = free.nonzero().flatten()
+        count, fresh = ids.numel(), int((~stays).sum())
+        place = place.clone()
+        place[~stays] = spare[:fresh]
         if hasattr(self, "sums"):
-            sums = torch.where(found[:, None], self.sums[place], 0.0)
-            self.sums.zero_()
-            self.sums[:count] = sums
-        self.rows[:count] = rows.to(self.rows.dtype)
-        self.rows[count:] = 0
+            self.sums[spare] = 0
+        self.rows[spare] = 0
+        self.rows[place] = rows.to(self.rows.dtype)
         self.ids[:count], self.ids[count:] = ids, _UNUSED
+        self.places[:count], self.places[count:] = place, spare[fresh:]
         self.changes += 1
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,10 @@ import torch
 
 from flexshard._tt_shape import TTShape
 
-__all__ = ["Levels", "backward_rows", "forward_rows", "levels_of", "product_sizes"]
+__all__ = ["Levels", "Step", "backward_rows", "forward_rows", "levels_of", "product_sizes"]
+
+
+Step = Callable[[int, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -174,15 +177,21 @@ def backward_rows(
     products: Sequence[torch.Tensor],
     *,
     compiled: bool,
-) -> list[torch.Tensor]:
+    step: Step | None = None,
+) -> list[torch.Tensor | None]:
     """Gradients of the cores from those of the distinct rows, shape (u, D): first summed per prefix, level by level.
 
-    ``products`` are those that :func:`forward_rows` kept.
+    Args:
+        gradient, levels, shape, cores: see above.
+        products: those that :func:`forward_rows` kept.
+        compiled: as for :func:`forward_rows`.
+        step: takes core, digit and gradient of each slice of an inner core once it is whole, when nothing reads the
+            slice any more; these cores, by far the largest, have no gradient in what is returned then.
     """
     first, last = cores[0].view(shape.rows[0], shape.dims[0], -1), cores[-1]
     upstream = gradient.reshape(-1, prod(shape.dims[:-1]), shape.dims[-1]).contiguous()
     to_last = torch.zeros_like(last)
-    found = [to_last]
+    found: list[torch.Tensor | None] = [to_last]
     if not levels.inner:
         to_before = torch.zeros_like(first)
         _suffix_back(
@@ -191,7 +200,7 @@ def backward_rows(
         return [to_before.view(cores[0].shape), to_last]
     before = [first, *products[:-1]]
     level, own = levels.inner[-1], products[-1]
-    to_before, to_core = torch.zeros_like(before[-1]), torch.zeros_like(cores[-2])
+    to_before, slices = torch.zeros_like(before[-1]), _Slices(cores[-2], len(cores) - 2, step)
     most = max((end - start for _, start, end in level.runs), default=0)
     block = own.new_empty(most, *own.shape[1:])
     for digit, start, end, ids in levels.blocks:
@@ -201,17 +210,37 @@ def backward_rows(
             own[start:end], parent, last, levels.digit[ids], levels.place[ids], upstream, to_own, to_last,
             compiled=compiled,
         )  # fmt: skip
-        _product_back(before[-1], level.parent[start:end], cores[-2][digit], to_own, to_before, to_core[digit])
-    found.append(to_core)
+        _product_back(before[-1], level.parent[start:end], cores[-2][digit], to_own, to_before, slices.of(digit))
+        slices.done(digit)
+    found.append(slices.gradient)
     for k in range(len(levels.inner) - 1, 0, -1):
         level, to_own = levels.inner[k - 1], to_before
-        to_before, to_core = torch.zeros_like(before[k - 1]), torch.zeros_like(cores[k])
+        to_before, slices = torch.zeros_like(before[k - 1]), _Slices(cores[k], k, step)
         for digit, start, end in level.runs:
             parent = level.parent[start:end]
-            _product_back(before[k - 1], parent, cores[k][digit], to_own[start:end], to_before, to_core[digit])
-        found.append(to_core)
+            _product_back(before[k - 1], parent, cores[k][digit], to_own[start:end], to_before, slices.of(digit))
+            slices.done(digit)
+        found.append(slices.gradient)
     found.append(to_before.view(cores[0].shape))
     return found[::-1]
+
+
+class _Slices:
+    """Where gradients of the slices of an inner core go: to one of the core's size, or one by one to a step."""
+
+    def __init__(self, core: torch.Tensor, k: int, step: Step | None) -> None:
+        self._k, self._step = k, step
+        self.gradient = torch.zeros_like(core) if step is None else None
+        self._own = torch.empty_like(core[0])
+
+    def of(self, digit: int) -> torch.Tensor:
+        """Memory for the gradient of one slice."""
+        return self._own if self.gradient is None else self.gradient[digit]
+
+    def done(self, digit: int) -> None:
+        """It is whole."""
+        if self._step is not None:
+            self._step(self._k, digit, self._own)
 
 
 def _product_back(

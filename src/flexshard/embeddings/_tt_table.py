@@ -16,6 +16,7 @@ from flexshard._values import finite, whole
 from flexshard.embeddings._tt_decompose import decompose
 from flexshard.embeddings._tt_function import TTRows
 from flexshard.embeddings._tt_hot import HotRows
+from flexshard.embeddings._tt_rows import Step
 from flexshard.errors import DataError, TableError
 
 __all__ = ["Folded", "TTTable"]
@@ -70,7 +71,7 @@ class TTTable(nn.Module):
             optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad" or "rowwise_adagrad" (a state per
                 slice of a core) to be updated within the backward pass.
             learning_rate, eps: of that.
-            padding_idx: row that no gradient flows to.
+            padding_idx: row of zeros that no gradient flows to.
             hot_rows: most rows that are held dense, see :meth:`hold`.
             device, dtype: of the cores; float32 or bfloat16.
 
@@ -87,6 +88,8 @@ class TTTable(nn.Module):
         self.optimizer = optimizer
         self.learning_rate = _at_least_0(learning_rate, "learning_rate")
         self.eps = _at_least_0(eps, "eps")
+        if not self.eps and optimizer in ("adagrad", "rowwise_adagrad"):
+            raise TableError("eps must be above 0: numbers without a gradient yet would be divided by 0")
         if device is not None and torch.device(device).type == "meta":
             raise TableError("cores are made where their numbers are; device 'meta' has none")
         if padding_idx is not None:
@@ -252,13 +255,14 @@ class TTTable(nn.Module):
         distinct, inverse = self._distinct(ids)
         padding = self._padding(distinct)
         if self.hot is None:
-            return self._rows(distinct), inverse, padding
+            return _without(self._rows(distinct), padding), inverse, padding
         found, place = self.hot.find(distinct)
         order = torch.argsort(found.to(torch.int8), stable=True)  # those of the cores first
         now = torch.empty_like(order)
         now[order] = torch.arange(order.numel(), device=order.device)
         rows = torch.cat([self._rows(distinct[~found]), self.hot.take(place[found], self)])
-        return rows, now[inverse], None if padding is None else int(now[padding])
+        padding = None if padding is None else int(now[padding])
+        return _without(rows, padding), now[inverse], padding
 
     def _distinct(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(ids, torch.Tensor):
@@ -299,20 +303,36 @@ class TTTable(nn.Module):
             setattr(self, f"sum_{k}", getattr(self, f"sum_{k}").float())
         return [getattr(self, f"sum_{k}") for k in range(self.shape.cores)]
 
-    def _update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """The optimizer's step; slices that were not touched have no gradient and do not change."""
+    def _update(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The optimizer's step of the cores that have a gradient here."""
         sums = self._sums()
-        with torch.no_grad():
-            for k, (core, gradient) in enumerate(zip(self.cores, gradients, strict=True)):
-                if not core.requires_grad:
-                    continue
-                if self.optimizer == "sgd":
-                    core.add_(gradient.to(core.dtype), alpha=-self.learning_rate)
-                    continue
-                state = sums[k]
-                state += gradient**2 if self.optimizer == "adagrad" else (gradient**2).flatten(1).mean(1)
-                total = state if self.optimizer == "adagrad" else state.view(-1, 1, 1, 1)
-                core.sub_((self.learning_rate * gradient / (total.sqrt() + self.eps)).to(core.dtype))
+        for k, (core, gradient) in enumerate(zip(self.cores, gradients, strict=True)):
+            if gradient is not None and core.requires_grad:
+                self._step(core, gradient, sums[k] if sums else None)
+
+    def _slice_step(self) -> Step:
+        """The optimizer's step of one slice of a core, which is p_k times as small."""
+        sums = self._sums()
+
+        def step(k: int, digit: int, gradient: torch.Tensor) -> None:
+            if self.cores[k].requires_grad:
+                one = slice(digit, digit + 1)
+                self._step(
+                    self.cores[k][one], gradient.view(1, *self.cores[k].shape[1:]), sums[k][one] if sums else None
+                )
+
+        return step
+
+    @torch.no_grad()
+    def _step(self, core: torch.Tensor, gradient: torch.Tensor, state: torch.Tensor | None) -> None:
+        """The optimizer's step of slices of a core, and of their state; shape (n, r, q, r') each, state (n,) by row."""
+        core = core.detach()
+        if state is None:
+            core.add_(gradient.to(core.dtype), alpha=-self.learning_rate)
+            return
+        state += gradient**2 if self.optimizer == "adagrad" else (gradient**2).flatten(1).mean(1)
+        total = state if self.optimizer == "adagrad" else state.view(-1, 1, 1, 1)
+        core.sub_((self.learning_rate * gradient / (total.sqrt() + self.eps)).to(core.dtype))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         found: list[tuple[int, ...]] = []
@@ -331,6 +351,11 @@ class TTTable(nn.Module):
         fused = "" if self.optimizer is None else f", fused {self.optimizer}"
         smaller = f"{self.shape.compression:.0f} times smaller"
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.shape}, {smaller}{fused}"
+
+
+def _without(rows: torch.Tensor, place: int | None) -> torch.Tensor:
+    """Rows with zeros at one place, if any."""
+    return rows if place is None else rows.index_fill(0, torch.tensor([place], device=rows.device), 0.0)
 
 
 def _at_least_0(value: float, name: str) -> float:

@@ -25,13 +25,13 @@ from flexshard.errors import JobError
 
 __all__ = ["calibrate", "least_seconds", "sample_batches", "train_step"]
 
-# Shares of the batch, ids per bag, exponent of Zipf's law, and whether ids are in order of frequency.
+# Shares of the batch and of the ids per bag, exponent of Zipf's law, and whether ids are in order of frequency.
 _BATCHES = (
-    (1.0, 20, 1.05, False),
-    (1.0, 20, 1.05, True),
-    (0.25, 20, 1.05, False),
-    (1.0, 5, 0.9, True),
-    (0.5, 10, 1.2, True),
+    (1.0, 1.0, 1.05, False),
+    (1.0, 1.0, 1.05, True),
+    (0.25, 1.0, 1.05, False),
+    (1.0, 0.25, 0.9, True),
+    (0.5, 0.5, 1.2, True),
 )
 _DENSE_ROWS = 1_000_000
 
@@ -42,6 +42,7 @@ Step = Callable[[], object]
 def calibrate(
     shapes: Sequence[TTShape],
     *,
+    lengths: Sequence[float] | None = None,
     batch_size: int = 4096,
     rounds: int = 5,
     seed: int = 0,
@@ -50,12 +51,12 @@ def calibrate(
 ) -> TTRates:
     """Time steps (lookup, backward, update) of every shape and of dense tables of its dimensions, and fit rates.
 
-    A shape's rates hold for other numbers of rows too. The least of several rounds counts: what the machine takes
-    when nothing else runs.
+    The least of several rounds counts: what the machine takes when nothing else runs.
 
     Args:
         shapes: tensor trains to measure.
-        batch_size: bags of the largest batch, up to 20 ids each.
+        lengths: ids per bag of each (L of its table); 20 by default.
+        batch_size: bags of the largest batch.
         rounds: per batch, after one that warms up.
         seed: of the ids.
         device: to measure.
@@ -71,7 +72,10 @@ def calibrate(
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise JobError(f"device {str(device)!r} cannot be measured: {str(error).splitlines()[0]}") from error
     rounds, batch_size = whole(rounds, "rounds", JobError), whole(batch_size, "batch_size", JobError, least=8)
-    distinct = list({(shape.dims, shape.ranks): shape for shape in shapes}.values())
+    if lengths is not None and len(lengths) != len(shapes):
+        raise JobError(f"there are {len(shapes)} shapes and {len(lengths)} lengths; give one of each")
+    bag_lengths = dict(zip(shapes, [20.0] * len(shapes) if lengths is None else lengths, strict=True))
+    distinct = list(bag_lengths)
     dims = sorted({-(-shape.embedding_dim // 4) * 4 for shape in distinct})  # what FBGEMM takes
     done, total = 0, len(distinct) + len(dims)
 
@@ -81,15 +85,15 @@ def calibrate(
         if progress is not None:
             progress(done, total)
 
-    for ids, bags in sample_batches(distinct[0].num_embeddings, batch_size, seed):
+    for ids, bags in sample_batches(distinct[0].num_embeddings, batch_size, seed, bag_lengths[distinct[0]]):
         least_seconds([train_step(distinct[0], ids, bags, device)], rounds, device)  # wakes the machine up
     found, all_work, all_seconds = [], [], []
     for shape in distinct:
-        batches = list(sample_batches(shape.num_embeddings, batch_size, seed))
+        batches = list(sample_batches(shape.num_embeddings, batch_size, seed, bag_lengths[shape]))
         work = [TTWork.of(shape, TTReads.of(ids, bags, shape)).array for ids, bags in batches]
         seconds = least_seconds([train_step(shape, ids, bags, device) for ids, bags in batches], rounds, device)
         tick()
-        found.append(ShapeRates(shape.dims, shape.ranks, fit_rates(work, seconds)))
+        found.append(ShapeRates(shape.rows, shape.dims, shape.ranks, fit_rates(work, seconds)))
         all_work += work
         all_seconds += seconds
     dense_work, dense_seconds = [], []
@@ -104,13 +108,13 @@ def calibrate(
     return TTRates(machine, fit_rates(all_work, all_seconds), fit_rates(dense_work, dense_seconds), tuple(found))
 
 
-def sample_batches(rows: int, batch_size: int, seed: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Ids of the batches that are timed, and how many bags they are in."""
+def sample_batches(rows: int, batch_size: int, seed: int, length: float = 20.0) -> Iterator[tuple[np.ndarray, int]]:
+    """Ids of the batches that are timed, and how many bags of equal length they are in."""
     generator = np.random.default_rng(seed)
-    for share, length, exponent, ordered in _BATCHES:
-        bags = max(round(share * batch_size), 1)
+    for share, part, exponent, ordered in _BATCHES:
+        bags, length_of = max(round(share * batch_size), 1), max(round(part * length), 1)
         # Zipf's law by its inverse, so that a table of any size needs no array of its rows.
-        uniform = generator.random(bags * length)
+        uniform = generator.random(bags * length_of)
         if exponent == 1.0:
             rank = rows**uniform
         else:

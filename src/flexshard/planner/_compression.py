@@ -152,7 +152,7 @@ class CompressionPlan:
         ]
         price = self.memory_price_seconds_per_gib
         if price:
-            lines.append(f"The budget is spent: memory is worth {units.format_seconds(price)} per GiB.")
+            lines.append(f"The budget binds: memory is worth {units.format_seconds(price)} per GiB at the margin.")
         else:
             lines.append("The budget does not bind: the least time wins.")
         for index, option in enumerate(table.options):
@@ -169,15 +169,15 @@ class CompressionPlan:
         return "\n".join(lines)
 
     def _reason(self, table: TableChoice, option: TableOption, more: float) -> str:
-        """Why something that is cheaper at the price of memory was not taken."""
-        if more >= 0:
+        """Why something that is faster, or cheaper at the price of memory, was not taken."""
+        if more >= 0 and option.seconds >= table.option.seconds:
             return ""
         if self.memory_bytes - table.option.memory_bytes + option.memory_bytes > self.budget_bytes:
             return ", but beyond the budget"
         loss = self.loss - table.option.loss + option.loss
         if self.loss_limit is not None and loss > self.loss_limit:
             return f", but beyond the loss allowed ({loss:.4g} above {self.loss_limit:.4g})"
-        return ", but tables are taken whole, and other choices pay for it"
+        return "" if more >= 0 else ", but tables are taken whole, and other choices pay for it"
 
     def document(self) -> dict[str, Any]:
         """All of it as a mapping for machines."""
