@@ -478,6 +478,16 @@ def test_hot_rows_take_the_steps_of_a_dense_table(optimizer: str) -> None:
     torch.testing.assert_close(table.to_dense(), dense_rows, atol=1e-5, rtol=1e-5)
 
 
+def test_hot_rows_follow_the_tables_learning_rate() -> None:
+    table = TTEmbedding(20, 4, ranks=2, std=1.0, optimizer="sgd", learning_rate=0.1, hot_rows=1)
+    table.hold(torch.tensor([3]))
+    for rate in (0.1, 0.01):  # a schedule sets it
+        table.learning_rate = rate
+        before = table.rows(torch.tensor([3])).detach()
+        table(torch.tensor([3])).sum().backward()
+        torch.testing.assert_close(before - table.rows(torch.tensor([3])).detach(), torch.full((1, 4), rate))
+
+
 def test_hot_rows_are_folded_back() -> None:
     torch.manual_seed(0)
     table = TTEmbedding(3000, 8, ranks=16, std=1.0, hot_rows=50, padding_idx=1)

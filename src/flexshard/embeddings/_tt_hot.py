@@ -28,21 +28,18 @@ class HotRows(nn.Module):
         sums: the fused optimizer's state, if it has any.
     """
 
-    def __init__(
-        self, capacity: int, table: TTTable, *, learning_rate: float, eps: float, device: torch.device | str | None
-    ) -> None:
+    def __init__(self, capacity: int, table: TTTable, *, device: torch.device | str | None) -> None:
         """Room for ``capacity`` rows of a table, none of them in use."""
         super().__init__()
-        dim, self.optimizer = table.embedding_dim, table.optimizer
-        self.learning_rate, self.eps = learning_rate, eps
+        dim, optimizer = table.embedding_dim, table.optimizer
         self.changes = 0  # of which rows are where, and fused updates of them: a lookup is of one state
         self.ids: torch.Tensor
         self.register_buffer("ids", torch.full((capacity,), _UNUSED, device=device))
         self.places: torch.Tensor
         self.register_buffer("places", torch.arange(capacity, device=device))
         self.rows = nn.Parameter(torch.zeros(capacity, dim, device=device, dtype=table.cores[0].dtype))
-        if self.optimizer in ("adagrad", "rowwise_adagrad"):
-            size = (capacity, dim) if self.optimizer == "adagrad" else (capacity, 1)
+        if optimizer in ("adagrad", "rowwise_adagrad"):
+            size = (capacity, dim) if optimizer == "adagrad" else (capacity, 1)
             self.sums: torch.Tensor
             self.register_buffer("sums", torch.zeros(size, device=device))
 
@@ -94,19 +91,18 @@ class HotRows(nn.Module):
         self.drop(self.held)
 
     @torch.no_grad()
-    def update(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The fused optimizer's step of rows at distinct places."""
+    def update(self, place: torch.Tensor, gradient: torch.Tensor, table: TTTable) -> None:
+        """The step of the table's optimizer, of rows at distinct places."""
         self.changes += 1
         if not self.rows.requires_grad:
             return
-        if self.optimizer == "sgd":
-            step = self.learning_rate * gradient
+        if table.optimizer == "sgd":
+            step = table.learning_rate * gradient
         else:
             self.sums = self.sums.float()  # whatever the model was cast to
-            squares = gradient**2 if self.optimizer == "adagrad" else (gradient**2).mean(1, keepdim=True)
-            total = self.sums[place] + squares
-            self.sums[place] = total
-            step = self.learning_rate * gradient / (total.sqrt() + self.eps)
+            state = self.sums[place]
+            step = table._adagrad(gradient, state)
+            self.sums[place] = state
         self.rows[place] -= step.to(self.rows.dtype)
 
 
@@ -127,9 +123,9 @@ class _Taken(torch.autograd.Function):
                 "hot rows were changed between a lookup and its backward pass; hold and fold after it, and with a fused"
                 " optimizer look up all ids of a step at once"
             )
-        if hot.optimizer is not None:
+        if ctx.table.optimizer is not None:
             ctx.table._check_alone()
-            hot.update(ctx.place, gradient.float())
+            hot.update(ctx.place, gradient.float(), ctx.table)
             return None, None, None, None
         found = torch.zeros_like(hot.rows)
         found[ctx.place] = gradient

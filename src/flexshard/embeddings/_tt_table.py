@@ -110,9 +110,7 @@ class TTTable(nn.Module):
         self._updates = 0  # fused ones, so far
         self.hot: HotRows | None = None
         if whole(hot_rows, "hot_rows", TableError, least=0):
-            self.hot = HotRows(
-                min(hot_rows, self.num_embeddings), self, learning_rate=self.learning_rate, eps=self.eps, device=device
-            )
+            self.hot = HotRows(min(hot_rows, self.num_embeddings), self, device=device)
         self.reset_parameters(std)
 
     def reset_parameters(self, std: float | None = None) -> None:
@@ -330,9 +328,19 @@ class TTTable(nn.Module):
         if state is None:
             core.add_(gradient.to(core.dtype), alpha=-self.learning_rate)
             return
-        state += gradient**2 if self.optimizer == "adagrad" else (gradient**2).flatten(1).mean(1)
-        total = state if self.optimizer == "adagrad" else state.view(-1, 1, 1, 1)
-        core.sub_((self.learning_rate * gradient / (total.sqrt() + self.eps)).to(core.dtype))
+        core.sub_(self._adagrad(gradient, state).to(core.dtype))
+
+    def _adagrad(self, gradient: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """What Adagrad takes off slices or rows; their squares are added to ``state``, of the gradient's shape or, row
+        by row, with one number each.
+        """
+        squares = gradient**2
+        if self.optimizer == "rowwise_adagrad":
+            state += squares.flatten(1).mean(1).view(state.shape)
+            state = state.view(-1, *[1] * (gradient.dim() - 1))
+        else:
+            state += squares
+        return self.learning_rate * gradient / (state.sqrt() + self.eps)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         found: list[tuple[int, ...]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +13,11 @@ from flexshard import units
 from flexshard.costmodels import TTRates, TTReads, tensor_train_cost
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner._compression import TTOption
-from flexshard.planner._instance import Instance, memory_limit
+from flexshard.planner._instance import Allocation, Instance, memory_limit
 from flexshard.planner._solve import per_table
 from flexshard.planner._thresholds import allocate
 
-__all__ = ["ChoiceProblem", "Options", "choice_problem", "feasible_subsets", "row_wise_bytes"]
+__all__ = ["ChoiceProblem", "Options", "choice_problem", "feasible_subsets"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -67,8 +68,17 @@ class ChoiceProblem:
 
     def tiers(self, levels: IntArray, price: float) -> tuple[FloatArray, FloatArray]:
         """Seconds (lookups, communication) and memory of each table as tiers of rows at a price; shape (T,) each."""
-        seconds, memory = per_table(self.instance, allocate(self.instance, levels, price)[0])
+        return self.placed(allocate(self.instance, levels, price)[0])
+
+    def placed(self, allocation: Allocation) -> tuple[FloatArray, FloatArray]:
+        """Seconds and memory of each table, as for :meth:`tiers`, as some allocation places it; shape (T,) each."""
+        seconds, memory = per_table(self.instance, allocation)
         return seconds + self.lookups, memory + self.held
+
+    @cached_property
+    def row_wise_bytes(self) -> FloatArray:
+        """Memory of each table row-wise: what "neutral" is; shape (T,)."""
+        return self.placed(self.instance.uniform(self.instance.cluster.world_size))[1]
 
 
 def choice_problem(
@@ -137,13 +147,3 @@ def _least_memory(problem: ChoiceProblem, levels: IntArray | None) -> FloatArray
     least = np.full(count, np.inf) if levels is None else problem.tiers(levels, np.inf)[1]
     np.minimum.at(least, problem.options.table, problem.options.memory)
     return least
-
-
-def row_wise_bytes(instance: Instance, stay: Sequence[int]) -> float:
-    """What "neutral" is for some of the tables alone."""
-    allocation = instance.uniform(instance.cluster.world_size)
-    own = np.zeros_like(allocation)
-    own[stay] = allocation[stay]
-    _, memory = per_table(instance, own)
-    held = sum(instance.tables[t].translation_bytes for t in stay) if instance.held_bytes else 0
-    return float(memory[stay].sum()) + held

@@ -16,12 +16,12 @@ from flexshard._values import finite, whole
 from flexshard.costmodels import OverlapLike, Table, TTRates
 from flexshard.errors import JobError, SolverError
 from flexshard.planner._choice_bound import dual_bound, price_of
-from flexshard.planner._choice_problem import ChoiceProblem, choice_problem, feasible_subsets, row_wise_bytes
+from flexshard.planner._choice_problem import ChoiceProblem, choice_problem, feasible_subsets
 from flexshard.planner._choice_program import Choice, best_choice
 from flexshard.planner._compression import CompressionPlan, TableChoice, TableOption, TTOption
 from flexshard.planner._instance import build_instance
 from flexshard.planner._plan import Plan
-from flexshard.planner._solve import budget_bytes, per_table, solve
+from flexshard.planner._solve import budget_bytes, solve
 from flexshard.topologies import Cluster
 
 __all__ = ["plan_compression"]
@@ -92,7 +92,7 @@ def plan_compression(
                 [instance.tables[t] for t in stay],
                 cluster,
                 batch_size=batch_size,
-                budget=problem.limit - memory - row_wise_bytes(instance, stay),
+                budget=problem.limit - memory - float(problem.row_wise_bytes[stay].sum()),
                 tiers=tiers,
                 overlap=overlap,
                 index_dedup=index_dedup,
@@ -142,10 +142,9 @@ def _choices(
         for t, table in enumerate(instance.tables):
             for tier in plan.tables[table.name].tiers if table.name in plan.tables else ():
                 planned[t, instance.group_sizes == tier.group_size] = tier.rows
-        own_seconds, own_memory = per_table(instance, planned)
+        own_seconds, own_memory = problem.placed(planned)
         stays = planned.any(axis=1)
-        seconds = np.where(stays, own_seconds + problem.lookups, seconds)
-        memory = np.where(stays, own_memory + problem.held, memory)
+        seconds, memory = np.where(stays, own_seconds, seconds), np.where(stays, own_memory, memory)
     found = {}
     for t, table in enumerate(instance.tables):
         own = np.flatnonzero(options.table == t)
