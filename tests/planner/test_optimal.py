@@ -139,8 +139,10 @@ def row_milp(tables: list[Table], cluster: Cluster, batch: int, budget: float) -
         seconds.append(used[size] * (alpha * scale))
     problem += pulp.lpSum(seconds)
     problem += pulp.lpSum(memory) <= 1.0
-    problem.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0))
-    assert pulp.LpStatus[problem.status] == "Optimal"
+    result = problem.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0))
+    assert int(getattr(result, "status", result)) == 1, (
+        "HiGHS did not prove an optimum"
+    )  # PuLP 3 returns the number itself
     return float(pulp.value(problem.objective)) / scale
 
 

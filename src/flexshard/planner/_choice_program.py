@@ -18,6 +18,7 @@ import numpy.typing as npt
 from flexshard.errors import SolverError
 from flexshard.planner._choice_problem import ChoiceProblem
 from flexshard.planner._instance import memory_limit
+from flexshard.planner._program import solve_program, weighted_sum
 from flexshard.planner._thresholds import crossing_prices
 
 __all__ = ["PRICES", "Choice", "best_choice"]
@@ -72,12 +73,12 @@ def _program(problem: ChoiceProblem, levels: IntArray | None) -> _Program:
     for own, corner in zip(shares, corners, strict=True):
         time += [(w, s / scale) for w, s in zip(own, corner[:, 0].tolist(), strict=True)]
         memory += [(w, m / memory_scale) for w, m in zip(own, corner[:, 1].tolist(), strict=True)]
-    model += pulp.LpAffineExpression([*time, (some, problem.latency / scale)]) + latency / scale
-    model += pulp.LpAffineExpression(memory) <= memory_limit(problem.limit) / memory_scale
+    model += weighted_sum([*time, (some, problem.latency / scale)]) + latency / scale
+    model += weighted_sum(memory) <= memory_limit(problem.limit) / memory_scale
     if np.isfinite(problem.loss_limit):
         loss_scale = problem.loss_limit or 1.0
         lost = [(x, v / loss_scale) for x, v in zip(taken, options.loss.tolist(), strict=True)]
-        model += pulp.LpAffineExpression(lost) <= problem.loss_limit / loss_scale
+        model += weighted_sum(lost) <= problem.loss_limit / loss_scale
         for n in np.flatnonzero(options.loss > problem.loss_limit).tolist():
             model += taken[n] <= 0
     for t in range(count):
@@ -95,18 +96,15 @@ def best_choice(problem: ChoiceProblem, levels: IntArray | None, time_limit_seco
     options, program = problem.options, _program(problem, levels)
     model, taken = program.model, program.taken
     for _ in range(_CUTS):
-        model.solve(pulp.HiGHS(msg=False, gapRel=1e-7, timeLimit=time_limit_seconds, threads=1))
-        if pulp.LpStatus[model.status] == "Infeasible":
+        outcome = solve_program(model, gap=1e-7, time_limit_seconds=time_limit_seconds)
+        if outcome == "infeasible":
             return None
         values = np.array([x.value() or 0.0 for x in taken])
         sums = np.array([sum(w.value() or 0.0 for w in own) for own in program.shares])
         np.add.at(sums, options.table, values)
         one_each = np.abs(values - values.round()).max(initial=0) < 1e-4 and np.allclose(sums, 1.0, atol=1e-4)
-        if pulp.LpStatus[model.status] not in ("Optimal", "Not Solved") or not one_each:
-            raise SolverError(
-                f"HiGHS found no choice of tables in {time_limit_seconds:g} s (status {pulp.LpStatus[model.status]});"
-                " raise the time limit"
-            )
+        if outcome == "nothing" or not one_each:
+            raise SolverError(f"HiGHS found no choice of tables in {time_limit_seconds:g} s; raise the time limit")
         picked = np.flatnonzero(values > 0.5)
         choice = np.full(program.least.size, -1, np.int64)
         choice[options.table[picked]] = picked

@@ -10,6 +10,7 @@ from flexshard import units
 from flexshard.costmodels import Cost, OverlapLike, Table
 from flexshard.errors import BudgetError, SolverError
 from flexshard.planner._instance import Allocation, Instance, build_instance, memory_limit
+from flexshard.planner._program import solve_program
 from flexshard.planner._solve import budget_bytes
 from flexshard.topologies import Cluster
 
@@ -73,12 +74,9 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
         problem += pulp.lpSum(chosen[t, g] for g in tiers) == 1
         for g in tiers:
             problem += chosen[t, g] <= used[g]
-    problem.solve(pulp.HiGHS(msg=False, gapRel=1e-6, timeLimit=time_limit_seconds, threads=1))
+    outcome = solve_program(problem, gap=1e-6, time_limit_seconds=time_limit_seconds)
     values = np.array([[chosen[t, g].value() or 0.0 for g in tiers] for t in tables])
-    if pulp.LpStatus[problem.status] not in ("Optimal", "Not Solved") or not np.allclose(values.sum(axis=1), 1.0):
-        raise SolverError(
-            f"HiGHS found no choice of whole tables in {time_limit_seconds:g} s"
-            f" (status {pulp.LpStatus[problem.status]}); raise the time limit"
-        )
+    if outcome != "solution" or not np.allclose(values.sum(axis=1), 1.0):
+        raise SolverError(f"HiGHS found no choice of whole tables in {time_limit_seconds:g} s; raise the time limit")
     picked = values.argmax(axis=1)
     return np.where(np.arange(len(tiers)) == picked[:, None], instance.num_rows[:, None], 0)
