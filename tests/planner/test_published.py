@@ -1,38 +1,44 @@
-"""The published algorithm reproduces the published row counts and times (FlexShard paper, Tables 5 and 6)."""
+"""The published algorithm beside the published row counts and times (FlexShard paper, Tables 5 and 6).
+
+By construction: ``published_table`` is fitted to the row counts (L, and p at one of them), and the preset's alpha and
+beta to the times, so those tests check arithmetic. Predicted: ``predicted_table``, which takes no count for a
+breakpoint.
+"""
 
 from __future__ import annotations
 
 import pytest
-from benchmarks.published import MODELS, PUBLISHED, published_table
+from benchmarks.published import MODELS, PUBLISHED, covered_points, elements_length, predicted_table, published_table
 
-from flexshard import Cluster, solve
+from flexshard import Cluster, Plan, Table, solve
 
-TOLERANCE = {"RM-1": 0.01, "RM-2": 0.03, "RM-3": 0.01, "RM-4": 0.01}
+SHARDINGS = [(2, "two_tier"), (3, "three_tier")]
+
+
+def plan_of(table: Table, tiers: int, cluster: Cluster) -> Plan:
+    return solve([table], cluster, batch_size=PUBLISHED["batch_size"], tiers=tiers, method="paper")
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_profile_passes_through_the_published_points(model: str) -> None:
     profile, spec = published_table(model).profile, MODELS[model]
-    two, (dp, dp_share), (flex, flex_share) = (
-        spec["two_tier"]["data_parallel"],
-        spec["three_tier"]["data_parallel"],
-        spec["three_tier"]["flex"],
-    )
     assert profile.num_rows == spec["rows"]
     assert profile.avg_length == pytest.approx(spec["reads_per_sample"], rel=1e-6)
-    assert profile.covered(two[0]) == pytest.approx(two[1], abs=1e-5)
-    assert profile.covered(dp) == pytest.approx(dp_share, abs=1e-5)
-    assert profile.covered(dp + flex) == pytest.approx(dp_share + flex_share, abs=1e-5)
+    for rows, share in covered_points(model):
+        assert profile.covered(rows) == pytest.approx(share, abs=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("tiers", "sharding"), [(2, "two_tier"), (3, "three_tier")])
-def test_row_counts_of_table_5(model: str, tiers: int, sharding: str, paper_cluster: Cluster) -> None:
+@pytest.mark.parametrize(("tiers", "sharding"), SHARDINGS)
+def test_row_counts_of_table_5_agree_by_construction(
+    model: str, tiers: int, sharding: str, paper_cluster: Cluster
+) -> None:
+    """L and the last data-parallel p are fitted to these counts: the algorithm's arithmetic is checked, no more."""
     table = published_table(model)
-    plan = solve([table], paper_cluster, batch_size=PUBLISHED["batch_size"], tiers=tiers, method="paper")
+    plan = plan_of(table, tiers, paper_cluster)
     found = {tier.strategy: tier.rows for tier in plan.tables[model].tiers}
     for strategy, (rows, _) in MODELS[model][sharding].items():
-        assert found[strategy] == pytest.approx(rows, rel=TOLERANCE[model]), strategy
+        assert found[strategy] == pytest.approx(rows, rel=0.01), strategy
     # Memory neutral: within the budget, by less than one replicated row.
     spare = plan.baselines["row_wise"].memory_bytes - plan.predicted.memory_bytes
     assert 0 <= spare <= 6 * table.row_bytes
@@ -40,7 +46,40 @@ def test_row_counts_of_table_5(model: str, tiers: int, sharding: str, paper_clus
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_times_of_table_6(model: str, paper_cluster: Cluster) -> None:
+def test_row_counts_of_table_5_as_predicted(model: str, paper_cluster: Cluster) -> None:
+    """What is said of the prediction stays true: measured are -42 to -63 %, -5 to -12 % and -8 to +5 %.
+
+    With the covered accesses alone, p at the last data-parallel row of the 3-tier sharding is 0.4 to 0.7 of the
+    breakpoint, so that the tier ends early; L of Table 6 is 3 to 8 % below that which makes the counts neutral.
+    """
+    table, spec = predicted_table(model), MODELS[model]
+    assert table.profile.avg_length == pytest.approx(elements_length(model), rel=1e-6)
+    for rows, share in covered_points(model):
+        assert table.profile.covered(rows) == pytest.approx(share, abs=1e-5)
+    error: dict[tuple[str, str], float] = {}
+    for tiers, sharding in SHARDINGS:
+        plan = plan_of(table, tiers, paper_cluster)
+        found = {tier.strategy: tier.rows for tier in plan.tables[model].tiers}
+        error |= {(sharding, strategy): found[strategy] / rows - 1 for strategy, (rows, _) in spec[sharding].items()}
+    assert -0.70 <= error["three_tier", "data_parallel"] <= -0.35
+    assert -0.15 <= error["two_tier", "data_parallel"] <= -0.03
+    assert -0.10 <= error["three_tier", "flex"] <= 0.07
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_row_wise_times_of_table_6_from_whole_plans(model: str, paper_cluster: Cluster) -> None:
+    """With L fitted to Table 5, times are 3.8 to 5.8 % high; L of Table 6 is what alpha and beta were fitted at."""
+    _, ms = MODELS[model]["all_to_all"]["row_wise"]
+    fitted, elements = (
+        1e3 * plan_of(table, 3, paper_cluster).baselines["row_wise"].dynamic_comm_seconds / ms - 1
+        for table in (published_table(model), predicted_table(model))
+    )
+    assert 0.03 <= fitted <= 0.07
+    assert -0.03 <= elements <= 0.02
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_times_of_table_6_to_which_the_preset_is_fitted(model: str, paper_cluster: Cluster) -> None:
     spec, row_bytes = MODELS[model], 4 * PUBLISHED["dim"]
     node, world = paper_cluster.level(8), paper_cluster.level(32)
     assert node.all_to_all
