@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.published import MODELS, PUBLISHED, elements_length, predicted_table, published_table
 from flexshard import Cluster, Plan, Table, solve
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 
 SHARDINGS = {"two_tier": 2, "three_tier": 3}
 

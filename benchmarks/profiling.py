@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.timing import Run, machine, run_process
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 
 IDS, ROWS, REPEATS = 100_000_000, 10_000_000, 5
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.timing import machine, median_seconds, on_one_core
 from flexshard import AccessProfile, Cluster, Table, solve
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 
 
 def zipf_table(name: str, rows: int, dim: int, exponent: float, samples: int = 10_000_000) -> Table:

@@ -20,9 +20,10 @@ from torch.nn import functional
 
 from benchmarks.timing import machine
 from flexshard import units
-from flexshard._grids import as_text, new_grid
-from flexshard.embeddings import TTEmbeddingBag, TTShape, _tt_rows
-from flexshard.embeddings import _tt_function as ours
+from flexshard._internal import as_text, new_grid
+from flexshard.embeddings import TTEmbeddingBag, TTShape
+from flexshard.embeddings.tensor_train.products import forward_rows, levels_of, product_sizes, suffix_products
+from flexshard.embeddings.tensor_train.rows_function import laid_cores
 
 ROWS, BATCH, LENGTH = 10_000_000, 4096, 20
 FACTORS = (200, 200, 250)
@@ -83,15 +84,12 @@ def timed(work: Callable[[], object], rounds: int) -> float:
 
 def row(dim: int, rank: int, ids: torch.Tensor, rounds: int) -> list[str]:
     offsets = torch.arange(0, ids.numel(), LENGTH)
-    how = {"mode": "sum", "ranks": rank, "rows": FACTORS}
-    table = TTEmbeddingBag(ROWS, dim, **how)
+    how = {"mode": "sum", "tt_ranks": rank, "row_factors": FACTORS}
+    table = TTEmbeddingBag(ROWS, dim, backend="torch", **how)
     fused = TTEmbeddingBag(ROWS, dim, optimizer="sgd", learning_rate=1e-6, **how)
     upstream = torch.ones(BATCH, dim)
-    usual = ours._backend
-    ours._backend = lambda *_: "torch"
     plain_forward = timed(lambda: forward(table, ids, offsets), rounds)
     plain_both = timed(lambda: table(ids, offsets).backward(upstream), rounds)
-    ours._backend = usual
     own_forward = timed(lambda: forward(fused, ids, offsets), rounds)
     own_both = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
     few = ids.view(BATCH, LENGTH)[::SHARE].reshape(-1)
@@ -128,7 +126,7 @@ class TTRec:
 
     def chain(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
         """Digits of ids, the slices of the cores at them, and both products."""
-        p, q, r, n = self.shape.rows, self.shape.dims, self.shape.ranks, ids.numel()
+        p, q, r, n = self.shape.row_factors, self.shape.dim_factors, self.shape.tt_ranks, ids.numel()
         digits = [ids // (p[1] * p[2]), ids // p[2] % p[1], ids % p[2]]
         slices = []
         for k, (core, digit) in enumerate(zip(self.cores, digits, strict=True)):
@@ -201,8 +199,8 @@ def print_shares(batches: dict[str, torch.Tensor], rounds: int) -> None:
 def shares(ids: torch.Tensor, rounds: int) -> dict[str, tuple[float, float]]:
     """Milliseconds of forward, and of forward and backward, with one optimisation more each."""
     offsets, upstream = torch.arange(0, BATCH * LENGTH, LENGTH), torch.ones(BATCH, 64)
-    table = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS)
-    fused = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS, optimizer="sgd", learning_rate=1e-6)
+    table = TTEmbeddingBag(ROWS, 64, mode="sum", tt_ranks=64, row_factors=FACTORS)
+    fused = TTEmbeddingBag(ROWS, 64, mode="sum", tt_ranks=64, row_factors=FACTORS, optimizer="sgd", learning_rate=1e-6)
     optimizer = torch.optim.SGD(table.parameters(), lr=1e-6)
     naive = TTRec(table)
     few = ids.view(BATCH, LENGTH)[::SHARE].reshape(-1)
@@ -236,10 +234,9 @@ def shares(ids: torch.Tensor, rounds: int) -> dict[str, tuple[float, float]]:
             + update,
         ),
     }
-    usual = ours._backend
-    ours._backend = lambda *_: "torch"
+    table.backend, usual = "torch", table.backend
     found["and prefixes once"] = timed(lambda: forward(table, ids, offsets), rounds), timed(step, rounds)
-    ours._backend = usual
+    table.backend = usual
     found["and the suffix compiled"] = timed(lambda: forward(table, ids, offsets), rounds), timed(step, rounds)
     within = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
     found["and SGD within backward"] = found["and the suffix compiled"][0], within
@@ -248,12 +245,12 @@ def shares(ids: torch.Tensor, rounds: int) -> dict[str, tuple[float, float]]:
 
 def print_suffix(ids: torch.Tensor, rounds: int) -> None:
     """Ways to compute the last core's products: what is kept is numba's."""
-    table = TTEmbeddingBag(ROWS, 64, mode="sum", ranks=64, rows=FACTORS)
+    table = TTEmbeddingBag(ROWS, 64, mode="sum", tt_ranks=64, row_factors=FACTORS)
     distinct = torch.unique(ids)
-    levels = _tt_rows.levels_of(distinct, table.shape)
-    laid = ours._laid(table.cores)
-    products = ours._kept(table, levels, laid[0])
-    rows = _tt_rows.forward_rows(levels, table.shape, laid, products=products, compiled=True)
+    levels = levels_of(distinct, table.shape)
+    laid = laid_cores(table.cores)
+    products = [laid[0].new_empty(size) for size in product_sizes(levels, table.shape)]
+    rows = forward_rows(levels, table.shape, laid, products=products, compiled=True)
     out = rows.view(distinct.numel(), 16, 4)
     arguments = (products[-1], levels.parent, laid[-1], levels.digit, levels.place, out)
 
@@ -263,8 +260,8 @@ def print_suffix(ids: torch.Tensor, rounds: int) -> None:
         return (prefixes[parent][:, :, None] * core[digit][:, None]).sum(-1)
 
     ways = {
-        "batched products, 256 at a time": lambda: _tt_rows._suffix(*arguments, compiled=False),
-        "numba": lambda: _tt_rows._suffix(*arguments, compiled=True),
+        "batched products, 256 at a time": lambda: suffix_products(*arguments, compiled=False),
+        "numba": lambda: suffix_products(*arguments, compiled=True),
     }
     compiled = torch.compile(expression, dynamic=True)
     try:

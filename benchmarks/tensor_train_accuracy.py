@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.timing import machine
 from flexshard import units
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from benchmarks.tensor_train import BATCH, FACTORS, LENGTH, ROWS, TTRec, zipf
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 from flexshard.embeddings import TTEmbeddingBag
 
 

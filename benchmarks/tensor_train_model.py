@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.timing import machine
 from flexshard import AccessProfile, Table
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
+from flexshard.calibration import calibrate
+from flexshard.calibration.lookup_rates import least_seconds, train_step
 from flexshard.costmodels import TTReads
 from flexshard.embeddings import TTShape
-from flexshard.executors import calibrate
-from flexshard.executors._calibrate import least_seconds, train_step
 
 ROWS = 2_000_000
 # Bags, ids per bag, exponent of Zipf's law, whether ids are hashed: none of them is calibrated with.
@@ -46,7 +46,7 @@ def main() -> None:
     print(f"{(time.perf_counter() - start) / 2 / len(shapes):.1f} s to calibrate a shape and measure its batches")
     of_ids, of_profile = [], []
     for shape, found in zip(shapes, passes.min(axis=0), strict=True):
-        name = f"D={shape.embedding_dim} {shape.cores} cores, ranks {shape.ranks}"
+        name = f"D={shape.embedding_dim} {shape.cores} cores, ranks {shape.tt_ranks}"
         for (bags, length, exponent, hashed), (seconds, counted, expected) in zip(BATCHES, found, strict=True):
             of_ids.append(counted / seconds - 1)
             of_profile.append(expected / seconds - 1)

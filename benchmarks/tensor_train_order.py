@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.timing import machine
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
+from flexshard.calibration.lookup_rates import least_seconds, train_step
 from flexshard.costmodels import TTReads
 from flexshard.embeddings import IndexBijection, TTEmbeddingBag, TTShape
-from flexshard.executors._calibrate import least_seconds, train_step
 
 BAGS, LENGTH, DIM, RANK = 4096, 20, 64, 64
 
@@ -92,9 +92,11 @@ def report(title: str, batches: list[np.ndarray], rows: int, rounds: int) -> Non
     shape = TTShape.choose(rows, DIM, RANK)
     hashed = IndexBijection(np.random.default_rng(1).permutation(rows), rows)
     numberings = {"hashed": hashed, "by frequency": by_frequency, "by community": by_community}
-    renumbered = [[own.ranks(batch).astype(np.int64) for batch in fresh] for own in numberings.values()]
+    renumbered = [[own.positions(batch).astype(np.int64) for batch in fresh] for own in numberings.values()]
     steps = [train_step(shape, batch, 1) for own in renumbered for batch in own]
-    table = TTEmbeddingBag(rows, DIM, ranks=shape.ranks, rows=shape.rows, dims=shape.dims, mode="sum")
+    table = TTEmbeddingBag(
+        rows, DIM, tt_ranks=shape.tt_ranks, row_factors=shape.row_factors, dim_factors=shape.dim_factors, mode="sum"
+    )
 
     @torch.no_grad()
     def look_up(batch: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks.solver import large_model
 from benchmarks.timing import machine, median_seconds
 from flexshard import Cluster, solve
-from flexshard._grids import as_text, new_grid
-from flexshard.planner import whole_table_cost
-from flexshard.planner._torchrec import price_choices, torchrec_choices
+from flexshard._internal import as_text, new_grid
+from flexshard.planner import Problem, whole_table_cost
+from flexshard.planner.baselines.torchrec_choices import price_choices, torchrec_choices
 
 
 def main(tables: int, nodes: int) -> None:
@@ -33,7 +33,7 @@ def main(tables: int, nodes: int) -> None:
     ours = median_seconds(lambda: solve(model, cluster, batch_size=batch), 9)
     print(f"flexshard: median {ours:.4f} s (solver and baselines)", flush=True)
     start = time.perf_counter()
-    choices = torchrec_choices(model, cluster, batch_size=batch)
+    choices = torchrec_choices(Problem(model, cluster, batch))
     theirs = time.perf_counter() - start
     print(f"TorchRec's EmbeddingShardingPlanner, defaults: {theirs:.1f} s, {theirs / ours:,.0f} times as long\n")
     kinds, numbers = np.unique([choice.sharding_type for choice in choices], return_counts=True)
@@ -42,7 +42,7 @@ def main(tables: int, nodes: int) -> None:
         "flexshard": plan.predicted,
         **plan.baselines,
         "whole_table": whole_table_cost(model, cluster, batch_size=batch),
-        "torchrec": price_choices(model, cluster, choices, batch_size=batch),
+        "torchrec": price_choices(Problem(model, cluster, batch), choices),
     }
     grid = new_grid("Both plans under our cost model", [""], ["exposed ms", "memory GiB", "time / ours"])
     for name, cost in costs.items():

@@ -77,7 +77,13 @@ def read_clicks(path: Path, num_sessions: int) -> Clicks:
     articles, people = by_frequency(log.items, log.num_items), by_frequency(reader, int(reader.max()) + 1)
     rows = {"articles": log.num_items, "readers": int(reader.max()) + 1}
     return Clicks(
-        rows, articles.ranks(log.items), articles.ranks(log.by_user), people.ranks(reader), places, start, now
+        rows,
+        articles.positions(log.items),
+        articles.positions(log.by_user),
+        people.positions(reader),
+        places,
+        start,
+        now,
     )
 
 

@@ -32,7 +32,14 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from flexshard.embeddings import Deduped, DedupedEmbeddingCollection
-from flexshard.ingestion import OnDistinct, SessionBatch, SessionReader, Truncate, cluster_sessions, suggest_groups
+from flexshard.ingestion import (
+    DedupedTransform,
+    SessionBatch,
+    SessionReader,
+    Truncate,
+    cluster_sessions,
+    suggest_groups,
+)
 from sessions import write_generated, write_mind
 
 DIM, HEADS, LONGEST = 64, 4, 50
@@ -109,7 +116,7 @@ def reader_of(path: Path, groups: list[list[str]], batch_size: int, **how: int |
         features=["history", "candidate"],
         groups=groups,
         dense=["label", "session"],
-        transform=OnDistinct(Truncate(LONGEST, features=["history"])),
+        transform=DedupedTransform(Truncate(LONGEST, features=["history"])),
         **how,
     )
 

@@ -3,62 +3,178 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import networkx as nx
+import pytest
+
 import flexshard
-from flexshard import costmodels, planner, profiling, topologies
+from flexshard import costmodels, planner, profiling, tables, topologies
 
 SOURCE = Path(flexshard.__file__).parent
-ROOMS = {
-    "topologies": set(),
-    "profiling": set(),
-    "costmodels": {"topologies", "profiling"},
-    "planner": {"topologies", "profiling", "costmodels"},
-    "embeddings": set(),
-    "executors": {"topologies", "profiling", "costmodels", "planner", "embeddings"},
-    "ingestion": {"embeddings"},
-}
-COMMON = {
-    "errors",
-    "units",
-    "_dedup",
-    "_files",
-    "_documents",
-    "_grids",
-    "_jagged",
-    "_kernels",
-    "_sources",
-    "_tt_shape",
-    "_together",
-    "_values",
-}
+FLOORS = (
+    {"errors", "units", "_internal"},
+    {"topologies", "profiling"},
+    {"tables"},
+    {"costmodels", "embeddings"},
+    {"calibration", "planner", "ingestion"},
+    {"executors"},
+    {"plots"},
+    {"cli"},
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+ROOMS = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+FILES = sorted(SOURCE.rglob("*.py"))
+MOST_LINES = 400
+LEAST_FILES = 150  # so that a search that finds nothing does not pass
 
 
-def imports_of(file: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        names = []
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """The room of a module of ours; "" for the package itself."""
+    return [*module.split("."), ""][1]
+
+
+def is_module(name: str) -> bool:
+    path = SOURCE.parent.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def imports_of(file: Path) -> Iterator[tuple[str, str]]:
+    """(module of ours, name taken from it or ""), wherever the import stands: in functions and for types alone, too."""
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "flexshard")
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: imports are absolute"
             base = node.module or ""
-            names = [f"{base}.{alias.name}" for alias in node.names] if base == "flexshard" else [base]
-        found |= {name.split(".")[1] for name in names if name.startswith("flexshard.")}
-    return found
+            if base.split(".")[0] == "flexshard":
+                for alias in node.names:
+                    inner = f"{base}.{alias.name}"
+                    yield (inner, "") if is_module(inner) else (base, alias.name)
 
 
-def test_arrows_between_rooms_go_one_way() -> None:
-    seen = 0
-    for room, allowed in ROOMS.items():
-        for file in (SOURCE / room).rglob("*.py"):
-            seen += 1
-            wrong = imports_of(file) - allowed - {room} - COMMON
-            assert not wrong, f"{file.name} in {room} imports {sorted(wrong)}"
-    assert seen > 30
+def allowed(room: str) -> set[str]:
+    """What a room's ``__init__`` says that it may import."""
+    doc = ast.get_docstring(tree(SOURCE / room / "__init__.py")) or ""
+    assert "May import: " in doc, f"{room}/__init__.py: say what the room is for, and 'May import: ...'"
+    assert not doc.startswith("May import"), f"{room}/__init__.py: say what the room is for"
+    text = doc.partition("May import: ")[2].partition(".")[0].replace("\n", " ")
+    if text.startswith("all rooms"):
+        return set(FLOOR_OF) - {room} - set(text.partition("but ")[2].split(", "))
+    return {name.strip() for name in text.split(",")}
+
+
+def test_every_room_says_what_it_is_for_and_what_it_may_import() -> None:
+    assert set(ROOMS) == set(FLOOR_OF) - {"errors", "units"}
+    for room in ROOMS:
+        for other in allowed(room):
+            assert FLOOR_OF[other] < FLOOR_OF[room] or other in FLOORS[0], f"{room} may not import {other}: go upstairs"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows_between_rooms_go_one_way(room: str) -> None:
+    for file in (SOURCE / room).rglob("*.py"):
+        others = {room_of(module) for module, _ in imports_of(file)} - {room, ""}
+        wrong = others - allowed(room)
+        assert not wrong, f"{file.name} in {room} imports {sorted(wrong)}"
+
+
+def test_imports_from_outside_a_room_go_through_its_init() -> None:
+    assert len(FILES) > LEAST_FILES
+    for file in FILES:
+        mine = room_of(module_of(file))
+        if file == SOURCE / mine / "__init__.py" or file == SOURCE / "__init__.py":
+            continue
+        for module, name in imports_of(file):
+            room = room_of(module)
+            where = f"{file.relative_to(SOURCE)}: {module}.{name}"
+            if room in ROOMS and room != mine:
+                assert module == f"flexshard.{room}", f"{where}: import from flexshard.{room}"
+                if name:
+                    assert name in importlib.import_module(module).__all__, f"{where}: no name of the room"
+            elif room == mine and file.name != "__main__.py":
+                assert module != f"flexshard.{room}" or not name, f"{where}: a room's own files name each other"
+
+
+def test_rooms_named_as_modules_have_the_names_used() -> None:
+    """``planner.solve``: type checkers take any name of a room that loads lazily."""
+    used = 0
+    for file in FILES:
+        named = {module.split(".")[1] for module, name in imports_of(file) if module.count(".") == 1 and not name}
+        rooms = named & set(ROOMS)
+        for node in ast.walk(tree(file)):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in rooms & set(ROOMS)
+            ):
+                used += 1
+                names = importlib.import_module(f"flexshard.{node.value.id}").__all__
+                assert node.attr in names, f"{file.relative_to(SOURCE)}:{node.lineno}: {node.value.id}.{node.attr}"
+    assert used > 20
+
+
+def test_no_circle_among_files() -> None:
+    graph = nx.DiGraph()
+    for file in FILES:
+        here = module_of(file)
+        for module, _ in imports_of(file):
+            if module == here or (file.name == "__init__.py" and module.startswith(f"{here}.")):
+                continue  # a room's __init__ names its files, which do not name it (tested above)
+            graph.add_edge(here, module)
+    assert graph.number_of_edges() > 2 * LEAST_FILES
+    circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    assert not circles
+
+
+def test_no_file_is_long() -> None:
+    long = {
+        str(file.relative_to(SOURCE)): n for file in FILES if (n := len(file.read_text().splitlines())) > MOST_LINES
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "cli"])
+def test_what_types_see_of_a_room_is_what_it_gives(room: str) -> None:
+    """The lazy table and the imports for type checkers say the same, and no name is that of a file of the room: the
+    file, once imported, would stand in its place.
+    """
+    file = SOURCE / room / "__init__.py"
+    seen = {}
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            for part in node.body:
+                assert isinstance(part, ast.ImportFrom)
+                seen |= {alias.asname or alias.name: part.module for alias in part.names}
+    module = importlib.import_module(f"flexshard.{room}")
+    assert sorted(seen) == sorted(module.__all__)
+    for name, home in seen.items():
+        assert home is not None
+        assert getattr(module, name) is getattr(importlib.import_module(home), name)
+        assert not is_module(f"flexshard.{room}.{name}"), f"{room}: {name} is a file of the room, too"
+
+
+def test_values_name_files_that_have_their_methods() -> None:
+    for room in ROOMS:
+        for method, target in getattr(importlib.import_module(f"flexshard.{room}"), "VALUE_METHODS", {}).items():
+            file, _, function = target.partition(":")
+            assert callable(getattr(importlib.import_module(f"flexshard.{room}.{file}"), function)), method
 
 
 def test_links_at_the_root_lead_into_the_package() -> None:
@@ -70,13 +186,32 @@ def test_links_at_the_root_lead_into_the_package() -> None:
         assert link.resolve() == (SOURCE / name).resolve()
 
 
-def test_importing_needs_neither_torch_nor_matplotlib() -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None; sys.modules['torchrec'] = None\n"
-        "import flexshard, flexshard.cli\n"
-        "sys.exit('matplotlib' in sys.modules)"
-    )
+def run(script: str) -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_planning_needs_no_torch() -> None:
+    """Every file of the rooms that import no torch, and those of the planner but for TorchRec's adaptor."""
+    names = [
+        module
+        for module in map(module_of, FILES)
+        if room_of(module) in {"topologies", "profiling", "tables", "costmodels", "planner", "plots", "cli"}
+        and not module.startswith("flexshard.planner.torchrec")
+    ]
+    assert len(names) > LEAST_FILES / 2
+    run(
+        "import sys, importlib; sys.modules['torch'] = None; sys.modules['torchrec'] = None\n"
+        f"for name in {names}: importlib.import_module(name)"
+    )
+
+
+def test_importing_is_light() -> None:
+    """Nothing but Python's own and what prints the command line; every room waits until it is used."""
+    run(
+        "import sys; import flexshard, flexshard.cli.app\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'pyarrow', 'matplotlib', 'networkx', 'pydantic', 'pulp', 'rich.table'}\n"
+        "sys.exit(sorted(heavy & set(sys.modules)) or 0)"
+    )
 
 
 def test_public_names_are_frozen() -> None:
@@ -90,6 +225,7 @@ def test_public_names_are_frozen() -> None:
         "Job",
         "ParetoCurve",
         "Plan",
+        "Problem",
         "Table",
         "compare",
         "diff",
@@ -99,7 +235,7 @@ def test_public_names_are_frozen() -> None:
         "plot_pareto",
         "solve",
     ]
-    for module in (flexshard, topologies, profiling, costmodels, planner):
+    for module in (flexshard, topologies, profiling, tables, costmodels, planner):
         for name in module.__all__:
             value = getattr(module, name)
             assert value is not None

@@ -335,7 +335,10 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"table": {"optimizer": "lion"}}, "optimizer must be one of sgd"),
         ({"table": {"profile": "none.parquet"}}, "none.parquet: no such file; build it with 'flexshard profile'"),
         ({"table": {"profile": "clicks.parquet"}}, "clicks.parquet: not a profile but other Parquet data"),
-        ({"table": {"replication_multiplier": float("nan")}}, "replication_multiplier must be at least 1"),
+        (
+            {"table": {"replication_multiplier": float("nan")}},
+            "replication_multiplier: Input should be a finite number",
+        ),
     ],
 )
 def test_jobs_that_cannot_be_planned(project: Path, changes: dict[str, object], expected: str) -> None:
@@ -475,7 +478,7 @@ def test_compare_sets_a_plan_beside_what_ran(project: Path, tmp_path: Path) -> N
     observed_file(project, plan, "other.json", version=9)
     assert "version 9 of observations is unknown" in bad(project, "compare", "plan.json", "other.json")
     (project / "other.json").write_text((project / "observed.json").read_text()[:200])
-    assert "other.json: not valid JSON" in bad(project, "compare", "plan.json", "other.json")
+    assert "other.json:1: not valid JSON" in bad(project, "compare", "plan.json", "other.json")
     assert "go with a plan and what was observed" in bad(project, "compare", "job.yaml", "-o", "x.png")
     (project / "other.json").unlink()
     (project / "observed.json").unlink()

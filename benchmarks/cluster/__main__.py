@@ -24,7 +24,7 @@ from benchmarks.cluster.network import Network, NetworkError, network
 from benchmarks.cluster.workloads import GLOBO, WORKLOADS
 from benchmarks.timing import machine
 from flexshard import Cluster, units
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 
 RANK = "benchmarks.cluster.rank"
 TIE = 0.05  # equal plans differ by as much in one run

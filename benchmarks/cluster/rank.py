@@ -24,11 +24,11 @@ from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.cluster.workloads import WORKLOADS, Workload
 from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan, Table, solve
-from flexshard._files import write_text
+from flexshard._internal import write_text
+from flexshard.calibration import measure_cluster
 from flexshard.costmodels import Cost
 from flexshard.executors import Observation, Observer
 from flexshard.planner import Tier
-from flexshard.topologies import measure_cluster
 
 DIM = 32
 INPUTS = ("ids", "other ids", "counts")

@@ -18,10 +18,8 @@ import pyarrow as pa
 import torch
 
 from benchmarks.timing import on_one_core
-from flexshard import _jagged
-from flexshard._grids import as_text, new_grid
-from flexshard._jagged import JaggedArray, distinct_rows
-from flexshard.embeddings import InverseKeyedJaggedTensor
+from flexshard._internal import as_text, new_grid
+from flexshard.embeddings import InverseKeyedJaggedTensor, JaggedArray, distinct_rows
 
 __all__ = ["main"]
 
@@ -99,11 +97,7 @@ def interleaved(works: dict[str, Callable[[], object]], rows: int) -> dict[str, 
 
 def plain(columns: Sequence[JaggedArray]) -> IntArray:
     """Ours where numba is not installed."""
-    usual, _jagged._COMPILED_ROWS = _jagged._COMPILED_ROWS, 1 << 62
-    try:
-        return distinct_rows(*columns).inverse
-    finally:
-        _jagged._COMPILED_ROWS = usual
+    return distinct_rows(*columns, compiled=False).inverse
 
 
 def by_dict(columns: Sequence[JaggedArray]) -> IntArray:

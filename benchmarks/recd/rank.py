@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.recd import data  # noqa: F401 - puts the examples on the path
-from flexshard._files import write_text
+from flexshard._internal import write_text
 from flexshard.costmodels import PhaseCurve, StepModel
 from flexshard.embeddings import DedupedJagged
 from flexshard.executors import Observer

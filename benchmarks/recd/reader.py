@@ -15,10 +15,10 @@ import torch
 from benchmarks.recd.data import logs, write
 from benchmarks.timing import on_one_core
 from flexshard import units
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 from flexshard.ingestion import (
+    DedupedTransform,
     HashIds,
-    OnDistinct,
     ReaderPhases,
     SessionReader,
     SortIds,
@@ -74,6 +74,6 @@ def main(folder: Path) -> None:
 
 def read(path: Path, features: list[str], groups: list[list[str]]) -> ReaderPhases:
     """All batches."""
-    transform: Any = OnDistinct(HashIds(1 << 20), Truncate(100), SortIds())
+    transform: Any = DedupedTransform(HashIds(1 << 20), Truncate(100), SortIds())
     batches = SessionReader(path, batch_size=BATCH, features=features, groups=groups, transform=transform)
     return sum((batch.phases for batch in batches), ReaderPhases())

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.recd.data import logs, shuffled, write
 from flexshard import units
-from flexshard._grids import as_text, new_grid
+from flexshard._internal import as_text, new_grid
 from flexshard.ingestion import cluster_sessions
 
 __all__ = ["main"]

@@ -1,60 +1,60 @@
-"""FlexShard: where the embedding tables of a recommendation model live on a GPU cluster, decided row by row."""
+"""FlexShard: where the embedding tables of a recommendation model live on a GPU cluster, decided row by row.
 
-from __future__ import annotations
+The rooms are packages, floor by floor: ``_internal``; ``topologies`` and ``profiling``; ``tables``; ``costmodels`` and
+``embeddings``; ``calibration``, ``planner`` and ``ingestion``; ``executors``; ``plots`` and ``cli``. A room imports
+those on floors below it, and through their ``__init__`` alone.
+"""
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flexshard.costmodels import Cost, Table
-from flexshard.errors import FlexShardError
-from flexshard.planner import Job, ParetoCurve, Plan, compare, diff, explain, load_job, pareto, solve
-from flexshard.profiling import AccessProfile
-from flexshard.topologies import Cluster
+from flexshard._internal.lazy import lazy_exports, version_of
 
 if TYPE_CHECKING:
-    from flexshard.executors import FlexShardEmbeddingCollectionSharder
-    from flexshard.planner import FlexShardPlanner
-    from flexshard.plots import plot_pareto
+    from flexshard.costmodels import Cost as Cost
+    from flexshard.errors import FlexShardError as FlexShardError
+    from flexshard.executors import FlexShardEmbeddingCollectionSharder as FlexShardEmbeddingCollectionSharder
+    from flexshard.planner import (
+        FlexShardPlanner as FlexShardPlanner,
+        Job as Job,
+        ParetoCurve as ParetoCurve,
+        Plan as Plan,
+        Problem as Problem,
+        compare as compare,
+        diff as diff,
+        explain as explain,
+        load_job as load_job,
+        pareto as pareto,
+        solve as solve,
+    )
+    from flexshard.plots import plot_pareto as plot_pareto
+    from flexshard.profiling import AccessProfile as AccessProfile
+    from flexshard.tables import Table as Table
+    from flexshard.topologies import Cluster as Cluster
 
-__all__ = [
-    "AccessProfile",
-    "Cluster",
-    "Cost",
-    "FlexShardEmbeddingCollectionSharder",
-    "FlexShardError",
-    "FlexShardPlanner",
-    "Job",
-    "ParetoCurve",
-    "Plan",
-    "Table",
-    "compare",
-    "diff",
-    "explain",
-    "load_job",
-    "pareto",
-    "plot_pareto",
-    "solve",
-]
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "costmodels": ["Cost"],
+        "errors": ["FlexShardError"],
+        "executors": ["FlexShardEmbeddingCollectionSharder"],
+        "planner": [
+            "FlexShardPlanner",
+            "Job",
+            "ParetoCurve",
+            "Plan",
+            "Problem",
+            "compare",
+            "diff",
+            "explain",
+            "load_job",
+            "pareto",
+            "solve",
+        ],
+        "plots": ["plot_pareto"],
+        "profiling": ["AccessProfile"],
+        "tables": ["Table"],
+        "topologies": ["Cluster"],
+    },
+)
 
-try:
-    __version__ = version("flexshard")
-except PackageNotFoundError:  # a source tree that is not installed
-    __version__ = "0.0.0"
-
-
-def __getattr__(name: str) -> Any:
-    # matplotlib takes longer to import than everything else, and TorchRec need not be there at all; only those who draw
-    # or train should wait for them.
-    if name == "plot_pareto":
-        from flexshard.plots import plot_pareto
-
-        return plot_pareto
-    if name == "FlexShardPlanner":
-        from flexshard import planner
-
-        return planner.FlexShardPlanner
-    if name == "FlexShardEmbeddingCollectionSharder":
-        from flexshard import executors
-
-        return executors.FlexShardEmbeddingCollectionSharder
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__version__ = version_of("flexshard")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flexshard.costmodels import (
     Cost,
-    Table,
     breakpoints,
     column_wise_cost,
-    expected_distinct,
     normalized_costs,
     overlap_of,
     placement_cost,
@@ -22,6 +19,7 @@ from flexshard.costmodels import (
 )
 from flexshard.errors import JobError, TableError
 from flexshard.profiling import AccessProfile, LengthMoments
+from flexshard.tables import Table, expected_distinct
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
 # 2 nodes x 4 ranks; round figures, so that results can be worked on paper.

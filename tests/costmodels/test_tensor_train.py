@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flexshard import AccessProfile, Cluster, Table
-from flexshard._tt_shape import TTShape
 from flexshard.costmodels import ShapeRates, TTRates, TTReads, TTWork, fit_rates, tensor_train_cost
 from flexshard.errors import DataError
+from flexshard.tables.tensor_train_shape import TTShape
 
 SHAPE = TTShape(24, 8, (2, 3, 4), (2, 2, 2), (3, 5))
 
@@ -69,14 +69,13 @@ def test_work_by_hand() -> None:
 
 
 @pytest.mark.parametrize("cores", [2, 3, 4])
-def test_operations_are_those_that_torch_counts(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_those_that_torch_counts(cores: int) -> None:
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flexshard.embeddings import TTEmbedding, _tt_function
+    from flexshard.embeddings import TTEmbedding
 
-    monkeypatch.setattr(_tt_function, "_backend", lambda core, shape: "torch")
-    table = TTEmbedding(5000, 16, ranks=6, cores=cores)
+    table = TTEmbedding(5000, 16, tt_ranks=6, cores=cores, backend="torch")
     ids = torch.randint(0, 5000, (300,), generator=torch.Generator().manual_seed(0))
     work = TTWork.of(table.shape, TTReads.of(ids.numpy(), 300, table.shape))
     with FlopCounterMode(display=False) as forward:

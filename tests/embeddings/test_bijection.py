@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, TableError
@@ -20,9 +19,9 @@ def test_it_is_one_to_one_and_goes_both_ways(case: tuple[int, list[int], int]) -
     number, order, ranked = case
     bijection = IndexBijection(order[:ranked], number)
     ids = np.arange(number)
-    ranks = bijection.ranks(ids)
-    assert sorted(ranks.tolist()) == ids.tolist()
-    assert bijection.rows(ranks).tolist() == ids.tolist()
+    positions = bijection.positions(ids)
+    assert sorted(positions.tolist()) == ids.tolist()
+    assert bijection.rows(positions).tolist() == ids.tolist()
     assert bijection.rows(np.arange(ranked)).tolist() == order[:ranked] or bijection.is_identity
     rest = bijection.rows(np.arange(ranked, number))
     assert rest.tolist() == sorted(rest.tolist())  # rows that nobody ranked follow in order of id
@@ -58,14 +57,14 @@ def test_rows_that_are_read_together_come_together() -> None:
     found = IndexBijection.by_community(batches, ranking, hot_share=0.01, seed=1)
     assert np.array_equal(np.sort(found.row_at), np.arange(rows))  # a bijection
     assert np.array_equal(found.row_at[:40], ranking.row_at[:40])  # hot rows stay
-    assert np.array_equal(found.rank_of[found.row_at], np.arange(rows))
+    assert np.array_equal(found.position_of[found.row_at], np.arange(rows))
     read = found.row_at[40:][counts[found.row_at[40:]] > 0]
     same = np.mean(group[read[1:]] == group[read[:-1]])
     by_frequency = ranking.row_at[counts[ranking.row_at] > 0]
     assert same > 0.95
     assert np.mean(group[by_frequency[1:]] == group[by_frequency[:-1]]) < 0.2
     # So a batch has fewer distinct prefixes of a tensor train.
-    prefixes = [np.mean([np.unique(order.ranks(b) // 50).size for b in batches]) for order in (ranking, found)]
+    prefixes = [np.mean([np.unique(order.positions(b) // 50).size for b in batches]) for order in (ranking, found)]
     assert prefixes[1] < 0.5 * prefixes[0]
     again = IndexBijection.by_community(batches, ranking, hot_share=0.01, seed=1)
     assert np.array_equal(again.row_at, found.row_at)
@@ -83,17 +82,17 @@ def test_communities_are_always_a_bijection(rows: int, batches: int, hot: float,
 
 
 def test_pairs_are_capped_and_kept_evenly() -> None:
-    from flexshard.embeddings._communities import index_graph
+    from flexshard.embeddings.ordering.communities import index_graph
 
-    rank_of = np.arange(100)
+    position_of = np.arange(100)
     batches = [np.array([2 * number, 2 * number + 1]) for number in range(50)] * 40  # one pair each, 40 times
-    found = index_graph(batches, rank_of, 0, pairs_per_batch=10, max_pairs=1600, seed=0)
+    found = index_graph(batches, position_of, 0, pairs_per_batch=10, max_pairs=1600, seed=0)
     assert found.counts.sum() == 1600
     assert found.edges.shape == (50, 2)
     assert found.counts.min() >= 20  # early and late ones alike
     assert (found.edges[:, 1] == found.edges[:, 0] + 1).all()
     assert found.companions.shape == (0, 4)
-    none = index_graph([np.array([0, 1])], rank_of, 50, pairs_per_batch=10, max_pairs=1600, seed=0)
+    none = index_graph([np.array([0, 1])], position_of, 50, pairs_per_batch=10, max_pairs=1600, seed=0)
     assert none.edges.shape == (0, 2)  # hot rows take no part
 
 
@@ -128,7 +127,7 @@ def test_bijections_are_saved(tmp_path: Path) -> None:
 
 def test_batches_outside_the_table_are_named() -> None:
     ranking = IndexBijection.identity(10)
-    with pytest.raises(TableError, match=r"an id \(or rank\) 10, but the table has rows 0 to 9"):
+    with pytest.raises(TableError, match=r"an id \(or position\) 10, but the table has rows 0 to 9"):
         IndexBijection.by_community([np.array([1, 10])], ranking)
     with pytest.raises(TableError, match="hot_share is a share of the rows, found 2"):
         IndexBijection.by_community([], ranking, hot_share=2)
@@ -159,11 +158,11 @@ def test_a_batch_is_renumbered_wherever_it_is() -> None:
         renumber(wrong)
 
 
-def test_ids_outside_the_table_have_no_rank() -> None:
+def test_ids_outside_the_table_have_no_position() -> None:
     for bijection in (IndexBijection([5, 3], 10), IndexBijection.identity(10)):
         for wrong in (-1, 10):
-            with pytest.raises(TableError, match=rf"an id \(or rank\) {wrong}, but the table has rows 0 to 9"):
-                bijection.ranks(np.array([0, wrong]))
+            with pytest.raises(TableError, match=rf"an id \(or position\) {wrong}, but the table has rows 0 to 9"):
+                bijection.positions(np.array([0, wrong]))
             with pytest.raises(TableError, match="the table has rows 0 to 9"):
                 bijection.rows(np.array([wrong]))
 

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torchrec import KeyedJaggedTensor
 
 from flexshard.embeddings import DedupedGroup, InverseKeyedJaggedTensor

@@ -14,20 +14,20 @@ SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from flexshard.embeddings import _tt_triton as kernels
+from flexshard.embeddings.tensor_train import triton_kernels as kernels
 
 FLOATS = "left weight out upstream gradient state prefixes core rows to_prefixes values".split()
 WHOLE = "index tile_group tile_first ends starts parent digit place order".split()
 TYPES = {name: "*fp32" for name in FLOATS} | {name: "*i64" for name in WHOLE} | {"rate": "fp32", "eps": "fp32"}
 TABLE = {"Q": 16, "q": 4, "BQ": 16, "Bq": 4, "BK": 32}
 CASES = [
-    (kernels._grouped_mm, {"H": 4, "ITEMS": 16, "BM": 64, "BK": 32, "BC": 64}, "INDEXED", (False, True)),
-    (kernels._grouped_outer, {"H": 4, "BM": 32, "BK": 32, "BC": 64}, "MODE", (0, 1, 2)),
-    (kernels._suffix_forward, TABLE, None, (None,)),
-    (kernels._suffix_to_prefixes, TABLE, None, (None,)),
-    (kernels._suffix_to_core, TABLE, "MODE", (0, 1, 2)),
-    (kernels._segment_sum, {"BLOCK": 256}, "MODE", (0, 1, 2)),
-    (kernels._rowwise_adagrad, {"BLOCK": 1024}, None, (None,)),
+    (kernels.grouped_mm, {"H": 4, "ITEMS": 16, "BM": 64, "BK": 32, "BC": 64}, "INDEXED", (False, True)),
+    (kernels.grouped_outer, {"H": 4, "BM": 32, "BK": 32, "BC": 64}, "MODE", (0, 1, 2)),
+    (kernels.suffix_forward, TABLE, None, (None,)),
+    (kernels.suffix_to_prefixes, TABLE, None, (None,)),
+    (kernels.suffix_to_core, TABLE, "MODE", (0, 1, 2)),
+    (kernels.segment_sum, {"BLOCK": 256}, "MODE", (0, 1, 2)),
+    (kernels.rowwise_adagrad, {"BLOCK": 1024}, None, (None,)),
 ]
 for kernel, sizes, name, values in CASES:
     for value in values:

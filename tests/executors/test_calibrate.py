@@ -6,18 +6,20 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-from flexshard._tt_shape import TTShape
+from flexshard.calibration import calibrate
+from flexshard.calibration.lookup_rates import sample_batches
 from flexshard.costmodels import TTReads
 from flexshard.errors import JobError
-from flexshard.executors import calibrate
-from flexshard.executors._calibrate import sample_batches
+from flexshard.tables.tensor_train_shape import TTShape
 
 
 def test_rates_of_shapes_and_of_dense_tables() -> None:
     shapes = [TTShape.choose(50_000, 16, 8), TTShape.choose(50_000, 16, 8, cores=2), TTShape.choose(900, 16, 8)]
     seen: list[tuple[int, int]] = []
     rates = calibrate(shapes, batch_size=64, rounds=2, progress=lambda done, total: seen.append((done, total)))
-    assert [(own.rows, own.dims, own.ranks) for own in rates.shapes] == [(s.rows, s.dims, s.ranks) for s in shapes]
+    assert [(own.row_factors, own.dim_factors, own.tt_ranks) for own in rates.shapes] == [
+        (s.row_factors, s.dim_factors, s.tt_ranks) for s in shapes
+    ]
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     for shape in shapes:
         ids, bags = next(sample_batches(shape.num_embeddings, 64, 0))

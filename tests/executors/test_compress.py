@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 def full_rank() -> dict[str, Any]:
     """A tensor train that can be any table of this size."""
-    return {"rows": [3, 4, 5], "dims": [2, 2, 2], "ranks": [6, 10]}
+    return {"row_factors": [3, 4, 5], "dim_factors": [2, 2, 2], "tt_ranks": [6, 10]}
 
 
 @pytest.mark.parametrize("names", [["x"], ["y", "z"], ["x", "y", "z"]])
@@ -104,7 +104,7 @@ def test_bags_are_those_of_the_tables(weighted: bool) -> None:
 
 def test_a_table_is_started_anew_if_asked() -> None:
     model = Model()
-    _, (report,) = compress(model, {"lookup.x": {"ranks": 2, "optimizer": "adagrad"}}, decompose=False)
+    _, (report,) = compress(model, {"lookup.x": {"tt_ranks": 2, "optimizer": "adagrad"}}, decompose=False)
     assert report.error is None
     table = model.lookup.tables["x"]
     assert isinstance(table, TTEmbedding)
@@ -120,7 +120,7 @@ def test_tables_that_are_not_there() -> None:
         compress(twice, {"x": 4})
     compress(twice, {"two.lookup.x": 4})
     with pytest.raises(TableError, match=r"factors .* cover 6 rows only"):
-        compress(Model(), {"x": {"ranks": 2, "rows": [1, 2, 3]}})
+        compress(Model(), {"x": {"tt_ranks": 2, "row_factors": [1, 2, 3]}})
 
 
 def test_a_table_of_several_features_is_updated_once() -> None:
@@ -144,7 +144,7 @@ def test_a_module_that_stands_twice_is_replaced_twice_and_all_or_nothing_is() ->
     assert tied.a is tied.b
     assert isinstance(tied.b, CompressedEmbeddingCollection)
     two = nn.ModuleDict({"one": Model(), "two": Model()})
-    for wrong in (0, "x", {"bogus": 1}, {"ranks": 2, "mode": "sum"}):
+    for wrong in (0, "x", {"bogus": 1}, {"tt_ranks": 2, "mode": "sum"}):
         with pytest.raises(TableError):
             compress(two, {"one.lookup.x": 4, "two.lookup.x": wrong})  # type: ignore[dict-item]
         assert isinstance(two["one"].lookup, EmbeddingCollection)
@@ -153,7 +153,7 @@ def test_a_module_that_stands_twice_is_replaced_twice_and_all_or_nothing_is() ->
 
 
 def fused_in_a_job(rank: int) -> str:
-    table = TTEmbedding(ROWS, DIM, ranks=2, optimizer="sgd")
+    table = TTEmbedding(ROWS, DIM, tt_ranks=2, optimizer="sgd")
     with pytest.raises(TableError) as caught:
         table(torch.arange(3)).sum().backward()
     return str(caught.value)
@@ -230,15 +230,15 @@ def test_under_distributed_model_parallel_beside_a_plan() -> None:
 
 def hot_in_a_job(rank: int) -> list[np.ndarray]:
     torch.manual_seed(3)
-    table = nn.parallel.DistributedDataParallel(TTEmbedding(ROWS, DIM, ranks=4, std=1.0, hot_rows=3))
+    table = nn.parallel.DistributedDataParallel(TTEmbedding(ROWS, DIM, tt_ranks=4, std=1.0, hot_rows=3))
     optimizer = torch.optim.SGD(table.parameters(), lr=RATE)
     for step in range(4):
         if step == 2:
-            table.module.hold(torch.tensor([1, 7]))
+            table.module.pin_rows(torch.tensor([1, 7]))
         optimizer.zero_grad()
         table(torch.arange(rank, 20, 2 + rank)).square().sum().backward()
         optimizer.step()
-    table.module.fold(steps=5)
+    table.module.unpin_rows(steps=5)
     return [table.module.to_dense().numpy()]
 
 

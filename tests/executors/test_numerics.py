@@ -14,9 +14,12 @@ import pytest
 pytest.importorskip("torchrec")
 
 import torch
+from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType
 
+from flexshard.executors import Collectives, MemoryStore
+from flexshard.executors.comm.collectives import Label, PendingCollective
 from tests.executors import models, ranks
 
 TOLERANCE = {
@@ -78,6 +81,26 @@ def test_repeated_ids_sent_once() -> None:
     assert_equal(found, "adagrad")
 
 
+def in_memory(rank: int, cluster: Any, split: Any, optimizer: str) -> dict[str, float]:
+    expected = models.reference(optimizer, STEPS, cluster.world_size)
+    parallel, optim = models.shard(models.plan_of(cluster, split), optimizer, sharder={"sharded_store": MemoryStore})
+    stores = [
+        store
+        for part in (parallel.module.wide, parallel.module.narrow)
+        for group in part.groups
+        for store in group.level_stores()
+    ]
+    assert any(isinstance(store, MemoryStore) for store in stores)
+    return models.differences(parallel, models.train(parallel, optim, rank, range(STEPS)), rank, expected)
+
+
+@pytest.mark.parametrize("optimizer", models.OPTIMIZERS)
+def test_rows_in_plain_tensors(optimizer: str) -> None:
+    cluster = models.small_cluster(2, 2)
+    split = models.random_split(cluster, np.random.default_rng(3))
+    assert_equal(ranks.run(2, 2, in_memory, cluster, split, optimizer), optimizer)
+
+
 def copies(rank: int, cluster: Any, split: Any) -> list[np.ndarray]:
     """The replicated rows that this rank holds, after some steps."""
     parallel, optim = models.shard(models.plan_of(cluster, split), "rowwise_adagrad")
@@ -137,14 +160,21 @@ def test_drawn_plans(data: Any) -> None:
 # -- mutants: the same check has to fail
 
 
-def with_mutant(rank: int, cluster: Any, split: Any, mutant: str) -> dict[str, float]:
-    from flexshard.executors import _exchange, _stores
+class WithoutReduction(Collectives):
+    """Copies of rows keep their own gradients."""
 
-    if mutant == "no reduction":
-        _stores.all_reduce = lambda tensor, group, label, op=None: _stores.Pending(None, label, group)
-    elif mutant == "no average":
-        _exchange.get_gradient_division = lambda: False
-    return train_and_compare(rank, cluster, split, "sgd", {})
+    def all_reduce(self, tensor: torch.Tensor, group: Any, label: Label, op: Any = None) -> PendingCollective:
+        return PendingCollective(None, label, group)
+
+
+def with_mutant(rank: int, cluster: Any, split: Any, mutant: str) -> dict[str, float]:
+    expected = models.reference("sgd", STEPS, cluster.world_size)
+    sharder = {"collectives": WithoutReduction()} if mutant == "no reduction" else {}
+    parallel, optim = models.shard(models.plan_of(cluster, split), "sgd", sharder=sharder)
+    if mutant == "no average":
+        set_gradient_division(False)
+    outputs = models.train(parallel, optim, rank, range(STEPS))
+    return models.differences(parallel, outputs, rank, expected)
 
 
 @pytest.mark.parametrize("mutant", ["no reduction", "no average"])

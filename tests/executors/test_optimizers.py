@@ -12,7 +12,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from flexshard.executors._optimizers import OptimizerSpec, apply_update, new_state, rounded
+from flexshard.executors.stores.updates import OptimizerSpec, apply_update, new_state, rounded
 
 KINDS: dict[str, tuple[EmbOptimType, Any]] = {
     "sgd": (EmbOptimType.EXACT_SGD, lambda p: torch.optim.SGD([p], lr=0.1)),

@@ -7,9 +7,10 @@ import pytest
 
 import flexshard
 from flexshard import AccessProfile, Cluster, Table
+from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, PlanError
-from flexshard.executors import Layout, Lookups, deal, replay
+from flexshard.executors import Lookups, replay, split_by_rank
 from flexshard.planner import Plan, Tier
 
 
@@ -28,7 +29,7 @@ def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int]) 
 
 
 def test_by_hand() -> None:
-    # 16 ranks in two nodes; row k has rank k. Rows 0, 1 are on every rank, 2 to 9 in every node, 10 to 99 once.
+    # 16 ranks in two nodes; row k has position k. Rows 0, 1 are on every rank, 2 to 9 in every node, 10 to 99 once.
     plan = plan_for(2, 8, 100, {1: 2, 8: 8, 16: 90})
     # Rank 0 asks for row 0 (its own), 3 (position 1 of its node) and 12 (rank 2); rank 9 for row 10 (rank 0) twice.
     step = {"t": Lookups(np.array([0, 3, 12, 10, 10]), np.array([0, 0, 0, 9, 9]))}
@@ -68,14 +69,14 @@ def test_no_row_is_lost_at_a_thousand_ranks() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{1: 7, 2: 20, 4: 73}, {4: 100}, {2: 3, 1: 97}, {1: 100}, {4: 1, 2: 98, 1: 1}])
-def test_every_row_has_one_place_per_copy(sizes: dict[int, int]) -> None:
+def test_every_row_has_one_slot_per_copy(sizes: dict[int, int]) -> None:
     tiers, first = [], 0
     for size, number in sizes.items():
         tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0))
         first += number
     layout = Layout.of({"a": tiers, "b": tiers}, {"a": 100, "b": 100}, 4)
-    codes = np.concatenate([layout.codes(table, np.arange(100)) for table in (0, 1)])
-    assert np.unique(codes).size == 200
+    locations = np.concatenate([layout.locations(table, np.arange(100)) for table in (0, 1)])
+    assert np.unique(locations).size == 200
     for table in (0, 1):
         for asking in range(4):
             holder, level, slot = layout.holder(table, np.arange(100), asking)
@@ -84,7 +85,7 @@ def test_every_row_has_one_place_per_copy(sizes: dict[int, int]) -> None:
                     piece = layout.piece(table, index, rank % size)
                     mine = (holder == rank) & (level == index)
                     if mine.any():  # the rank is of the asking rank's group
-                        assert np.flatnonzero(mine).tolist() == list(piece.ranks)
+                        assert np.flatnonzero(mine).tolist() == list(piece.positions)
                         assert slot[mine].tolist() == list(range(piece.slots.start, piece.slots.stop))
 
 
@@ -100,13 +101,13 @@ def test_static_memory_is_the_plans_own() -> None:
         assert 0 <= found.static_memory_bytes - plan.predicted.static_memory_bytes < slack
 
 
-def test_samples_are_dealt_in_turn() -> None:
+def test_samples_go_to_ranks_in_turn() -> None:
     values, lengths = np.arange(10), np.array([1, 2, 0, 3, 1, 1, 2])
-    steps = list(deal({"t": (values, lengths)}, world_size=2, batch_size=1))
+    steps = list(split_by_rank({"t": (values, lengths)}, world_size=2, batch_size=1))
     assert [step["t"].ids.tolist() for step in steps] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert [step["t"].ranks.tolist() for step in steps] == [[0, 1, 1], [1, 1, 1], [0, 1]]
     with pytest.raises(DataError, match="7 samples are less than one step"):
-        list(deal({"t": (values, lengths)}, world_size=4, batch_size=2))
+        list(split_by_rank({"t": (values, lengths)}, world_size=4, batch_size=2))
 
 
 def test_bad_input_is_named() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from flexshard.costmodels import dedup_factor, dedup_len
 from flexshard.errors import DataError
 from flexshard.ingestion import cluster_sessions, measure_duplication, suggest_groups
+from flexshard.tables import dedup_factor, dedup_len
 from tests.ingestion.data import log, written
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
@@ -18,18 +17,18 @@ from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
 from flexshard.ingestion import (
     ClipIds,
+    DedupedTransform,
     DropFeatures,
     DropIds,
     HashIds,
     MapIds,
-    OnDistinct,
     ReaderPhases,
     SessionReader,
     SortIds,
     Truncate,
     cluster_sessions,
 )
-from flexshard.profiling._hashing import hash_to_rows
+from flexshard.profiling.hashing import hash_to_rows
 from tests.embeddings.test_inverse import same
 from tests.ingestion.data import log, written
 
@@ -93,7 +92,7 @@ def test_a_transform_is_pythons_and_the_same_on_distinct_rows(
     name: str, rows: list[tuple[list[int], list[int]]]
 ) -> None:
     make, python = TRANSFORMS[name]
-    wrapped = OnDistinct(make())
+    wrapped = DedupedTransform(make())
     batch = InverseKeyedJaggedTensor.from_rows([{"a": a, "b": b} for a, b in rows], [["a"]])
     everything = wrapped(batch.to_keyed_jagged())
     assert lists_of(everything, "a") == [python(a) for a, _ in rows]
@@ -107,7 +106,7 @@ def test_a_transform_is_pythons_and_the_same_on_distinct_rows(
 def test_a_torchscript_module_of_whole_batches_runs_too() -> None:
     batch = InverseKeyedJaggedTensor.from_rows([{"a": [1, 2]}, {"a": [1, 2]}, {"a": [3]}], [["a"]])
     module = torch.jit.script(Double())
-    assert lists_of(OnDistinct(module)(batch).to_keyed_jagged(), "a") == [[2, 4], [2, 4], [6]]
+    assert lists_of(DedupedTransform(module)(batch).to_keyed_jagged(), "a") == [[2, 4], [2, 4], [6]]
 
 
 class Double(torch.nn.Module):
@@ -122,14 +121,14 @@ def test_transforms_of_some_features_weights_and_dropped_features() -> None:
         {"a": [[3, 1], [3, 1]], "b": [[9, 8, 7], [5]], "w": [[0.5, 1.0], [0.5, 1.0]], "v": [[1.0, 2, 3], [4]]}
     )
     batch = InverseKeyedJaggedTensor.from_arrow(table, [["a"]], weights={"a": "w", "b": "v"})
-    found = OnDistinct(SortIds(features=["a"]), Truncate(1, features=["b"]))(batch).to_keyed_jagged()
+    found = DedupedTransform(SortIds(features=["a"]), Truncate(1, features=["b"]))(batch).to_keyed_jagged()
     assert lists_of(found, "a") == [[1, 3], [1, 3]]
     assert lists_of(found, "b") == [[7], [5]]
     assert found.weights().tolist() == [1.0, 0.5, 1.0, 0.5, 3.0, 4.0]
-    left = OnDistinct(DropFeatures(["a"]))(batch)
+    left = DedupedTransform(DropFeatures(["a"]))(batch)
     assert (left.keys(), left.groups) == (["b"], ())
-    assert OnDistinct(DropFeatures(["b"]))(batch).keys() == ["a"]
-    none = OnDistinct(DropFeatures(["a", "b"]), HashIds(3))(batch)
+    assert DedupedTransform(DropFeatures(["b"]))(batch).keys() == ["a"]
+    none = DedupedTransform(DropFeatures(["a", "b"]), HashIds(3))(batch)
     assert (none.keys(), none.stride()) == ([], 0)
 
 
@@ -138,7 +137,7 @@ def test_transforms_that_cannot_be() -> None:
         lambda: HashIds(0),
         lambda: ClipIds(2, 1),
         lambda: Truncate(1, keep="some"),
-        lambda: OnDistinct(3),
+        lambda: DedupedTransform(3),
         lambda: DropFeatures("a"),
         lambda: SortIds(features="a"),
     ):
@@ -178,7 +177,7 @@ def test_phases_add_up(clustered: tuple[Path, pa.Table]) -> None:
 
     def total(groups: list[list[str]]) -> ReaderPhases:
         reader = SessionReader(
-            folder, batch_size=64, features=FEATURES, groups=groups, transform=OnDistinct(HashIds(9))
+            folder, batch_size=64, features=FEATURES, groups=groups, transform=DedupedTransform(HashIds(9))
         )
         return sum((batch.phases for batch in reader), ReaderPhases())
 

@@ -7,8 +7,9 @@ from itertools import combinations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from flexshard.costmodels import Cost, Table, placement_cost
+from flexshard.costmodels import Cost, placement_cost
 from flexshard.profiling import AccessProfile
+from flexshard.tables import Table
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
 

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from flexshard import AccessProfile, Cluster, Table, solve
-from flexshard._tt_shape import TTShape
 from flexshard.costmodels import TTRates, TTReads, tensor_train_cost
 from flexshard.errors import BudgetError, FlexShardError, JobError, PlanError, SolverError, TableError
-from flexshard.planner import CompressionPlan, TTOption, plan_compression
-from flexshard.planner._instance import build_instance
+from flexshard.planner import CompressionPlan, Problem, TTOption, plan_compression
+from flexshard.planner.solver.build import build_instance
+from flexshard.tables.tensor_train_shape import TTShape
 
 # Seconds per unit: an operation takes about as long as on one core, a row of a dense table a microsecond.
 RATES = TTRates("test", (1e-4, 1e-7, 0, 0, 1e-7, 1e-9, 0, 1e-5, 2e-11, 1e-9, 3e-11, 5e-10), (1e-4, 1e-7, 1e-9))
@@ -63,7 +62,7 @@ def every_choice(
         if memory > limit:
             continue
         if stay:
-            row_wise = build_instance(stay, CLUSTER, batch_size=batch_size)
+            row_wise = build_instance(Problem(stay, CLUSTER, batch_size))
             neutral = row_wise.cost(row_wise.uniform(CLUSTER.world_size)).memory_bytes
             try:
                 plan = solve(stay, CLUSTER, batch_size=batch_size, budget=limit - memory - neutral)
@@ -88,7 +87,7 @@ def test_no_choice_is_better(
 ) -> None:
     own = tables()[:count]
     offered = options(own, ranks)
-    instance = build_instance(own, CLUSTER, batch_size=batch_size)
+    instance = build_instance(Problem(own, CLUSTER, batch_size))
     neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
     limit = share * neutral
     expected = every_choice(own, offered, limit, batch_size, np.inf if loss_limit is None else loss_limit)
@@ -142,7 +141,7 @@ def test_all_tables_may_be_compressed_and_decisions_are_kept(tmp_path: Path) -> 
     shape = TTShape.choose(own[0].rows, own[0].dim, 8)
     reads = TTReads.expected(own[0], 256, shape)
     memory = tensor_train_cost(own[0], CLUSTER, shape, reads).memory_bytes
-    instance = build_instance(own, CLUSTER, batch_size=256)
+    instance = build_instance(Problem(own, CLUSTER, 256))
     neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
     found = plan_compression(
         own, CLUSTER, options={"a": [TTOption(shape)]}, rates=RATES, batch_size=256, budget=1.01 * memory - neutral
@@ -182,7 +181,7 @@ def test_options_say_what_was_planned() -> None:
 def test_limits_hold_to_the_last_byte() -> None:
     own = tables()[:1]
     shapes = [TTShape.choose(own[0].rows, own[0].dim, rank) for rank in (4, 8)]
-    instance = build_instance(own, CLUSTER, batch_size=256)
+    instance = build_instance(Problem(own, CLUSTER, 256))
     neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
     memory = [
         tensor_train_cost(own[0], CLUSTER, shape, TTReads.expected(own[0], 256, shape)).memory_bytes for shape in shapes
@@ -213,7 +212,7 @@ def test_too_little_for_one_tier_is_a_matter_of_the_budget() -> None:
     with pytest.raises(BudgetError, match="no choice of tensor trains and tiers fits") as raised:
         plan_compression([hot, cold], CLUSTER, options={}, rates=RATES, batch_size=256, budget="-20MB", tiers=1)
     least = raised.value.least_bytes
-    instance = build_instance([hot, cold], CLUSTER, batch_size=256)
+    instance = build_instance(Problem([hot, cold], CLUSTER, 256))
     neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
     budget = least - neutral + 1
     plan_compression([hot, cold], CLUSTER, options={}, rates=RATES, batch_size=256, budget=budget, tiers=1)

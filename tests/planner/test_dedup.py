@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, Table, explain, solve
-from flexshard.costmodels import combined_dedup_factor, expected_distinct, touched_rows
+from flexshard.costmodels import touched_rows
 from flexshard.errors import DataError, TableError
 from flexshard.profiling import power_law_probabilities
+from flexshard.tables import combined_dedup_factor, expected_distinct
 
 PROFILE = AccessProfile.from_probabilities(power_law_probabilities(400_000, 80, 0.8))
 TABLE = Table("items", 400_000, 64, PROFILE)

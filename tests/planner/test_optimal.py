@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pulp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from flexshard.costmodels import Cost, Table
+from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError
-from flexshard.planner import Plan, pareto, solve
-from flexshard.planner._instance import build_instance
-from flexshard.planner._solver import _solve_levels, least_memory, solve_instance
+from flexshard.planner import Plan, Problem, pareto, solve
+from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.dual_search import least_memory, solve_instance, solve_levels
 from flexshard.profiling import AccessProfile
+from flexshard.tables import Table
 from flexshard.topologies import Cluster
 from tests.planner.instances import brute_force, clusters, table_lists, tier_cost
 
@@ -26,13 +26,13 @@ def validate(plan: Plan, tables: list[Table]) -> None:
     for table in tables:
         tiers = plan.tables[table.name].tiers
         assert sum(tier.rows for tier in tiers) == table.rows, "each row is placed once"
-        assert [tier.first_rank for tier in tiers] == np.cumsum([0, *[tier.rows for tier in tiers]])[:-1].tolist()
+        assert [tier.first_position for tier in tiers] == np.cumsum([0, *[tier.rows for tier in tiers]])[:-1].tolist()
         assert sum(tier.covered for tier in tiers) == pytest.approx(1.0)
         counts = np.repeat(table.profile.counts, table.profile.rows)
         w = np.zeros(table.rows)
         w[: counts.size] = plan.settings.batch_size * counts / table.profile.num_samples
         for tier in tiers:
-            total += tier_cost(table, plan.cluster, tier.group_size, tier.rows, w, tier.first_rank)
+            total += tier_cost(table, plan.cluster, tier.group_size, tier.rows, w, tier.first_position)
     assert plan.predicted.memory_bytes <= plan.settings.budget_bytes * (1 + 1e-11), "the budget is respected"
     assert total.exposed_seconds == pytest.approx(plan.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
     assert total.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=1e-9)
@@ -45,7 +45,7 @@ def validate(plan: Plan, tables: list[Table]) -> None:
 def test_never_worse_than_brute_force(
     cluster: Cluster, tables: list[Table], batch: int, tiers: int, generosity: float
 ) -> None:
-    instance = build_instance(tables, cluster, batch_size=batch, overlap={}, index_dedup=False)
+    instance = build_instance(Problem(tables, cluster, batch))
     least = least_memory(instance)
     neutral = instance.cost(instance.uniform(cluster.world_size)).memory_bytes
     budget = least + generosity * (max(neutral, least * 2) - least)
@@ -81,7 +81,7 @@ def test_plans_are_valid_and_beat_every_baseline(
 def test_every_point_of_the_frontier_is_the_best_of_its_memory(
     cluster: Cluster, tables: list[Table], batch: int
 ) -> None:
-    instance = build_instance(tables, cluster, batch_size=batch, overlap={}, index_dedup=False)
+    instance = build_instance(Problem(tables, cluster, batch))
     curve = pareto(tables, cluster, batch_size=batch)
     for point in (*curve.points, curve.mark("memory_neutral")):
         best = solve_instance(instance, point.memory_bytes, 3)
@@ -102,9 +102,9 @@ def test_one_more_gib_and_the_price_of_memory_are_what_another_plan_saves(
         # Within one set of levels time is convex in memory: a step inwards loses at least what the price says.
         step = 0.2 * plan.predicted.memory_bytes
         used = sorted({tier.group_size for table in plan.tables.values() for tier in table.tiers})
-        instance = build_instance(tables, cluster, batch_size=batch, overlap={}, index_dedup=False)
+        instance = build_instance(Problem(tables, cluster, batch))
         levels = np.flatnonzero(np.isin(instance.group_sizes, used))
-        poorer = _solve_levels(instance, levels, plan.settings.budget_bytes - step, None)
+        poorer = solve_levels(instance, levels, plan.settings.budget_bytes - step, None)
         if poorer is not None:
             lost = poorer.lower_bound_seconds - plan.lower_bound_seconds
             assert lost >= plan.memory_price_seconds_per_gib / 2**30 * step * (1 - 1e-6) - 1e-15
@@ -160,7 +160,7 @@ def test_equals_the_milp_at_row_granularity(seed: int) -> None:
         )
         for k in range(3)
     ]
-    instance = build_instance(tables, levels, batch_size=20, overlap={}, index_dedup=False)
+    instance = build_instance(Problem(tables, levels, 20))
     budget = instance.cost(instance.uniform(32)).memory_bytes * 1.01
     solution = solve_instance(instance, budget, 3)
     assert solution.seconds == pytest.approx(row_milp(tables, levels, 20, budget), rel=1e-6)

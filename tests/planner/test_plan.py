@@ -16,9 +16,9 @@ import pytest
 from flexshard import AccessProfile, Cluster, Plan, Table, diff, explain, load_job, pareto, solve
 from flexshard.costmodels import Cost, column_wise_cost, placement_cost
 from flexshard.errors import BudgetError, JobError, PlanError
-from flexshard.planner import Job, compare, marginal_curve, whole_table_cost
-from flexshard.planner._instance import build_instance
-from flexshard.planner._torchrec import TorchRecChoice, price_choices, torchrec_choices
+from flexshard.planner import Job, Problem, compare, marginal_curve, whole_table_cost
+from flexshard.planner.baselines.torchrec_choices import TorchRecChoice, price_choices, torchrec_choices
+from flexshard.planner.solver.build import build_instance
 from flexshard.profiling import LengthMoments, power_law_probabilities
 from flexshard.topologies import CollectiveRate, Level
 
@@ -221,7 +221,7 @@ def test_the_price_is_that_of_the_levels_in_use(paper_cluster: Cluster) -> None:
 def test_rows_of_very_different_counts_keep_their_reads() -> None:
     cluster = Cluster.preset("a100-4x8-roce")
     table = Table("t", 10**6, 64, AccessProfile.from_histogram([10**15, 3], [10, 10**6 - 10], 10**6))
-    instance = build_instance([table], cluster, batch_size=64, overlap={}, index_dedup=False)
+    instance = build_instance(Problem([table], cluster, 64))
     reads = instance.tier_reads(np.array([[10, 500_000, 499_990]]))[0]
     assert reads[1:] == pytest.approx([64 * 3 * 0.5, 64 * 3 * 0.49999], rel=1e-12)
 
@@ -266,7 +266,7 @@ def test_memory_at_p999_warns_where_it_does_not_fit(paper_cluster: Cluster) -> N
 def test_explanation_of_boundaries(plan: Plan) -> None:
     found = explain(plan, "items")
     tiers = plan.tables["items"].tiers
-    assert [b.rank for b in found.boundaries] == [t.first_rank + t.rows - 1 for t in tiers]
+    assert [b.position for b in found.boundaries] == [t.first_position + t.rows - 1 for t in tiers]
     for boundary in found.boundaries[:-1]:
         # At a boundary two tiers cost the same at the price of memory, to within the step between two counts.
         assert boundary.others[0].priced_seconds == pytest.approx(boundary.chosen.priced_seconds, rel=1e-3)
@@ -367,6 +367,22 @@ def test_compare_adds_the_slow_baselines(paper_cluster: Cluster) -> None:
     assert plan.predicted.exposed_seconds <= plan.baselines["whole_table"].exposed_seconds
 
 
+@pytest.mark.parametrize("megabytes", [50, 55, 60])
+def test_every_baseline_counts_the_translation_of_ids(megabytes: int, paper_cluster: Cluster) -> None:
+    """14 MB of locations were left out of whole tables, which then beat the bound of the "optimal" plan."""
+    p = np.arange(1, 1_750_001) ** -1.1
+    profile = AccessProfile.from_probabilities(20 * p / p.sum())
+    tables = [Table(name, 1_750_000, 16, profile, replication_multiplier=1.0) for name in "ab"]
+    budget = f"{paper_cluster.reserve_bytes + megabytes * 10**6} B"
+    problem = Problem(tables, paper_cluster, 2048, budget=budget, translation="device")
+    plan = compare(problem, torchrec=False)
+    whole = plan.baselines["whole_table"]
+    assert whole.exposed_seconds >= plan.lower_bound_seconds * (1 - 1e-9)
+    assert whole.memory_bytes <= plan.settings.budget_bytes
+    curve = pareto(problem)
+    assert min(point.memory_bytes for point in curve.points) > 2 * 4 * 1_750_000
+
+
 @pytest.mark.skipif(find_spec("torchrec") is None, reason="TorchRec is not installed")
 @pytest.mark.filterwarnings("ignore")
 def test_torchrecs_own_planner_is_asked_and_priced(paper_cluster: Cluster) -> None:
@@ -375,13 +391,13 @@ def test_torchrecs_own_planner_is_asked_and_priced(paper_cluster: Cluster) -> No
         items(50, 3, 0.5, "tiny"),
         replace(items(20_000, 30, 0.9, "half"), dtype="float16", dim=64),
     ]
-    choices = torchrec_choices(tables, paper_cluster, batch_size=512)
+    choices = torchrec_choices(Problem(tables, paper_cluster, 512))
     kinds = {"data_parallel", "row_wise", "table_wise", "column_wise"}
     assert {choice.sharding_type for choice in choices} <= kinds
     for choice in choices:
         assert sum(share for _, share in choice.shards) == (pytest.approx(1.0) if choice.shards else 0)
     plan = compare(Job(tuple(tables), paper_cluster, 512))
-    priced = price_choices(tables, paper_cluster, choices, batch_size=512)
+    priced = price_choices(Problem(tables, paper_cluster, 512), choices)
     assert plan.baselines["torchrec"].exposed_seconds == pytest.approx(priced.exposed_seconds)
     if priced.memory_bytes <= plan.settings.budget_bytes:
         assert plan.predicted.exposed_seconds <= priced.exposed_seconds * (1 + 1e-9)
@@ -389,25 +405,23 @@ def test_torchrecs_own_planner_is_asked_and_priced(paper_cluster: Cluster) -> No
 
 def test_pricing_another_planners_choices(paper_cluster: Cluster) -> None:
     tables = [items(name="a"), items(name="b"), items(name="c")]
+    problem = Problem(tables, paper_cluster, 4096)
     reads = 4096 * tables[0].profile.avg_length
-    whole = [
-        price_choices(tables, paper_cluster, [TorchRecChoice(kind)] * 3, batch_size=4096)
-        for kind in ("row_wise", "data_parallel")
-    ]
+    whole = [price_choices(problem, [TorchRecChoice(kind)] * 3) for kind in ("row_wise", "data_parallel")]
     plan = solve(tables, paper_cluster, batch_size=4096)
     for cost, name in zip(whole, ("row_wise", "data_parallel"), strict=True):
         assert cost.exposed_seconds == pytest.approx(plan.baselines[name].exposed_seconds)
         assert cost.memory_bytes == pytest.approx(plan.baselines[name].memory_bytes)
     # Two tables on rank 0 and one on rank 1: rank 0 sends for two tables to all 32 ranks.
     placed = [TorchRecChoice("table_wise", ((rank, 1.0),)) for rank in (0, 0, 1)]
-    cost = price_choices(tables, paper_cluster, placed, batch_size=4096)
+    cost = price_choices(problem, placed)
     sent = 2 * 32 * reads * tables[0].row_bytes
     assert cost.collectives[0].nbytes == pytest.approx(sent)
     assert cost.rows_read == pytest.approx(2 * 32 * reads)
     assert cost.input_ids == pytest.approx(3 * reads)
     # All columns on all ranks is column-wise: the same memory, bytes and ids as its formula.
     everywhere = TorchRecChoice("column_wise", tuple((rank, 1 / 32) for rank in range(32)))
-    split = price_choices(tables[:1], paper_cluster, [everywhere], batch_size=4096)
+    split = price_choices(replace(problem, tables=tuple(tables[:1])), [everywhere])
     formula = column_wise_cost(tables[0], paper_cluster, rows=tables[0].rows, reads=reads)
     assert split.memory_bytes == pytest.approx(formula.memory_bytes)
     assert split.input_ids == pytest.approx(formula.input_ids)

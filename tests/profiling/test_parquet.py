@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from flexshard import AccessProfile, _sources
+from flexshard import AccessProfile
+from flexshard._internal import expand, read_chunks
 from flexshard.errors import DataError, ProfileError
-from flexshard.profiling import _counting, hash_to_rows
+from flexshard.profiling import hash_to_rows
+from flexshard.profiling.count.keyed_lengths import KeyedLengths
 
 
 def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -75,14 +76,15 @@ def test_samples_by_key(tmp_path: Path) -> None:
     assert (profile.lengths.total, profile.lengths.total_squares, profile.lengths.maximum) == (5, 9 + 1 + 1, 3)
 
 
-def test_keys_are_compacted_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_compacted_on_the_way() -> None:
     random = np.random.default_rng(4)
-    path = write(tmp_path / "a.parquet", random_table(random, 3000, lists=True), row_group_size=50)
-    whole = AccessProfile.from_parquet(path, column="ids", sample_key="key", holdout=0.2)
-    monkeypatch.setattr(_counting, "_COMPACT_KEYS", 120)
-    compacted = AccessProfile.from_parquet(path, column="ids", sample_key="key", holdout=0.2)
-    assert compacted.digest == whole.digest
-    assert compacted.lengths == whole.lengths
+    whole, compacted = KeyedLengths(0.2), KeyedLengths(0.2, compact_keys=120)
+    for _ in range(60):
+        keys, lengths = pa.chunked_array([random.integers(0, 1000, 50)]), random.integers(0, 4, 50)
+        whole.add(keys, lengths)
+        compacted.add(keys, lengths)
+    assert compacted.moments() == whole.moments()
+    assert compacted.table().sort_by("key") == whole.table().sort_by("key")
 
 
 def random_table(random: np.random.Generator, rows: int, *, lists: bool) -> dict[str, Any]:
@@ -135,17 +137,21 @@ def test_counts_equal_those_of_numpy(
         assert profile.covered(k) == pytest.approx(np.sort(expected)[::-1][:k].sum() / ids.size)
 
 
-def test_large_row_groups_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_row_groups_are_streamed(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     path = write(tmp_path / "a.parquet", {"ids": random.integers(0, 1000, 50_000)})
-    whole = AccessProfile.from_parquet(path, column="ids")
-    monkeypatch.setattr(_sources, "_WHOLE_GROUP_BYTES", 1000)
-    monkeypatch.setattr(_sources, "_BATCH_ROWS", 777)
+    sources = expand(path)
+    (whole,) = read_chunks(sources, ["ids"], 1)
+    streamed = list(read_chunks(sources, ["ids"], 1, whole_group_bytes=1000, batch_rows=777))
+    assert [chunk.first_row for chunk in streamed] == list(range(0, 50_000, 777))
+    assert pa.concat_tables([chunk.table for chunk in streamed]).combine_chunks() == whole.table.combine_chunks()
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"ids": np.arange(1000) % 7}, row_group_size=300)
     calls: list[tuple[int, int]] = []
-    streamed = AccessProfile.from_parquet(path, column="ids", progress=lambda done, total: calls.append((done, total)))
-    assert streamed.digest == whole.digest
-    assert len(calls) == 50_000 // 777 + 1
-    assert calls[-1] == (50_000, 50_000)
+    AccessProfile.from_parquet(path, column="ids", progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(300, 1000), (600, 1000), (900, 1000), (1000, 1000)]
 
 
 def test_holdout_is_unseen_and_measured(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flexshard import AccessProfile
 from flexshard.errors import DataError, FlexShardError, ProfileError
 from flexshard.profiling import RowCounts, power_law_probabilities, read_reuse_histogram, write_power_law_sequences
-from flexshard.profiling._ranking import histogram
+from flexshard.profiling.row_counts import histogram
 
 
 @given(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 10**9)), min_size=1, max_size=200))

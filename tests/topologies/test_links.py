@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flexshard.errors import ClusterError
 from flexshard.topologies import Hardware, bandwidth_bytes_per_s, link_graph, link_loads

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flexshard import Cluster
+from flexshard.calibration import fit_rate
 from flexshard.errors import ClusterError
-from flexshard.topologies import fit_rate
 
 SIZES = [1 << 16, 1 << 20, 1 << 23, 1 << 25]
 

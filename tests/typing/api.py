@@ -7,7 +7,7 @@ from typing import assert_type
 import numpy as np
 
 from flexshard import AccessProfile, Cluster, Cost, ParetoCurve, Plan, Table, pareto, plot_pareto, solve
-from flexshard.executors import Observation, Replay, compare_observed, deal, replay
+from flexshard.executors import Observation, Replay, compare_observed, replay, split_by_rank
 
 
 def whole_flow() -> None:
@@ -31,6 +31,6 @@ def after_training(plan: Plan, profile: AccessProfile) -> None:
     comparison = compare_observed(plan, Observation.load("observed.json"))
     assert_type(comparison.reduction_observed, float)
     lookups = {"items": (np.arange(10), np.array([4, 6]))}
-    result = replay(plan, deal(lookups, world_size=2, batch_size=1), {"items": profile})
+    result = replay(plan, split_by_rank(lookups, world_size=2, batch_size=1), {"items": profile})
     assert_type(result, Replay)
     assert_type(result.peak_memory_bytes, float)

@@ -1,57 +1,82 @@
-"""What one placement costs: memory, bytes, seconds; for whole tables and for sets of rows."""
+"""What a placement costs: the layout of rows over ranks, collectives, memory, bytes and seconds; of whole tables,
+sets of rows and tensor trains; steps with deduplicated batches.
 
-from flexshard._dedup import combined_dedup_factor, dedup_factor, dedup_len
-from flexshard.costmodels._cost import QUANTILE, Collective, CollectiveKind, Cost, Overlap, OverlapLike, overlap_of
-from flexshard.costmodels._lines import Breakpoints, RowLines, breakpoints, normalized_costs, row_lines
-from flexshard.costmodels._placement import collective, column_wise_cost, placement_cost, strategy_name, table_wise_cost
-from flexshard.costmodels._reduction import (
-    REDUCTIONS,
-    SLOT_BYTES,
-    gathered_bytes,
-    sparse_reduction,
-    touched_rows,
+May import: errors, units, _internal, topologies, profiling, tables. No torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from flexshard._internal.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from flexshard.costmodels.cost import (
+        QUANTILE as QUANTILE,
+        Collective as Collective,
+        CollectiveKind as CollectiveKind,
+        Cost as Cost,
+    )
+    from flexshard.costmodels.layout import Layout as Layout, Piece as Piece
+    from flexshard.costmodels.overlap import Overlap as Overlap, OverlapLike as OverlapLike, overlap_of as overlap_of
+    from flexshard.costmodels.placement import (
+        collective as collective,
+        column_wise_cost as column_wise_cost,
+        placement_cost as placement_cost,
+        strategy_name as strategy_name,
+        table_wise_cost as table_wise_cost,
+    )
+    from flexshard.costmodels.replica_reduction import (
+        SLOT_BYTES as SLOT_BYTES,
+        gathered_bytes as gathered_bytes,
+        sparse_reduction as sparse_reduction,
+        touched_rows as touched_rows,
+    )
+    from flexshard.costmodels.row_cost_lines import (
+        Breakpoints as Breakpoints,
+        RowLines as RowLines,
+        breakpoints as breakpoints,
+        normalized_costs as normalized_costs,
+        row_lines as row_lines,
+    )
+    from flexshard.costmodels.step import PhaseCurve as PhaseCurve, StepModel as StepModel
+    from flexshard.costmodels.tensor_train.cost import tensor_train_cost as tensor_train_cost
+    from flexshard.costmodels.tensor_train.rates import (
+        ShapeRates as ShapeRates,
+        TTRates as TTRates,
+        fit_rates as fit_rates,
+    )
+    from flexshard.costmodels.tensor_train.reads import TTReads as TTReads
+    from flexshard.costmodels.tensor_train.work import TTWork as TTWork
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
+        "layout": ["Layout", "Piece"],
+        "overlap": ["Overlap", "OverlapLike", "overlap_of"],
+        "placement": ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
+        "replica_reduction": ["SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"],
+        "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
+        "step": ["PhaseCurve", "StepModel"],
+        "tensor_train.cost": ["tensor_train_cost"],
+        "tensor_train.rates": ["ShapeRates", "TTRates", "fit_rates"],
+        "tensor_train.reads": ["TTReads"],
+        "tensor_train.work": ["TTWork"],
+    },
+    deprecated={
+        "DTYPE_BYTES": "flexshard.tables.data_types:DTYPE_BYTES",
+        "OPTIMIZERS": "flexshard.tables.optimizers.registry:STATE_BYTES",
+        "REDUCTIONS": "flexshard.planner:REDUCTIONS",
+        "Table": "flexshard.tables:Table",
+        "combined_dedup_factor": "flexshard.tables:combined_dedup_factor",
+        "dedup_factor": "flexshard.tables:dedup_factor",
+        "dedup_len": "flexshard.tables:dedup_len",
+        "expected_distinct": "flexshard.tables:expected_distinct",
+        "translation_bytes": "flexshard.tables:translation_bytes",
+    },
 )
-from flexshard.costmodels._step import PhaseCurve, StepModel
-from flexshard.costmodels._table import DTYPE_BYTES, OPTIMIZERS, Table, expected_distinct, translation_bytes
-from flexshard.costmodels._tensor_train import ShapeRates, TTRates, TTReads, TTWork, fit_rates, tensor_train_cost
 
-__all__ = [
-    "DTYPE_BYTES",
-    "OPTIMIZERS",
-    "QUANTILE",
-    "REDUCTIONS",
-    "SLOT_BYTES",
-    "Breakpoints",
-    "Collective",
-    "CollectiveKind",
-    "Cost",
-    "Overlap",
-    "OverlapLike",
-    "PhaseCurve",
-    "RowLines",
-    "ShapeRates",
-    "StepModel",
-    "TTRates",
-    "TTReads",
-    "TTWork",
-    "Table",
-    "breakpoints",
-    "collective",
-    "column_wise_cost",
-    "combined_dedup_factor",
-    "dedup_factor",
-    "dedup_len",
-    "expected_distinct",
-    "fit_rates",
-    "gathered_bytes",
-    "normalized_costs",
-    "overlap_of",
-    "placement_cost",
-    "row_lines",
-    "sparse_reduction",
-    "strategy_name",
-    "table_wise_cost",
-    "tensor_train_cost",
-    "touched_rows",
-    "translation_bytes",
-]
+# Methods of values whose bodies stand in files that know the value.
+VALUE_METHODS = {
+    "TTRates.save": "tensor_train.rates_file:save_rates",
+    "TTRates.load": "tensor_train.rates_file:load_rates",
+}

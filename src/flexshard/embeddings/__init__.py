@@ -1,73 +1,65 @@
-"""Tensors and modules that stand alone: the index bijection, deduplicated batches, tensor-train tables."""
+"""Tensors and modules that stand alone: rows in another order (ordering/), deduplicated batches (dedup/), tensor-train
+tables (tensor_train/).
+
+May import: errors, units, _internal, profiling, tables. Needs torch, but for IndexBijection.
+"""
 
 from typing import TYPE_CHECKING
 
-from flexshard._jagged import Distinct, JaggedArray, distinct_rows, jagged_of_arrow, shared_runs
-from flexshard._tt_shape import TTShape
-from flexshard._values import from_extra
-from flexshard.embeddings._bijection import IndexBijection
+from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from flexshard.embeddings._deduped import (
-        Deduped,
-        DedupedEmbeddingBagCollection,
-        DedupedEmbeddingCollection,
-        DedupedJagged,
+    from flexshard._internal import (
+        Distinct as Distinct,
+        JaggedArray as JaggedArray,
+        distinct_rows as distinct_rows,
+        jagged_of_arrow as jagged_of_arrow,
+        shared_runs as shared_runs,
     )
-    from flexshard.embeddings._inverse import DedupedGroup, InverseKeyedJaggedTensor
-    from flexshard.embeddings._partial import PartialJaggedTensor
-    from flexshard.embeddings._reindex import Reindex
-    from flexshard.embeddings._select import jagged_index_select
-    from flexshard.embeddings._tt_compress import (
-        CompressedEmbeddingBagCollection,
-        CompressedEmbeddingCollection,
-        CompressedTable,
-        compress,
+    from flexshard.embeddings.dedup.collections import (
+        Deduped as Deduped,
+        DedupedEmbeddingBagCollection as DedupedEmbeddingBagCollection,
+        DedupedEmbeddingCollection as DedupedEmbeddingCollection,
     )
-    from flexshard.embeddings._tt_embedding import TTEmbedding, TTEmbeddingBag
+    from flexshard.embeddings.dedup.inverse import (
+        DedupedGroup as DedupedGroup,
+        InverseKeyedJaggedTensor as InverseKeyedJaggedTensor,
+    )
+    from flexshard.embeddings.dedup.jagged import DedupedJagged as DedupedJagged
+    from flexshard.embeddings.dedup.partial import PartialJaggedTensor as PartialJaggedTensor
+    from flexshard.embeddings.dedup.selection import jagged_index_select as jagged_index_select
+    from flexshard.embeddings.ordering.bijection import IndexBijection as IndexBijection
+    from flexshard.embeddings.ordering.reindexing import Reindex as Reindex
+    from flexshard.embeddings.tensor_train.compressed import (
+        CompressedEmbeddingBagCollection as CompressedEmbeddingBagCollection,
+        CompressedEmbeddingCollection as CompressedEmbeddingCollection,
+    )
+    from flexshard.embeddings.tensor_train.compression import CompressedTable as CompressedTable, compress as compress
+    from flexshard.embeddings.tensor_train.embedding import TTEmbedding as TTEmbedding, TTEmbeddingBag as TTEmbeddingBag
+    from flexshard.tables import TTShape as TTShape
 
-__all__ = [
-    "CompressedEmbeddingBagCollection",
-    "CompressedEmbeddingCollection",
-    "CompressedTable",
-    "Deduped",
-    "DedupedEmbeddingBagCollection",
-    "DedupedEmbeddingCollection",
-    "DedupedGroup",
-    "DedupedJagged",
-    "Distinct",
-    "IndexBijection",
-    "InverseKeyedJaggedTensor",
-    "JaggedArray",
-    "PartialJaggedTensor",
-    "Reindex",
-    "TTEmbedding",
-    "TTEmbeddingBag",
-    "TTShape",
-    "compress",
-    "distinct_rows",
-    "jagged_index_select",
-    "jagged_of_arrow",
-    "shared_runs",
-]
-
-__getattr__ = from_extra(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "CompressedEmbeddingBagCollection": "_tt_compress",
-        "CompressedEmbeddingCollection": "_tt_compress",
-        "CompressedTable": "_tt_compress",
-        "Deduped": "_deduped",
-        "DedupedEmbeddingBagCollection": "_deduped",
-        "DedupedEmbeddingCollection": "_deduped",
-        "DedupedGroup": "_inverse",
-        "DedupedJagged": "_deduped",
-        "InverseKeyedJaggedTensor": "_inverse",
-        "PartialJaggedTensor": "_partial",
-        "Reindex": "_reindex",
-        "TTEmbedding": "_tt_embedding",
-        "TTEmbeddingBag": "_tt_embedding",
-        "compress": "_tt_compress",
-        "jagged_index_select": "_select",
+        "dedup.collections": ["Deduped", "DedupedEmbeddingBagCollection", "DedupedEmbeddingCollection"],
+        "dedup.inverse": ["DedupedGroup", "InverseKeyedJaggedTensor"],
+        "dedup.jagged": ["DedupedJagged"],
+        "dedup.partial": ["PartialJaggedTensor"],
+        "dedup.selection": ["jagged_index_select"],
+        "flexshard._internal": ["Distinct", "JaggedArray", "distinct_rows", "jagged_of_arrow", "shared_runs"],
+        "flexshard.tables": ["TTShape"],
+        "ordering.bijection": ["IndexBijection"],
+        "ordering.reindexing": ["Reindex"],
+        "tensor_train.compressed": ["CompressedEmbeddingBagCollection", "CompressedEmbeddingCollection"],
+        "tensor_train.compression": ["CompressedTable", "compress"],
+        "tensor_train.embedding": ["TTEmbedding", "TTEmbeddingBag"],
     },
 )
+
+# Methods of values whose bodies stand in files that know the value.
+VALUE_METHODS = {
+    "IndexBijection.save": "ordering.bijection_file:save_bijection",
+    "IndexBijection.load": "ordering.bijection_file:load_bijection",
+    "InverseKeyedJaggedTensor.save": "dedup.inverse_file:save_batch",
+    "InverseKeyedJaggedTensor.load": "dedup.inverse_file:load_batch",
+}

@@ -1,60 +1,77 @@
-"""A plan on a real model: sharded modules, observation, replay, checkpoints."""
+"""A plan on a real model: sharded modules (sharding/), what goes over the wire (comm/), the rows that a rank holds
+(stores/), parameters, checkpoints and resharding (state/), observation and replay (traffic/).
+
+May import: errors, units, _internal, topologies, profiling, tables, costmodels, embeddings, planner. Needs torch,
+FBGEMM and TorchRec, but for replay and what compares observations.
+"""
 
 from typing import TYPE_CHECKING
 
-from flexshard._values import from_extra
-from flexshard.executors._layout import Layout, Piece
-from flexshard.executors._observation import Observation, ObservedCollective
-from flexshard.executors._predicted import Comparison, ComparisonLine, compare_observed, predicted_bytes
-from flexshard.executors._replay import Lookups, Replay, Traffic, deal, replay
+from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from flexshard.executors._calibrate import calibrate
-    from flexshard.executors._checkpoint import full_state_dict, load_checkpoint, save_checkpoint
-    from flexshard.executors._observer import Observer
-    from flexshard.executors._reshard import Resharded, reshard
-    from flexshard.executors._sharded import ShardedFlexShardEmbeddingCollection
-    from flexshard.executors._sharder import FlexShardEmbeddingCollectionSharder
-    from flexshard.executors._translation import Translator
+    from flexshard.executors.comm.collectives import Collectives as Collectives
+    from flexshard.executors.sharding.module import (
+        ShardedFlexShardEmbeddingCollection as ShardedFlexShardEmbeddingCollection,
+    )
+    from flexshard.executors.sharding.sharder import (
+        FlexShardEmbeddingCollectionSharder as FlexShardEmbeddingCollectionSharder,
+    )
+    from flexshard.executors.sharding.translation import Translator as Translator
+    from flexshard.executors.state.checkpoints import (
+        full_state_dict as full_state_dict,
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
+    from flexshard.executors.state.resharding import Resharded as Resharded, reshard as reshard
+    from flexshard.executors.stores.base import RowStore as RowStore
+    from flexshard.executors.stores.memory import MemoryStore as MemoryStore
+    from flexshard.executors.traffic.observation import (
+        Observation as Observation,
+        ObservedCollective as ObservedCollective,
+    )
+    from flexshard.executors.traffic.observer import Observer as Observer
+    from flexshard.executors.traffic.predicted import (
+        Comparison as Comparison,
+        ComparisonLine as ComparisonLine,
+        compare_observed as compare_observed,
+        predicted_bytes as predicted_bytes,
+    )
+    from flexshard.executors.traffic.replaying import (
+        Lookups as Lookups,
+        Replay as Replay,
+        Traffic as Traffic,
+        replay as replay,
+        split_by_rank as split_by_rank,
+    )
 
-__all__ = [
-    "Comparison",
-    "ComparisonLine",
-    "FlexShardEmbeddingCollectionSharder",
-    "Layout",
-    "Lookups",
-    "Observation",
-    "ObservedCollective",
-    "Observer",
-    "Piece",
-    "Replay",
-    "Resharded",
-    "ShardedFlexShardEmbeddingCollection",
-    "Traffic",
-    "Translator",
-    "calibrate",
-    "compare_observed",
-    "deal",
-    "full_state_dict",
-    "load_checkpoint",
-    "predicted_bytes",
-    "replay",
-    "reshard",
-    "save_checkpoint",
-]
-
-__getattr__ = from_extra(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "FlexShardEmbeddingCollectionSharder": "_sharder",
-        "Observer": "_observer",
-        "Resharded": "_reshard",
-        "ShardedFlexShardEmbeddingCollection": "_sharded",
-        "Translator": "_translation",
-        "calibrate": "_calibrate",
-        "full_state_dict": "_checkpoint",
-        "load_checkpoint": "_checkpoint",
-        "reshard": "_reshard",
-        "save_checkpoint": "_checkpoint",
+        "comm.collectives": ["Collectives"],
+        "sharding.module": ["ShardedFlexShardEmbeddingCollection"],
+        "sharding.sharder": ["FlexShardEmbeddingCollectionSharder"],
+        "sharding.translation": ["Translator"],
+        "state.checkpoints": ["full_state_dict", "load_checkpoint", "save_checkpoint"],
+        "state.resharding": ["Resharded", "reshard"],
+        "stores.base": ["RowStore"],
+        "stores.memory": ["MemoryStore"],
+        "traffic.observation": ["Observation", "ObservedCollective"],
+        "traffic.observer": ["Observer"],
+        "traffic.predicted": ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"],
+        "traffic.replaying": ["Lookups", "Replay", "Traffic", "replay", "split_by_rank"],
+    },
+    deprecated={
+        "Layout": "flexshard.costmodels:Layout",
+        "Piece": "flexshard.costmodels:Piece",
+        "calibrate": "flexshard.calibration:calibrate",
+        "deal": "traffic.replaying:split_by_rank",
     },
 )
+
+# Methods of values whose bodies stand in files that know the value.
+VALUE_METHODS = {
+    "Observation.document": "traffic.observation_file:observation_document",
+    "Observation.save": "traffic.observation_file:save_observation",
+    "Observation.load": "traffic.observation_file:load_observation",
+}

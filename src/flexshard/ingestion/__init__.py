@@ -1,57 +1,57 @@
-"""Data to batches: clustering by session, what is duplicated, the reader and its transforms."""
+"""Stored samples to batches: datasets clustered by session and what they repeat (sessions/), the reader and its
+transforms.
+
+May import: errors, units, _internal, profiling, tables, embeddings. Needs torch and TorchRec for the reader and its
+transforms.
+"""
 
 from typing import TYPE_CHECKING
 
-from flexshard._values import from_extra
-from flexshard.ingestion._cluster import Clustered, cluster_sessions
-from flexshard.ingestion._duplication import Duplication, FeatureDuplication, measure_duplication, suggest_groups
+from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from flexshard.ingestion._reader import ReaderPhases, SessionBatch, SessionReader
-    from flexshard.ingestion._transforms import (
-        ClipIds,
-        DropFeatures,
-        DropIds,
-        HashIds,
-        MapIds,
-        OnDistinct,
-        SortIds,
-        Truncate,
+    from flexshard.ingestion.reader import (
+        ReaderPhases as ReaderPhases,
+        SessionBatch as SessionBatch,
+        SessionReader as SessionReader,
+    )
+    from flexshard.ingestion.sessions.clustering import Clustered as Clustered, cluster_sessions as cluster_sessions
+    from flexshard.ingestion.sessions.duplication import (
+        Duplication as Duplication,
+        FeatureDuplication as FeatureDuplication,
+        measure_duplication as measure_duplication,
+    )
+    from flexshard.ingestion.sessions.grouping import suggest_groups as suggest_groups
+    from flexshard.ingestion.transforms import (
+        ClipIds as ClipIds,
+        DedupedTransform as DedupedTransform,
+        DropFeatures as DropFeatures,
+        DropIds as DropIds,
+        HashIds as HashIds,
+        MapIds as MapIds,
+        SortIds as SortIds,
+        Truncate as Truncate,
     )
 
-__all__ = [
-    "ClipIds",
-    "Clustered",
-    "DropFeatures",
-    "DropIds",
-    "Duplication",
-    "FeatureDuplication",
-    "HashIds",
-    "MapIds",
-    "OnDistinct",
-    "ReaderPhases",
-    "SessionBatch",
-    "SessionReader",
-    "SortIds",
-    "Truncate",
-    "cluster_sessions",
-    "measure_duplication",
-    "suggest_groups",
-]
-
-__getattr__ = from_extra(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "ClipIds": "_transforms",
-        "DropFeatures": "_transforms",
-        "DropIds": "_transforms",
-        "HashIds": "_transforms",
-        "MapIds": "_transforms",
-        "OnDistinct": "_transforms",
-        "ReaderPhases": "_reader",
-        "SessionBatch": "_reader",
-        "SessionReader": "_reader",
-        "SortIds": "_transforms",
-        "Truncate": "_transforms",
+        "reader": ["ReaderPhases", "SessionBatch", "SessionReader"],
+        "sessions.clustering": ["Clustered", "cluster_sessions"],
+        "sessions.duplication": ["Duplication", "FeatureDuplication", "measure_duplication"],
+        "sessions.grouping": ["suggest_groups"],
+        "transforms": [
+            "ClipIds",
+            "DedupedTransform",
+            "DropFeatures",
+            "DropIds",
+            "HashIds",
+            "MapIds",
+            "SortIds",
+            "Truncate",
+        ],
+    },
+    deprecated={
+        "OnDistinct": "transforms:DedupedTransform",
     },
 )

@@ -1,69 +1,93 @@
-"""Which placement to choose: solver, Pareto curve, baselines, the plan document, the planner for TorchRec."""
+"""Which placement to choose: problems, methods, plans and their proofs, the frontier, baselines, compression; the
+planner that TorchRec's DistributedModelParallel takes (torchrec/).
+
+May import: errors, units, _internal, topologies, profiling, tables, costmodels. No torch but in torchrec/.
+"""
 
 from typing import TYPE_CHECKING
 
-from flexshard._values import from_extra
-from flexshard.planner._choose import plan_compression
-from flexshard.planner._compare import compare
-from flexshard.planner._compression import CompressionPlan, TableChoice, TableOption, TTOption, is_compression
-from flexshard.planner._diff import Move, PlanDiff, diff
-from flexshard.planner._document import cost_document, plan_document
-from flexshard.planner._explain import TableExplanation, explain
-from flexshard.planner._job import Job, load_job, save_job
-from flexshard.planner._marginal import MarginalCurve, marginal_curve
-from flexshard.planner._pareto import ParetoCurve, ParetoPoint, pareto
-from flexshard.planner._plan import Alternative, Plan, Settings, TablePlan, Tier
-from flexshard.planner._render import costs_grid, plan_renderable
-from flexshard.planner._solve import METHODS, solve
-from flexshard.planner._whole_table import whole_table_cost
+from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from flexshard.planner._sharding import FLEX_SHARD, FlexShardParameterSharding
-    from flexshard.planner._torchrec_planner import FlexShardPlanner
+    from flexshard.planner.baselines.comparison import compare as compare
+    from flexshard.planner.baselines.torchrec_choices import (
+        TorchRecChoice as TorchRecChoice,
+        price_choices as price_choices,
+        torchrec_choices as torchrec_choices,
+    )
+    from flexshard.planner.baselines.whole_tables import whole_table_cost as whole_table_cost
+    from flexshard.planner.budget import Budget as Budget, parse_budget as parse_budget
+    from flexshard.planner.compression.choosing import plan_compression as plan_compression
+    from flexshard.planner.compression.decision import (
+        CompressionPlan as CompressionPlan,
+        TableChoice as TableChoice,
+        TableOption as TableOption,
+        TTOption as TTOption,
+    )
+    from flexshard.planner.compression.decision_file import is_compression as is_compression
+    from flexshard.planner.explanations.differences import Move as Move, PlanDiff as PlanDiff, diff as diff
+    from flexshard.planner.explanations.plan_text import costs_grid as costs_grid, plan_renderable as plan_renderable
+    from flexshard.planner.explanations.reasons import TableExplanation as TableExplanation, explain as explain
+    from flexshard.planner.frontier import ParetoCurve as ParetoCurve, ParetoPoint as ParetoPoint, pareto as pareto
+    from flexshard.planner.job import Job as Job
+    from flexshard.planner.job_file import load_job as load_job, save_job as save_job
+    from flexshard.planner.marginal import MarginalCurve as MarginalCurve, marginal_curve as marginal_curve
+    from flexshard.planner.methods import METHODS as METHODS
+    from flexshard.planner.plan import (
+        Alternative as Alternative,
+        Plan as Plan,
+        Settings as Settings,
+        TablePlan as TablePlan,
+        Tier as Tier,
+    )
+    from flexshard.planner.plan_file import cost_document as cost_document, plan_document as plan_document
+    from flexshard.planner.problem import Problem as Problem
+    from flexshard.planner.reductions import REDUCTIONS as REDUCTIONS
+    from flexshard.planner.solving import solve as solve
+    from flexshard.planner.torchrec.adaptor import FlexShardPlanner as FlexShardPlanner
+    from flexshard.planner.torchrec.parameter_sharding import (
+        FLEX_SHARD as FLEX_SHARD,
+        FlexShardParameterSharding as FlexShardParameterSharding,
+    )
+    from flexshard.planner.translations import TRANSLATIONS as TRANSLATIONS
 
-__all__ = [
-    "FLEX_SHARD",
-    "METHODS",
-    "Alternative",
-    "CompressionPlan",
-    "FlexShardParameterSharding",
-    "FlexShardPlanner",
-    "Job",
-    "MarginalCurve",
-    "Move",
-    "ParetoCurve",
-    "ParetoPoint",
-    "Plan",
-    "PlanDiff",
-    "Settings",
-    "TTOption",
-    "TableChoice",
-    "TableExplanation",
-    "TableOption",
-    "TablePlan",
-    "Tier",
-    "compare",
-    "cost_document",
-    "costs_grid",
-    "diff",
-    "explain",
-    "is_compression",
-    "load_job",
-    "marginal_curve",
-    "pareto",
-    "plan_compression",
-    "plan_document",
-    "plan_renderable",
-    "save_job",
-    "solve",
-    "whole_table_cost",
-]
-
-__getattr__ = from_extra(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "FLEX_SHARD": "_sharding",
-        "FlexShardParameterSharding": "_sharding",
-        "FlexShardPlanner": "_torchrec_planner",
+        "baselines.comparison": ["compare"],
+        "baselines.torchrec_choices": ["TorchRecChoice", "price_choices", "torchrec_choices"],
+        "baselines.whole_tables": ["whole_table_cost"],
+        "budget": ["Budget", "parse_budget"],
+        "compression.choosing": ["plan_compression"],
+        "compression.decision": ["CompressionPlan", "TTOption", "TableChoice", "TableOption"],
+        "compression.decision_file": ["is_compression"],
+        "explanations.differences": ["Move", "PlanDiff", "diff"],
+        "explanations.plan_text": ["costs_grid", "plan_renderable"],
+        "explanations.reasons": ["TableExplanation", "explain"],
+        "frontier": ["ParetoCurve", "ParetoPoint", "pareto"],
+        "job": ["Job"],
+        "job_file": ["load_job", "save_job"],
+        "marginal": ["MarginalCurve", "marginal_curve"],
+        "methods": ["METHODS"],
+        "plan": ["Alternative", "Plan", "Settings", "TablePlan", "Tier"],
+        "plan_file": ["cost_document", "plan_document"],
+        "problem": ["Problem"],
+        "reductions": ["REDUCTIONS"],
+        "solving": ["solve"],
+        "torchrec.adaptor": ["FlexShardPlanner"],
+        "torchrec.parameter_sharding": ["FLEX_SHARD", "FlexShardParameterSharding"],
+        "translations": ["TRANSLATIONS"],
     },
 )
+
+# Methods of values whose bodies stand in files that know the value.
+VALUE_METHODS = {
+    "Plan.save": "plan_file:save_plan",
+    "Plan.load": "plan_file:load_plan",
+    "Plan.fingerprint": "plan_file:fingerprint",
+    "Plan.__str__": "explanations.plan_text:plan_text",
+    "CompressionPlan.save": "compression.decision_file:save_decision",
+    "CompressionPlan.load": "compression.decision_file:load_decision",
+    "CompressionPlan.document": "compression.decision_file:decision_document",
+    "CompressionPlan.explain": "compression.decision_text:explain_table",
+}

@@ -1,26 +1,51 @@
-"""Access profiles: how often each row is read; built from Parquet, merged, sampled, drift."""
+"""Access profiles: how often each row of a table is read; counted from Parquet, arrays, histograms or Ray datasets
+(count/), added up, compared over time, kept in files.
 
-from flexshard.profiling._drift import DriftPoint
-from flexshard.profiling._generate import power_law_probabilities, write_power_law_sequences
-from flexshard.profiling._hashing import HASHES, hash_to_rows, splitmix64
-from flexshard.profiling._moments import LengthMoments
-from flexshard.profiling._parquet import read_samples
-from flexshard.profiling._profile import AccessProfile, Holdout
-from flexshard.profiling._ranking import RowCounts, checked_whole
-from flexshard.profiling._reuse import read_reuse_histogram
+May import: errors, units, _internal. No torch.
+"""
 
-__all__ = [
-    "HASHES",
-    "AccessProfile",
-    "DriftPoint",
-    "Holdout",
-    "LengthMoments",
-    "RowCounts",
-    "checked_whole",
-    "hash_to_rows",
-    "power_law_probabilities",
-    "read_reuse_histogram",
-    "read_samples",
-    "splitmix64",
-    "write_power_law_sequences",
-]
+from typing import TYPE_CHECKING
+
+from flexshard._internal.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from flexshard.profiling.count.parquet import read_samples as read_samples
+    from flexshard.profiling.count.reuse import read_reuse_histogram as read_reuse_histogram
+    from flexshard.profiling.drift_point import DriftPoint as DriftPoint
+    from flexshard.profiling.hashing import HASHES as HASHES, hash_to_rows as hash_to_rows, splitmix64 as splitmix64
+    from flexshard.profiling.holdout import Holdout as Holdout
+    from flexshard.profiling.moments import LengthMoments as LengthMoments
+    from flexshard.profiling.profile import AccessProfile as AccessProfile
+    from flexshard.profiling.row_counts import RowCounts as RowCounts, checked_whole as checked_whole
+    from flexshard.profiling.synthetic import (
+        power_law_probabilities as power_law_probabilities,
+        write_power_law_sequences as write_power_law_sequences,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "count.parquet": ["read_samples"],
+        "count.reuse": ["read_reuse_histogram"],
+        "drift_point": ["DriftPoint"],
+        "hashing": ["HASHES", "hash_to_rows", "splitmix64"],
+        "holdout": ["Holdout"],
+        "moments": ["LengthMoments"],
+        "profile": ["AccessProfile"],
+        "row_counts": ["RowCounts", "checked_whole"],
+        "synthetic": ["power_law_probabilities", "write_power_law_sequences"],
+    },
+)
+
+# Methods of values whose bodies stand in files that know the value.
+VALUE_METHODS = {
+    "AccessProfile.from_ids": "count.arrays:profile_arrays",
+    "AccessProfile.from_parquet": "count.parquet:profile_parquet",
+    "AccessProfile.from_parquet_by": "count.parquet:profile_parquet_by",
+    "AccessProfile.from_reuse_histogram": "count.reuse:read_reuse_histogram",
+    "AccessProfile.from_ray": "count.ray_blocks:profile_ray",
+    "AccessProfile.__add__": "merging:merge",
+    "AccessProfile.drift": "drift:drift",
+    "AccessProfile.save": "profile_file:save_profile",
+    "AccessProfile.load": "profile_file:load_profile",
+}

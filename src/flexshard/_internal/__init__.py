@@ -1,0 +1,87 @@
+"""What every room may use: whole-file writes, versioned documents, checks of arguments, lazily loaded names, Parquet
+sources, jagged arrays and their duplicates, text tables, groups of ranks, errors that all ranks raise.
+
+May import: errors, units. Imports torch, TorchRec, numba and pandas' relatives only where they are used.
+"""
+
+from typing import TYPE_CHECKING
+
+from flexshard._internal.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from flexshard._internal.checks import (
+        check_finite as check_finite,
+        check_int as check_int,
+        first_repeated as first_repeated,
+    )
+    from flexshard._internal.collective_errors import (
+        differing_ranks as differing_ranks,
+        on_all_ranks as on_all_ranks,
+        on_first_rank as on_first_rank,
+    )
+    from flexshard._internal.deprecation import (
+        deprecated_attribute as deprecated_attribute,
+        renamed_keywords as renamed_keywords,
+    )
+    from flexshard._internal.documents import (
+        DocumentFormat as DocumentFormat,
+        decode as decode,
+        digest_of as digest_of,
+        format_of as format_of,
+        read_json as read_json,
+        with_names as with_names,
+        write_json as write_json,
+    )
+    from flexshard._internal.files import (
+        PathLike as PathLike,
+        make_folder as make_folder,
+        read_text as read_text,
+        replacing as replacing,
+        write_text as write_text,
+    )
+    from flexshard._internal.jagged import (
+        Distinct as Distinct,
+        IntArray as IntArray,
+        JaggedArray as JaggedArray,
+        distinct_rows as distinct_rows,
+        jagged_of_arrow as jagged_of_arrow,
+        joined as joined,
+        shared_runs as shared_runs,
+    )
+    from flexshard._internal.lazy import bound as bound
+    from flexshard._internal.optional import has_numba as has_numba, has_triton as has_triton
+    from flexshard._internal.parquet_sources import (
+        Chunk as Chunk,
+        ParquetSource as ParquetSource,
+        expand as expand,
+        is_list as is_list,
+        one_array as one_array,
+        read_chunks as read_chunks,
+        read_group as read_group,
+    )
+    from flexshard._internal.process_groups import LevelGroups as LevelGroups, level_groups as level_groups
+    from flexshard._internal.text_tables import as_text as as_text, new_grid as new_grid
+    from flexshard._internal.yaml_documents import (
+        StrictModel as StrictModel,
+        load_yaml as load_yaml,
+        located as located,
+        save_yaml as save_yaml,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "checks": ["check_finite", "check_int", "first_repeated"],
+        "collective_errors": ["differing_ranks", "on_all_ranks", "on_first_rank"],
+        "deprecation": ["deprecated_attribute", "renamed_keywords"],
+        "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
+        "files": ["PathLike", "make_folder", "read_text", "replacing", "write_text"],
+        "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"],
+        "lazy": ["bound"],
+        "optional": ["has_numba", "has_triton"],
+        "parquet_sources": ["Chunk", "ParquetSource", "expand", "is_list", "one_array", "read_chunks", "read_group"],
+        "process_groups": ["LevelGroups", "level_groups"],
+        "text_tables": ["as_text", "new_grid"],
+        "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],
+    },
+)

@@ -1,0 +1,54 @@
+"""Checks of what people and other libraries hand over, which come out as plain Python values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, SupportsFloat
+
+from flexshard.errors import FlexShardError
+
+__all__ = ["check_finite", "check_int", "first_repeated"]
+
+_MOST = 1 << 62
+
+
+def check_int(value: Any, name: str, error_type: type[FlexShardError], *, least: int = 1) -> int:
+    """A whole number of at least ``least`` as an ``int``; NumPy's are taken, floats and booleans are not.
+
+    Raises:
+        error_type: another type, or out of range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise error_type(f"{name} must be a whole number, found {value!r}") from None
+    if isinstance(value, bool) or not least <= number < _MOST:
+        shown = str(value) if abs(number) < _MOST else "a number beyond 2^62"
+        raise error_type(f"{name} must be at least {least}, found {shown}")
+    return number
+
+
+def check_finite(value: SupportsFloat, name: str, error_type: type[FlexShardError]) -> float:
+    """A finite number as a ``float``.
+
+    Raises:
+        error_type: NaN, infinite, or not a number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise error_type(f"{name} must be a number, found {value!r}") from None
+    if number - number != 0:
+        raise error_type(f"{name} must be finite, found {value!r}")
+    return number
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """The first name that appears a second time, if any does."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

@@ -1,0 +1,95 @@
+"""Writing results whole or not at all, and reading text with errors that name the file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flexshard.errors import FlexShardError, OutputError
+
+__all__ = ["PathLike", "make_folder", "read_text", "replacing", "write_text"]
+
+PathLike = str | os.PathLike[str]
+
+
+def make_folder(path: PathLike) -> Path:
+    """Make a folder, and those above it, where they are missing.
+
+    Raises:
+        OutputError: it could not be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder {path}: {_reason(error)}; choose another path with -o") from error
+    return Path(path)
+
+
+@contextmanager
+def replacing(path: PathLike) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` which takes its place when the block ends without an error.
+
+    A reader never sees half a file, and whatever stood at ``path`` stays if writing fails.
+
+    Raises:
+        OutputError: the folder is missing or not writable, or the disk is full.
+    """
+    target = Path(path).resolve()  # a link stays a link
+    if target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "not a regular file"
+        raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
+        os.close(handle)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {_reason(error)}; choose another path with -o") from error
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(target)
+    except OSError as error:
+        reason = error.reason if isinstance(error, OutputError) else _reason(error)  # of a draft within a draft
+        raise OutputError(f"cannot write {path}: {reason}; free some space or choose another path", reason) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_text(path: PathLike, error_type: type[FlexShardError]) -> str:
+    """The text of a file, or ``error_type`` with one line that names it."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (UnicodeDecodeError, ValueError) as error:
+        if not isinstance(error, UnicodeDecodeError):
+            raise error_type(f"{path}: not a path that can be read: {error}") from error
+        raise error_type(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
+    except OSError as error:
+        raise error_type(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    # Arrow wraps the system's error in a sentence of its own and keeps only its number.
+    return (os.strerror(error.errno) if error.errno else error.strerror or str(error)).lower()
+
+
+def _umask() -> int:
+    # The process's umask can only be read by setting it.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,291 @@
+"""Lists of numbers as flat arrays, and which rows of them are the same: exact, compiled or on Arrow's hash tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from flexshard._internal.optional import has_numba
+from flexshard._internal.parquet_sources import is_list, one_array
+from flexshard.errors import DataError
+
+__all__ = ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"]
+
+IntArray = npt.NDArray[np.int64]
+AnyArray = npt.NDArray[Any]
+_COMPILED_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class JaggedArray:
+    """A list of numbers per row.
+
+    Attributes:
+        values: of all rows, one after the other; shape (N,).
+        offsets: where each row starts, and the end; shape (rows + 1,), from 0.
+        weights: one per value, or None.
+    """
+
+    values: AnyArray
+    offsets: IntArray
+    weights: AnyArray | None = None
+
+    @classmethod
+    def of(cls, values: AnyArray, lengths: npt.NDArray[Any], weights: AnyArray | None = None) -> JaggedArray:
+        """From the number of values of every row."""
+        offsets = np.zeros(lengths.size + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return cls(values, offsets, weights)
+
+    def __len__(self) -> int:
+        return self.offsets.size - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """Values of every row."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: IntArray) -> JaggedArray:
+        """These rows, in this order."""
+        values, lengths, weights = joined([self], rows)
+        return JaggedArray.of(values, lengths, weights)
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """Which rows are the same.
+
+    Attributes:
+        inverse: the distinct row that each row is; shape (rows,).
+        first: the row at which each distinct row stands first, ascending; shape (distinct,).
+    """
+
+    inverse: IntArray
+    first: IntArray
+
+
+def distinct_rows(*columns: JaggedArray, compiled: bool | None = None) -> Distinct:
+    """The distinct rows of one or more columns of lists; rows are the same only if they are in every column.
+
+    Two rows are the same if their bytes are (of weights too), which a hash only suggests and a comparison decides.
+    Distinct rows are numbered in order of their first appearance.
+
+    Args:
+        columns: of one batch.
+        compiled: whether to use compiled loops; by default where numba is installed and rows are enough to pay for
+            loading them.
+
+    Raises:
+        DataError: no columns, or columns of different numbers of rows.
+    """
+    if not columns or len({len(column) for column in columns}) > 1:
+        raise DataError(f"columns of one batch have as many rows, found {[len(column) for column in columns]}")
+    rows, kernels = len(columns[0]), _kernels(len(columns[0]), compiled)
+    if kernels is not None:
+        parts = [
+            (_as_unsigned(values), column.offsets)
+            for column in columns
+            for values in (column.values, column.weights)
+            if values is not None
+        ]
+        same = kernels.first_rows(parts, rows)
+        if same is not None:
+            is_first = same == np.arange(rows)
+            return Distinct((np.cumsum(is_first) - 1)[same], np.flatnonzero(is_first))
+    codes: list[npt.NDArray[np.int32]] = []
+    for column in columns:
+        for values in (column.values, column.weights):
+            if values is not None:
+                found = _codes(_binary(values, column.offsets))
+                # Features that change together have the same codes: nothing to combine.
+                if not any(np.array_equal(found, other) for other in codes):
+                    codes.append(found)
+    both = codes[0]
+    for other in codes[1:]:
+        both = _codes(pa.array(both.astype(np.int64) << 32 | other))
+    newest = np.maximum.accumulate(both) if both.size else both
+    first = np.flatnonzero(np.diff(newest, prepend=-1))
+    return Distinct(both.astype(np.int64), first)
+
+
+def _kernels(rows: int, compiled: bool | None = None) -> Any:
+    """Compiled loops, where they are wanted; None where they are not, or numba is not installed."""
+    wanted = rows >= _COMPILED_ROWS if compiled is None else compiled
+    if not wanted or not has_numba():
+        return None
+    from flexshard._internal import duplicate_kernels
+
+    return duplicate_kernels
+
+
+def _as_unsigned(values: AnyArray) -> AnyArray:
+    """The values' bits, without copying them."""
+    return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+
+
+def _codes(array: pa.Array) -> npt.NDArray[np.int32]:
+    """Number of the distinct value at every place, in order of first appearance."""
+    return np.asarray(array.dictionary_encode().indices.to_numpy())
+
+
+def _binary(values: AnyArray, offsets: IntArray) -> pa.Array:
+    """The rows' bytes, without copying them."""
+    data = np.ascontiguousarray(values)
+    ends = pa.py_buffer(offsets * data.itemsize)
+    return pa.Array.from_buffers(pa.large_binary(), offsets.size - 1, [None, ends, pa.py_buffer(data.view(np.uint8))])
+
+
+def joined(columns: Sequence[JaggedArray], rows: IntArray | None = None) -> tuple[AnyArray, IntArray, AnyArray | None]:
+    """Values, lengths and weights of these rows (all by default) of the first column, then of the next, and so on.
+
+    The arrays are new ones, which may be written to.
+    """
+    lengths = [column.lengths if rows is None else column.lengths[rows] for column in columns]
+    values = _joined([(column.values, column.offsets) for column in columns], lengths, rows)
+    weighted = [(column.weights, column.offsets) for column in columns if column.weights is not None]
+    return values, np.concatenate(lengths), _joined(weighted, lengths, rows) if weighted else None
+
+
+def _joined(
+    columns: Sequence[tuple[AnyArray, IntArray]], lengths: Sequence[IntArray], rows: IntArray | None
+) -> AnyArray:
+    if rows is None:
+        return np.concatenate([values for values, _ in columns])
+    kernels, kind = _kernels(rows.size), columns[0][0].dtype
+    if kernels is None or any(values.dtype != kind for values, _ in columns):
+        return np.concatenate([_taken(values, offsets, rows) for values, offsets in columns])
+    sizes = [int(each.sum()) for each in lengths]
+    # Arrow keeps the pages of buffers that are given back; NumPy would fault new ones in for every batch.
+    found: AnyArray = np.frombuffer(pa.allocate_buffer(sum(sizes) * kind.itemsize), kind)
+    start = 0
+    for (values, offsets), size in zip(columns, sizes, strict=True):
+        kernels.gather(_as_unsigned(values), offsets, rows, _as_unsigned(found[start : start + size]))
+        start += size
+    return found
+
+
+def _taken(values: AnyArray, offsets: IntArray, rows: IntArray) -> AnyArray:
+    taken = _binary(values, offsets).take(pa.array(rows))
+    count = np.frombuffer(taken.buffers()[1], np.int64, rows.size + 1)[-1] // values.itemsize
+    return np.frombuffer(taken.buffers()[2], values.dtype, count) if count else np.zeros(0, values.dtype)
+
+
+def jagged_of_arrow(
+    column: pa.Array | pa.ChunkedArray, name: str, *, where: str = "the batch", first_row: int = 0
+) -> JaggedArray:
+    """A column of integers or of lists of integers (or of floats, for weights); without copying where it is one chunk.
+
+    A null list is an empty one.
+
+    Args:
+        column: to read.
+        name: of the column, for messages.
+        where: the file, for messages.
+        first_row: row of the file at which the column starts, for messages.
+
+    Raises:
+        DataError: another type, or a null within a list; names column and row.
+    """
+    if isinstance(column, pa.ChunkedArray):
+        column = one_array(column)
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pt.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if is_list(column.type):
+        values = column.flatten()
+        if column.null_count or pt.is_fixed_size_list(column.type):
+            lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        else:
+            offsets = column.offsets.to_numpy().astype(np.int64)
+            offsets -= offsets[0]
+    else:
+        values, offsets = column, np.arange(len(column) + 1, dtype=np.int64)
+    if not (pt.is_integer(values.type) or pt.is_floating(values.type)):
+        raise DataError(
+            f"{where}: column {name!r} holds {column.type}, not numbers; expected integers or lists of integers"
+            " (encode texts before)"
+        )
+    if values.null_count:
+        place = int(np.flatnonzero(pc.is_null(values).to_numpy(zero_copy_only=False))[0])
+        row = int(np.searchsorted(offsets, place, side="right")) - 1
+        raise DataError(f"{where}: column {name!r} has a null id in row {first_row + row:,}; drop or fill it")
+    flat = values.to_numpy(zero_copy_only=False)
+    return JaggedArray(flat.astype(np.int64) if flat.dtype.kind == "u" else flat, offsets)
+
+
+def shared_runs(rows: JaggedArray, *, newest: str = "last", max_shift: int = 16) -> tuple[AnyArray, IntArray]:
+    """One buffer in which every list is a run, where a list goes on from the one before it (RecD paper, section 7).
+
+    A list that was shifted (some of the oldest values dropped, new ones added) shares what stayed with the list
+    before; anything else starts afresh, so the result is exact whatever the lists are.
+
+    Args:
+        rows: lists, those of one session one after the other; weights are not read.
+        newest: at which end new values are added, "last" or "first".
+        max_shift: most values that may have been dropped for a shift to be found.
+
+    Returns:
+        values of the buffer, and where each row's run starts in it; shape (rows,). Its length is the row's own.
+
+    Raises:
+        DataError: ``newest`` is neither.
+    """
+    if newest not in ("last", "first"):
+        raise DataError(f"newest is 'last' or 'first', found {newest!r}")
+    lengths = rows.lengths
+    values = rows.values if newest == "last" else _reversed(rows)
+    kept = _overlaps(values, rows.offsets, max_shift)
+    ends = np.cumsum(lengths - kept)
+    starts = ends - lengths
+    # Of every row, only what the row before does not have.
+    fresh = lengths - kept
+    source = np.repeat(rows.offsets[1:] - ends, fresh) + np.arange(int(ends[-1]) if ends.size else 0)
+    buffer = values[source]
+    if newest == "first":
+        return buffer[::-1].copy(), buffer.size - ends
+    return buffer, starts
+
+
+def _reversed(rows: JaggedArray) -> AnyArray:
+    """Every row's values back to front."""
+    mirrored = np.repeat(rows.offsets[:-1] + rows.offsets[1:] - 1, rows.lengths) - np.arange(rows.values.size)
+    return rows.values[mirrored]
+
+
+def _overlaps(values: AnyArray, offsets: IntArray, max_shift: int) -> IntArray:
+    """How many values at the start of each row are, in order, the last ones of the row before."""
+    lengths = np.diff(offsets)
+    found = np.zeros(lengths.size, np.int64)
+    pairs = np.flatnonzero((lengths[1:] > 0) & (lengths[:-1] > 0)) + 1
+    longest = int(lengths.max(initial=0))
+    for shift in range(min(max_shift + 1, longest)):
+        if not pairs.size:
+            break
+        left = lengths[pairs - 1] - shift  # of the row before
+        fits = (left > 0) & (left <= lengths[pairs])
+        candidates = pairs[fits]
+        begins = offsets[candidates - 1] + shift
+        likely = values[begins] == values[offsets[candidates]]
+        candidates, begins, size = candidates[likely], begins[likely], left[fits][likely]
+        before = np.repeat(begins, size) + _counting(size)
+        after = np.repeat(offsets[candidates], size) + _counting(size)
+        ends = np.cumsum(size)
+        same = np.concatenate([[0], np.cumsum(values[before] == values[after])])
+        equal = same[ends] - same[ends - size] == size
+        found[candidates[equal]] = size[equal]
+        pairs = pairs[found[pairs] == 0]
+    return found
+
+
+def _counting(sizes: IntArray) -> IntArray:
+    """0 to size - 1 for each size, one after the other."""
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -1,0 +1,266 @@
+"""From paths to Arrow columns: files, globs, folders and URLs, opened with errors that name them."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from flexshard._internal.checks import first_repeated
+from flexshard._internal.files import PathLike
+from flexshard.errors import DataError, MissingDependencyError
+
+__all__ = ["Chunk", "ParquetSource", "expand", "is_list", "one_array", "read_chunks", "read_group"]
+
+# A row group whose columns unpack to more than this is streamed in batches instead of read at once.
+_WHOLE_GROUP_BYTES = 64 << 20
+_BATCH_ROWS = 1 << 20
+_NATIVE_SCHEMES = ("s3", "gs", "gcs", "hdfs", "file")
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """One Parquet file: where it is, and what its footer says."""
+
+    name: str
+    path: str
+    filesystem: pafs.FileSystem | None
+    schema: pa.Schema
+    num_rows: int
+    group_rows: tuple[int, ...]
+    group_bytes: tuple[int, ...]
+
+    def open(self) -> pq.ParquetFile:
+        """A handle of its own for each reader, because handles are not shared between threads."""
+        return pq.ParquetFile(self.path, filesystem=self.filesystem, memory_map=False)
+
+    @classmethod
+    def probe(cls, name: str, path: str, filesystem: pafs.FileSystem | None) -> ParquetSource:
+        """Read a file's footer.
+
+        Raises:
+            DataError: missing, unreadable, not Parquet, or cut off.
+        """
+        try:
+            with pq.ParquetFile(path, filesystem=filesystem) as file:
+                metadata = file.metadata
+                groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+                return cls(
+                    name,
+                    path,
+                    filesystem,
+                    file.schema_arrow,
+                    metadata.num_rows,
+                    tuple(group.num_rows for group in groups),
+                    tuple(group.total_byte_size for group in groups),
+                )
+        except FileNotFoundError as error:
+            raise DataError(f"{name}: no such file") from error
+        except OSError as error:
+            raise DataError(f"{name}: cannot be read: {_first_line(error)}") from error
+        except Exception as error:  # Arrow raises many kinds on damaged footers
+            raise DataError(f"{name}: not a Parquet file, or cut off: {_first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some columns of consecutive rows of a file."""
+
+    source: ParquetSource
+    first_row: int
+    table: pa.Table
+
+
+def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
+    """Every Parquet file that files, globs, folders and URLs name, in order of their names.
+
+    Raises:
+        DataError: nothing matches, or a file is not readable as Parquet.
+    """
+    listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not listed:
+        raise DataError("no data files were given")
+    found: list[ParquetSource] = []
+    for entry in listed:
+        text = os.fspath(entry)
+        filesystem, matches = _match_url(text) if "://" in text else (None, _match_local(text))
+        if not matches:
+            raise DataError(f"{text}: {_nothing(text)}")
+        found += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
+    twice = first_repeated(source.name for source in found)
+    if twice is not None:
+        raise DataError(f"{twice}: is given twice, and would be counted twice")
+    return found
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array; without copying where it is one already."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column holds lists."""
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
+
+
+def _nothing(text: str) -> str:
+    if _is_glob(text):
+        return "no file matches"
+    return "no Parquet files in this folder" if "://" not in text and Path(text).is_dir() else "no such file"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _display(entry: str, match: str) -> str:
+    return match if "://" not in entry else f"{entry.split('://')[0]}://{match}"
+
+
+def _is_glob(text: str) -> bool:
+    return any(mark in text for mark in "*?[")
+
+
+def _match_local(text: str) -> list[str]:
+    try:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            return [str(file) for file in path.rglob("*.parquet") if _is_data(file.name) and file.is_file()]
+        if path.exists() or not _is_glob(text):
+            return [str(path)]
+        return [file for file in glob.glob(str(path), recursive=True) if Path(file).is_file()]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(f"{text}: not a path that can be read: {_first_line(error)}") from error
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file of a folder is data; Spark and others leave notes that start with a dot or an underscore."""
+    return name.endswith(".parquet") and not name.startswith((".", "_"))
+
+
+def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
+    scheme = url.split("://")[0]
+    try:
+        if scheme in _NATIVE_SCHEMES:
+            base = url if not _is_glob(url) else url[: url.rindex("/", 0, _first_mark(url))]
+            filesystem, path = pafs.FileSystem.from_uri(base)
+            pattern = path if base == url else path + url[len(base) :]
+        else:
+            filesystem, pattern = _fsspec(url)
+            path = pattern if not _is_glob(pattern) else pattern[: pattern.rindex("/", 0, _first_mark(pattern))]
+        if pattern != path:
+            selector = pafs.FileSelector(path, recursive=True)
+            files = [info.path for info in filesystem.get_file_info(selector) if info.is_file]
+            matches = re.compile(_glob_to_regex(pattern))
+            return filesystem, [file for file in files if matches.fullmatch(file)]
+        info = filesystem.get_file_info(path)
+        if info.type == pafs.FileType.Directory:
+            entries = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
+            return filesystem, [entry.path for entry in entries if entry.is_file and _is_data(entry.base_name)]
+        return filesystem, [path] if info.type == pafs.FileType.File else []
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise DataError(f"{url}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _glob_to_regex(pattern: str) -> str:
+    """``*`` and ``?`` stay inside a folder, ``**/`` is any number of folders, as for local files."""
+    parts = re.split(r"(\*\*/|\*|\?|\[[^\]]+\])", pattern)
+    special = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    return "".join(special.get(part, part if part.startswith("[") else re.escape(part)) for part in parts)
+
+
+def _first_mark(text: str) -> int:
+    return min(text.index(mark) for mark in "*?[" if mark in text)
+
+
+def _fsspec(url: str) -> tuple[pafs.FileSystem, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise MissingDependencyError(f"{url}: this kind of URL needs fsspec; pip install 'flexshard[cloud]'") from error
+    try:
+        filesystem, path = url_to_fs(url)
+    except ImportError as error:
+        raise MissingDependencyError(f"{url}: this kind of URL needs another package: {error}") from error
+    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
+
+
+def read_chunks(
+    sources: Sequence[ParquetSource],
+    columns: Sequence[str],
+    workers: int,
+    *,
+    whole_group_bytes: int = _WHOLE_GROUP_BYTES,
+    batch_rows: int = _BATCH_ROWS,
+) -> Iterator[Chunk]:
+    """Columns of all files, in order, with up to ``workers`` row groups being decoded ahead.
+
+    Args:
+        sources, columns, workers: what to read.
+        whole_group_bytes: a row group of more is streamed in batches
+        batch_rows: of so many rows.
+
+    Raises:
+        DataError: a page that cannot be decoded; names file and row.
+    """
+    pending: deque[Future[Chunk]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for source in sources:
+            first_row = 0
+            for group, (rows, size) in enumerate(zip(source.group_rows, source.group_bytes, strict=True)):
+                if size <= whole_group_bytes:
+                    pending.append(pool.submit(read_group, source, group, first_row, columns))
+                else:
+                    while pending:
+                        yield pending.popleft().result()
+                    yield from _stream_group(source, group, first_row, columns, batch_rows)
+                first_row += rows
+                while len(pending) > workers:
+                    yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def read_group(source: ParquetSource, group: int, first_row: int, columns: Sequence[str]) -> Chunk:
+    """Columns of one row group, which starts at ``first_row``.
+
+    Raises:
+        DataError: a page that cannot be decoded; names file and row.
+    """
+    try:
+        with source.open() as file:
+            return Chunk(source, first_row, file.read_row_group(group, columns=list(columns), use_threads=False))
+    except Exception as error:  # Arrow raises many kinds on damaged pages
+        raise _broken(source, first_row, error) from error
+
+
+def _stream_group(
+    source: ParquetSource, group: int, first_row: int, columns: Sequence[str], batch_rows: int
+) -> Iterator[Chunk]:
+    """Batches of a large row group, the next being decoded while one is counted."""
+    try:
+        with source.open() as file, ThreadPoolExecutor(1) as pool:
+            batches = file.iter_batches(batch_rows, row_groups=[group], columns=list(columns), use_threads=False)
+            ahead = pool.submit(next, batches, None)
+            while (batch := ahead.result()) is not None:
+                ahead = pool.submit(next, batches, None)
+                yield Chunk(source, first_row, pa.Table.from_batches([batch]))
+                first_row += batch.num_rows
+    except Exception as error:  # Arrow raises many kinds on damaged pages
+        raise _broken(source, first_row, error) from error
+
+
+def _broken(source: ParquetSource, row: int, error: Exception) -> DataError:
+    return DataError(f"{source.name}: broken at or after row {row}: {_first_line(error)}; write the file again")

@@ -1,0 +1,79 @@
+"""Process groups of the levels of a cluster: inside each group of g ranks, and across its copies."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["LevelGroups", "level_groups"]
+
+
+@dataclass(frozen=True)
+class LevelGroups:
+    """The two process groups of one level that a rank is in.
+
+    Attributes:
+        group_size: g.
+        inside: the g consecutive ranks that its rows are split over (all-to-all); None for g = 1.
+        across: the U/g ranks that hold the same rows (all-reduce); None for g = U.
+        local_rank: of this rank inside: rank mod g.
+        copy: which copy this rank holds: rank div g.
+    """
+
+    group_size: int
+    inside: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None
+    local_rank: int
+    copy: int
+
+
+# Groups by the group that they split, which they go with.
+_made: MutableMapping[dist.ProcessGroup, dict[int, LevelGroups]] = WeakKeyDictionary()
+
+
+def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | None = None) -> dict[int, LevelGroups]:
+    """Groups of every level, each with the timeout of ``process_group``; every rank must call it alike.
+
+    Args:
+        group_sizes: g's, each a divisor of the number of ranks.
+        process_group: what they split; the default process group if None.
+
+    Groups are made once and shared for as long as ``process_group`` lives. The two of a level are groups of their own,
+    so that their collectives may overlap.
+    """
+    import torch.distributed as dist
+
+    parent = dist.group.WORLD if process_group is None else process_group
+    world, rank = dist.get_world_size(parent), dist.get_rank(parent)
+    members = dist.get_process_group_ranks(parent)
+    timeout = _timeout(parent)
+
+    def make(ranks: range) -> dist.ProcessGroup:
+        return dist.new_group([members[r] for r in ranks], timeout=timeout, use_local_synchronization=True)
+
+    known = _made.setdefault(parent, {})
+    for size in group_sizes:
+        if size not in known:
+            first, local_rank = rank // size * size, rank % size
+            known[size] = LevelGroups(
+                size,
+                make(range(first, first + size)) if size > 1 else None,
+                make(range(local_rank, world, size)) if size < world else None,
+                local_rank,
+                rank // size,
+            )
+    return {size: known[size] for size in group_sizes}
+
+
+def _timeout(group: dist.ProcessGroup) -> Any:
+    """How long collectives of a group wait; new groups would otherwise wait for the library's default."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend(group)) else "cpu")
+    return group._get_backend(device).options._timeout

@@ -1,0 +1,115 @@
+"""YAML that people write: checked by a pydantic model, with errors that name file, line and field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flexshard._internal.documents import DocumentFormat
+from flexshard._internal.files import PathLike, read_text, write_text
+from flexshard.errors import FlexShardError
+
+__all__ = ["StrictModel", "load_yaml", "located", "save_yaml"]
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Location = Sequence[str | int]
+
+# Pydantic puts the branch of a union that it tried into a field's place.
+_UNION_BRANCHES = ("str", "dict[str,float]", "int", "float")
+
+
+class StrictModel(BaseModel):
+    """A mapping in which an unknown field, a value of another type or an infinite number is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def save_yaml(path: PathLike, kind: DocumentFormat, body: Mapping[str, Any]) -> None:
+    """Write a YAML document whole or not at all.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    write_text(path, yaml.safe_dump(kind.stamped(body), sort_keys=False, allow_unicode=True))
+
+
+def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tuple[ModelT, yaml.Node]:
+    """Read a YAML document and check it by a model of its fields.
+
+    Returns the model and the composed tree, with which :func:`located` finds the line of a field.
+
+    Raises:
+        error_type: of the kind; not readable, not YAML, of another format or version, or not what the model asks for.
+    """
+    error_type = kind.error_type
+    text = read_text(path, error_type)
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise error_type(f"{path}{line}: not valid YAML: {problem}") from error
+    if tree is None or not isinstance(data, dict):
+        raise error_type(f"{path}: expected a YAML mapping with 'format: {kind.name}', found {type(data).__name__}")
+    _check_keys(path, tree, error_type)
+    if data.pop("format", None) != kind.name:
+        raise error_type(f"{located(path, tree, ['format'])}: expected 'format: {kind.name}' in this file")
+    kind.check_version(data.pop("version", None), located(path, tree, ["version"]))
+    try:
+        return model.model_validate(data), tree
+    except ValidationError as error:
+        first = error.errors()[0]
+        loc = [part for part in first["loc"] if isinstance(part, int) or part not in _UNION_BRANCHES]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "this field is required"
+        elif first["type"] == "extra_forbidden":
+            message = "this field is unknown"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
+
+
+def _check_keys(path: PathLike, node: Any, error_type: type[FlexShardError]) -> None:
+    """YAML lets the last of two equal keys win; a person who wrote both meant something else."""
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _check_keys(path, child, error_type)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = str(key.value)
+        if name in seen:
+            raise error_type(f"{path}:{key.start_mark.line + 1}: {name}: this field is given twice; remove one")
+        seen.add(name)
+        _check_keys(path, value, error_type)
+
+
+def located(path: PathLike, tree: yaml.Node, loc: Location) -> str:
+    """``file:line: field`` of a place in a YAML tree; the nearest parent's line where the field itself is missing."""
+    node, line = tree, tree.start_mark.line
+    for part in loc:
+        found = _child(node, part)
+        if found is None:
+            break
+        node, line = found
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    return f"{path}:{line + 1}" + (f": {field}" if field else "")
+
+
+def _child(node: Any, part: str | int) -> tuple[yaml.Node, int] | None:
+    """A part of a node, and the line at which a reader looks for it: that of its key, or of its first character."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(part):
+                return value, key.start_mark.line
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part], node.value[part].start_mark.line
+    return None

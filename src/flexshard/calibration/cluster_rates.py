@@ -1,0 +1,154 @@
+"""Measuring a cluster: time the collectives of every level on live process groups, and fit α and β.
+
+Runs in every rank at once (under torchrun). All groups of a level work at the same time, as they do in training, and a
+call takes as long as its slowest rank. Each collective is timed at several sizes; α and β are fitted to the medians.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard import units
+from flexshard._internal import level_groups
+from flexshard.errors import ClusterError, MissingDependencyError
+from flexshard.topologies import Cluster, CollectiveRate, Level
+
+__all__ = ["Fit", "fit_rate", "measure_cluster"]
+
+Timer = Callable[[str, int, int], float]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A line through timed sizes: ``alpha_seconds + bytes / bytes_per_s``.
+
+    Attributes:
+        alpha_seconds, bytes_per_s: of one call.
+        error: largest relative distance of a timed size from the line.
+    """
+
+    alpha_seconds: float
+    bytes_per_s: float
+    error: float
+
+
+def fit_rate(nbytes: npt.ArrayLike, seconds: npt.ArrayLike) -> Fit:
+    """Least squares of *relative* errors, so that small sizes count as much as large ones; α is at least 0.
+
+    Args:
+        nbytes: buffer sizes of one rank, at least two different ones; shape (n,).
+        seconds: time of one call at each; shape (n,).
+
+    Raises:
+        ClusterError: fewer than two sizes, or times that do not grow with them.
+    """
+    n, t = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
+    if np.unique(n).size < 2 or np.any(t <= 0):
+        raise ClusterError("a fit of alpha and beta needs times of at least two sizes; give more --sizes")
+    scale = n.max()  # keeps the two columns comparable
+    columns = np.stack([1 / t, n / scale / t], axis=1)
+    (alpha, at_scale), *_ = np.linalg.lstsq(columns, np.ones(n.size), rcond=None)
+    per_byte = at_scale / scale
+    if alpha < 0:
+        alpha, per_byte = 0.0, float((n / t).sum() / np.square(n / t).sum())
+    if per_byte <= 0:
+        raise ClusterError("times do not grow with sizes, so there is no bandwidth to fit; use larger --sizes")
+    error = float(np.abs((alpha + per_byte * n) / t - 1).max())
+    return Fit(float(alpha), float(1 / per_byte), error)
+
+
+def measure_cluster(
+    *,
+    name: str,
+    memory_bytes: float,
+    reserve_bytes: float,
+    ranks_per_node: int,
+    group_sizes: Sequence[int] | None = None,
+    sizes: Sequence[int] = (1 << 16, 1 << 20, 1 << 23, 1 << 25),
+    repeats: int = 7,
+) -> Cluster:
+    """Measure the cluster that the default process group spans; every rank must call it.
+
+    Args:
+        name: of the cluster.
+        memory_bytes, reserve_bytes: of one rank.
+        ranks_per_node: W.
+        group_sizes: levels to measure, 1 and all ranks included; by default 1, W and all.
+        sizes: buffer of one rank, in bytes, of each timing.
+        repeats: timings of each size, after two that are not counted; their median is used.
+
+    Raises:
+        MissingDependencyError: torch is not installed.
+        ClusterError: sizes or levels that do not fit together.
+    """
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise MissingDependencyError(f"measuring needs torch; install the build for your machine ({error})") from error
+    world = dist.get_world_size()
+    levels = sorted({1, ranks_per_node, world} if group_sizes is None else set(group_sizes))
+    uneven = [size for size in levels if size < 1 or world % size]
+    if uneven or min(sizes, default=0) < 1:
+        what = f"group size {uneven[0]} does not divide the {world} ranks" if uneven else "sizes must be above 0 bytes"
+        raise ClusterError(f"{what}; nothing was measured")
+    timer = _timer(dist, levels, repeats)
+    nodes = world // ranks_per_node
+    what = f"{dist.get_backend()} over {nodes} nodes x {ranks_per_node} ranks, {time.strftime('%Y-%m-%d')}"
+
+    def rate(kind: str, group_size: int) -> CollectiveRate:
+        fit = fit_rate(sizes, [timer(kind, group_size, size) for size in sizes])
+        span = f"{len(sizes)} sizes of {units.format_bytes(min(sizes))} to {units.format_bytes(max(sizes))}"
+        note = f"{span}, medians of {repeats}, fitted within {fit.error:.0%}; {what}"
+        return CollectiveRate(fit.alpha_seconds, fit.bytes_per_s, "measured", note)
+
+    measured = tuple(
+        Level(
+            size,
+            rate("all_to_all", size) if size > 1 else None,
+            rate("all_reduce", size) if size < world else None,
+        )
+        for size in levels
+    )
+    return Cluster(name, nodes, ranks_per_node, memory_bytes, reserve_bytes, measured)
+
+
+def _timer(dist: Any, levels: Sequence[int], repeats: int) -> Timer:
+    """A function of (kind, group size, bytes) that every rank calls alike and that gives all the same seconds."""
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    groups = level_groups(levels)
+
+    def synchronise() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def seconds(kind: str, group_size: int, nbytes: int) -> float:
+        group = groups[group_size].inside if kind == "all_to_all" else groups[group_size].across
+        members = dist.get_world_size(group)
+        elements = max(nbytes // 4 // members, 1) * members
+        sent = torch.zeros(elements, dtype=torch.float32, device=device)
+        received = torch.empty_like(sent)
+        times = []
+        for _ in range(repeats + 2):
+            dist.barrier()
+            synchronise()
+            start = time.perf_counter()
+            if kind == "all_to_all":
+                dist.all_to_all_single(received, sent, group=group)
+            else:
+                dist.all_reduce(sent, group=group)
+            synchronise()
+            times.append(time.perf_counter() - start)
+        # A collective is over when its slowest rank is; the same figure on all ranks gives the same cluster.
+        slowest = torch.tensor(times[2:], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest.median())
+
+    return seconds

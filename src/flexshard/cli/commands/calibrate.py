@@ -1,0 +1,36 @@
+"""``flexshard calibrate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard import calibration, planner
+from flexshard.cli.app import AsJson, JobFile, app, written
+from flexshard.cli.terminal import counting_progress
+from flexshard.errors import JobError
+
+
+@app.command("calibrate")
+def calibrate_command(
+    job: JobFile,
+    output: Annotated[Path, typer.Option("-o", "--output", help="File of rates to write (YAML).")],
+    rounds: Annotated[int, typer.Option(help="Rounds per batch; the least time counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Time lookups of the tensor trains that a job offers, and of dense tables, on this machine."""
+    spec = planner.load_job(job)
+    length_of = {table.name: table.profile.avg_length for table in spec.tables}
+    shapes = [option.shape for options in spec.options.values() for option in options]
+    lengths = [length_of[name] for name, options in spec.options.items() for _ in options]
+    if not shapes:
+        raise JobError(f"{job}: no table has 'compress'; offer ranks, such as compress: [{{ranks: 32}}]")
+    with counting_progress("calibrating", "shapes") as progress:
+        rates = calibration.calibrate(
+            shapes, lengths=lengths, batch_size=spec.batch_size, rounds=rounds, device=device, progress=progress
+        )
+    rates.save(output)
+    written(output, as_json)

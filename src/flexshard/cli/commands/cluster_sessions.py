@@ -1,0 +1,85 @@
+"""``flexshard cluster-sessions``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexshard import ingestion, units
+from flexshard._internal import new_grid
+from flexshard.cli.app import AsJson, app
+from flexshard.cli.terminal import emit, working
+from flexshard.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from flexshard.ingestion import Clustered
+
+
+@app.command("cluster-sessions")
+def cluster_sessions_command(
+    data: Annotated[list[str], typer.Argument(help="Parquet files, globs, folders or URLs.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to make.")],
+    session: Annotated[str, typer.Option(help="Column whose distinct values are the sessions.")],
+    time: Annotated[str, typer.Option(help="Column to order a session's rows by.")],
+    shards: Annotated[int, typer.Option(help="Files to write, by hash of the session.")] = 1,
+    keep: Annotated[float, typer.Option(help="Share of the data to keep, such as 0.1.")] = 1.0,
+    keep_by: Annotated[str, typer.Option(help="Keep whole sessions ('session') or rows one by one ('sample').")] = (
+        "session"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of what is kept.")] = 0,
+    row_group_rows: Annotated[int, typer.Option(help="Most rows of a row group.")] = 1 << 16,
+    memory: Annotated[str | None, typer.Option(help="Memory for sorting, such as 4GiB; more is spilled.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Spread the work over a Ray cluster.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rewrite a dataset so that a session's rows are adjacent and in order of time."""
+    if keep_by not in ("session", "sample"):
+        raise DataError(f"--keep-by is 'session' or 'sample', found {keep_by!r}")
+    if keep_by == "sample" and keep >= 1:
+        raise DataError("--keep-by says what --keep keeps; give --keep a share too")
+    with working("clustering"):
+        found = ingestion.cluster_sessions(
+            data,
+            output,
+            session=session,
+            time=time,
+            shards=shards,
+            keep=keep,
+            keep_by="session" if keep_by == "session" else "sample",
+            seed=seed,
+            row_group_rows=row_group_rows,
+            memory=memory,
+            ray=ray,
+        )
+    emit(_clustered_document(found), as_json=as_json, text=_clustered_text(found))
+
+
+def _clustered_document(found: Clustered) -> dict[str, Any]:
+    return {**asdict(found), "path": str(found.path)} | {
+        "samples_per_session": found.samples_per_session,
+        "samples_per_session_read": found.samples_per_session_read,
+        "storage_ratio": found.storage_ratio,
+    }
+
+
+def _clustered_text(found: Clustered) -> RenderableType:
+    grid = new_grid("Clustered by session", [""], ["rows", "sessions", "samples per session", "bytes"])
+    read = (found.rows_read, found.sessions_read, found.samples_per_session_read, found.bytes_before)
+    kept = (found.rows, found.sessions, found.samples_per_session, found.bytes_after)
+    for name, (rows, sessions, mean, nbytes) in (("before", read), ("after", kept)):
+        grid.add_row(name, f"{rows:,}", f"{sessions:,}", f"{mean:.2f}", units.format_bytes(nbytes))
+    lines = []
+    if found.rows < found.rows_read:
+        for by, (rows, sessions) in found.kept_by.items():
+            mean = rows / sessions if sessions else 0.0
+            lines.append(f"downsampling by {by} keeps {rows:,} rows and {mean:.2f} samples per session")
+    files = f"{len(found.files)} file{'s' * (len(found.files) > 1)}"
+    last = f"storage {found.storage_ratio:.2f} times smaller; written to {found.path} ({files})"
+    from rich.console import Group
+
+    return Group(grid, *lines, last)

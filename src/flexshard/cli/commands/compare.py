@@ -1,0 +1,69 @@
+"""``flexshard compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard import executors, planner, plots
+from flexshard._internal import first_repeated
+from flexshard.cli.app import AsJson, app
+from flexshard.cli.terminal import emit, say, working
+from flexshard.errors import DataError, JobError
+
+
+@app.command("compare")
+def compare_command(
+    files: Annotated[
+        list[Path], typer.Argument(help="A job file; or a plan and what was observed of it, as often as you like.")
+    ],
+    torchrec: Annotated[
+        bool | None, typer.Option("--torchrec/--no-torchrec", help="Ask TorchRec's planner; by default if installed.")
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for the mixed-integer program.")] = 60.0,
+    row_wise: Annotated[
+        Path | None, typer.Option(help="Observed under row-wise sharding, to measure the reduction against.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Picture of predicted and observed reduction (Figure 6).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set a job's plan beside every baseline (the paper's, whole tables, TorchRec's), or a plan beside what ran."""
+    if len(files) > 1:
+        _compare_observed(files, row_wise, output, as_json=as_json)
+        return
+    if row_wise is not None or output is not None:
+        raise JobError("--row-wise and --output go with a plan and what was observed of it, not with a job")
+    with working("asking the baselines"):
+        plan = planner.compare(planner.load_job(files[0]), torchrec=torchrec, time_limit_seconds=time_limit)
+    emit(planner.plan_document(plan), as_json=as_json, text=planner.costs_grid(plan))
+
+
+def _compare_observed(files: list[Path], row_wise: Path | None, output: Path | None, *, as_json: bool) -> None:
+    if len(files) % 2:
+        raise JobError(f"{files[-1]}: every plan needs what was observed of it; give PLAN OBSERVED in turn")
+    against = None if row_wise is None else executors.Observation.load(row_wise)
+    pairs = list(zip(files[::2], files[1::2], strict=True))
+    alike = first_repeated(plan.stem for plan, _ in pairs) is not None
+    found = {}
+    for plan, observed in pairs:
+        try:
+            comparison = executors.compare_observed(
+                planner.Plan.load(plan), executors.Observation.load(observed), against
+            )
+        except DataError as error:
+            raise DataError(str(error) if str(observed) in str(error) else f"{observed}: {error}") from error
+        found[str(plan) if alike else plan.stem] = comparison
+    if output is not None:
+        plots.plot_reduction({name: (c.reduction_predicted, c.reduction_observed) for name, c in found.items()}, output)
+    for name, comparison in found.items():
+        if not as_json:
+            say(f"{name}:")
+            say(comparison.grid())
+    if as_json:
+        emit({name: c.document() for name, c in found.items()}, as_json=True, text="")
+    elif output is not None:
+        say(f"written to {output}")

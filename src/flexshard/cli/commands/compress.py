@@ -1,0 +1,66 @@
+"""``flexshard compress``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexshard import costmodels, planner, units
+from flexshard._internal import new_grid
+from flexshard.cli.app import AsJson, JobFile, app
+from flexshard.cli.terminal import emit, say, working
+from flexshard.errors import JobError
+
+if TYPE_CHECKING:
+    from rich.table import Table as Grid
+
+    from flexshard.planner import CompressionPlan
+
+
+@app.command("compress")
+def compress_command(
+    job: JobFile,
+    rates: Annotated[Path, typer.Option(help="What 'flexshard calibrate' wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Decision to write (JSON).")],
+    plan: Annotated[Path | None, typer.Option(help="Where to write the plan of the tables that stay.")] = None,
+    budget: Annotated[str | None, typer.Option(help="neutral, +2GiB, or a limit such as 40GiB.")] = None,
+    hashed: Annotated[bool, typer.Option("--hashed", help="Compressed tables keep ids in no order.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decide which tables become tensor trains, so that a job fits its budget at the least step time."""
+    if plan is not None and plan.resolve() == output.resolve():
+        raise JobError(f"{plan}: the decision and the plan are two files; give two names")
+    spec = planner.load_job(job)
+    if budget is not None:
+        spec = replace(spec, budget=planner.parse_budget(budget))
+    with working("choosing tables"):
+        found = spec.compress(costmodels.TTRates.load(rates), hashed=hashed)
+    if plan is not None and found.plan is None:
+        raise JobError(f"{plan}: every table is compressed, so there is no plan to write; leave --plan out")
+    if plan is not None and found.plan is not None:
+        found.plan.save(plan)
+    found.save(output)
+    emit(found.document(), as_json=as_json, text=_grid(found))
+    if not as_json:
+        say(f"written to {output}" + (f" and {plan}" if plan is not None else ""))
+
+
+def _grid(found: CompressionPlan) -> Grid:
+    headings = ("memory", "lookups", "communication", "loss", "times smaller")
+    grid = new_grid("How tables are held, per rank and iteration", ["table", "as"], headings)
+    for table in found.tables.values():
+        own = table.option
+        smaller = "" if own.shape is None else f"{own.shape.compression:.0f}"
+        times = (units.format_seconds(own.compute_seconds), units.format_seconds(own.comm_seconds))
+        loss = "" if own.shape is None else f"{own.loss:.4g}"
+        grid.add_row(table.name, own.name, units.format_bytes(own.memory_bytes), *times, loss, smaller)
+    gap = found.step_seconds - found.lower_bound_seconds
+    grid.caption = (
+        f"{units.format_bytes(found.memory_bytes)} of {units.format_bytes(found.budget_bytes)} per rank; a step of"
+        f" lookups and communication takes {units.format_seconds(found.step_seconds)}, and no choice within the budget"
+        f" takes {units.format_seconds(gap)} less"
+    )
+    return grid

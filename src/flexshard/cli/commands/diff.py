@@ -1,0 +1,34 @@
+"""``flexshard diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard import planner, units
+from flexshard._internal import new_grid
+from flexshard.cli.app import AsJson, PlanFile, app
+from flexshard.cli.terminal import emit
+
+
+@app.command("diff")
+def diff_command(
+    before: PlanFile,
+    after: Annotated[Path, typer.Argument(help="Another plan file.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say which rows move between two plans, and how many bytes."""
+    found = planner.diff(planner.Plan.load(before), planner.Plan.load(after))
+    grid = new_grid("Moves", ["table"], ["from group", "to group", "positions", "rows", "weights"])
+    for move in found.moves:
+        positions = f"{move.first_position:,} to {move.first_position + move.rows - 1:,}"
+        ends = ["-" if size is None else str(size) for size in (move.source, move.target)]
+        grid.add_row(move.table, *ends, positions, f"{move.rows:,}", units.format_bytes(move.nbytes))
+    note = "".join(
+        f"\n{name}: the two plans order rows by different profiles, so equal positions may be other rows."
+        for name in found.reranked
+    )
+    grid.caption = f"{found.rows:,} rows, {units.format_bytes(found.nbytes)} move{note}"
+    emit(found.document(), as_json=as_json, text=grid)

@@ -1,0 +1,82 @@
+"""``flexshard duplication``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexshard import ingestion, plots
+from flexshard._internal import make_folder, new_grid
+from flexshard.cli.app import AsJson, app
+from flexshard.cli.terminal import emit, working
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from flexshard.ingestion import Duplication
+
+
+@app.command("duplication")
+def duplication_command(
+    data: Annotated[list[str], typer.Argument(help="Parquet files, globs, folders or URLs.")],
+    session: Annotated[str, typer.Option(help="Column whose distinct values are the sessions.")],
+    feature: Annotated[list[str] | None, typer.Option(help="Column of a feature; by default all of lists.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of a batch.")] = 4096,
+    threshold: Annotated[float, typer.Option(help="DedupFactor above which a feature is proposed.")] = 1.5,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for sessions.png and duplication.png.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how much of a dataset its sessions repeat, and which features to deduplicate together."""
+    with working("measuring"):
+        found = ingestion.measure_duplication(data, session=session, features=feature, batch_size=batch_size)
+        names = [one.feature for one in found.features]
+        groups = ingestion.suggest_groups(data, features=names, batch_size=batch_size, threshold=threshold)
+    pictures = []
+    if output is not None:
+        folder = make_folder(output)
+        pictures = [folder / "sessions.png", folder / "duplication.png"]
+        plots.plot_sessions(found, pictures[0])
+        plots.plot_duplication(found, pictures[1])
+    document = _duplication_document(found) | {"groups": groups, "pictures": [str(path) for path in pictures]}
+    emit(document, as_json=as_json, text=_duplication_text(found, groups, pictures))
+
+
+def _duplication_document(found: Duplication) -> dict[str, Any]:
+    return {
+        "rows": found.rows,
+        "sessions": int(found.session_sizes.size),
+        "batch_size": found.batch_size,
+        "samples_per_session": found.samples_per_session,
+        "samples_per_session_in_batch": found.samples_per_session_in_batch,
+        "features": [asdict(one) for one in found.features],
+        "overall": {
+            name: dict(zip(("exact", "partial"), found.overall(weighted=weighted), strict=True))
+            for name, weighted in (("by_feature", False), ("by_length", True))
+        },
+    }
+
+
+def _duplication_text(found: Duplication, groups: list[list[str]], pictures: list[Path]) -> RenderableType:
+    title = (
+        f"{found.rows:,} rows of {found.session_sizes.size:,} sessions: {found.samples_per_session:.2f} per session,"
+        f" {found.samples_per_session_in_batch:.2f} in a batch of {found.batch_size:,}"
+    )
+    numbers = ["length", "exact", "partial", "d", "DedupFactor predicted", "measured"]
+    grid = new_grid(title, ["feature"], numbers)
+    for one in found.features:
+        shares = (f"{share:.1%}" for share in (one.exact, one.partial, one.same))
+        grid.add_row(one.feature, f"{one.avg_length:.1f}", *shares, f"{one.predicted:.2f}", f"{one.measured:.2f}")
+    for name, weighted in (("all features", False), ("all ids (by length)", True)):
+        grid.add_row(name, "", *(f"{share:.1%}" for share in found.overall(weighted=weighted)), "", "", "")
+    listed = ", ".join(f"[{', '.join(group)}]" for group in groups) or "none is above the threshold"
+    lines: list[RenderableType] = [grid, f"groups to deduplicate: {listed}"]
+    if pictures:
+        lines.append(f"written to {', '.join(str(path) for path in pictures)}")
+    from rich.console import Group
+
+    return Group(*lines)

@@ -1,0 +1,39 @@
+"""``flexshard job``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard import planner
+from flexshard.cli.app import AsJson, app, written
+
+
+@app.command("job")
+def job_command(
+    profiles: Annotated[list[Path], typer.Argument(help="Profiles; one table for each.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Job file to write.")],
+    cluster: Annotated[str, typer.Option(help="A preset, preset:nodes, or a cluster file.")],
+    batch_size: Annotated[int, typer.Option(help="Samples per rank.")],
+    dim: Annotated[int, typer.Option(help="Embedding dimension of all tables.")],
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
+    optimizer: Annotated[str, typer.Option(help="Optimizer of the tables.")] = "rowwise_adagrad",
+    budget: Annotated[str, typer.Option(help="neutral, +2GiB, or a limit such as 40GiB.")] = "neutral",
+    tiers: Annotated[int, typer.Option(help="Most group sizes of the plan.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Write a job file for some profiles, to plan as it is or to edit first."""
+    planner.save_job(
+        output,
+        profiles,
+        cluster=cluster,
+        batch_size=batch_size,
+        dim=dim,
+        dtype=dtype,
+        optimizer=optimizer,
+        budget=budget,
+        tiers=tiers,
+    )
+    written(output, as_json)

@@ -1,0 +1,43 @@
+"""``flexshard measure``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard import calibration, topologies, units
+from flexshard.cli.app import AsJson, app
+from flexshard.cli.commands.cluster_grid import cluster_grid
+from flexshard.cli.terminal import emit
+
+
+@app.command("measure")
+def measure_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Cluster file to write.")],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of one rank, such as '80 GB'; the GPU's by default.")
+    ] = None,
+    reserve: Annotated[str, typer.Option(help="Of it, for everything but embeddings.")] = "0 B",
+    name: Annotated[str, typer.Option(help="Name of the cluster.")] = "measured",
+    ranks_per_node: Annotated[int | None, typer.Option(help="By default torchrun's, those of one machine.")] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Buffers of one rank to time, separated by commas.")
+    ] = "64 KiB,1 MiB,8 MiB,32 MiB",
+    repeats: Annotated[int, typer.Option(min=1, help="Timings of each size; their median is used.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Time the collectives of this cluster and fit alpha and beta; run it under torchrun."""
+    with calibration.process_group() as place:
+        cluster = calibration.measure_cluster(
+            name=name,
+            memory_bytes=units.parse_bytes(memory) if memory is not None else place.device_memory_bytes(),
+            reserve_bytes=units.parse_bytes(reserve),
+            ranks_per_node=place.ranks_per_node if ranks_per_node is None else ranks_per_node,
+            sizes=[int(units.parse_bytes(size)) for size in sizes.split(",")],
+            repeats=repeats,
+        )
+        if place.rank == 0:
+            cluster.save(output)
+            emit(topologies.cluster_document(cluster), as_json=as_json, text=cluster_grid(cluster))

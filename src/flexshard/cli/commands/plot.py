@@ -1,0 +1,39 @@
+"""``flexshard plot``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard import planner, plots
+from flexshard.cli.app import AsJson, JobFile, app, written
+from flexshard.errors import JobError
+
+
+@app.command("plot")
+def plot_command(
+    what: Annotated[str, typer.Argument(help="costs (Figure 3), skew (Figure 4) or marginal (Figure 5).")],
+    job: JobFile,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
+    table: Annotated[str | None, typer.Option(help="One table of the job; all, or the first, by default.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a figure of the FlexShard paper for the job's own profiles."""
+    spec = planner.load_job(job)
+    tables = [t for t in spec.tables if table in (None, t.name)]
+    if not tables:
+        raise JobError(f"{job}: no table {table!r}; there are {', '.join(t.name for t in spec.tables)}")
+    if what == "costs":
+        if len(tables) > 1:
+            raise JobError(f"{job}: has {len(tables)} tables; say which one to draw with --table")
+        plots.plot_normalized_costs(tables[0], spec.cluster, spec.batch_size, output, overlap=spec.overlap)
+    elif what == "skew":
+        plots.plot_skew({t.name: t.profile for t in tables}, output)
+    elif what == "marginal":
+        plots.plot_marginal(planner.marginal_curve(replace(spec, tables=tuple(tables))), output)
+    else:
+        raise JobError(f"there is no plot {what!r}; draw costs, skew or marginal")
+    written(output, as_json)

@@ -1,0 +1,135 @@
+"""``flexshard replay``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexshard import executors, planner, profiling, units
+from flexshard._internal import new_grid
+from flexshard.cli.app import AsJson, PlanFile, app
+from flexshard.cli.terminal import emit, working
+from flexshard.errors import JobError
+
+if TYPE_CHECKING:
+    from rich.table import Table as Grid
+
+    from flexshard.executors import Replay
+    from flexshard.planner import Plan
+
+
+@app.command("replay")
+def replay_command(
+    plan: PlanFile,
+    data: Annotated[list[str], typer.Argument(help="Parquet files, globs, folders or URLs with the batches' ids.")],
+    column: Annotated[
+        list[str], typer.Option(help="COLUMN, or TABLE=COLUMN once for every table where the plan has several.")
+    ],
+    steps: Annotated[int, typer.Option(min=1, help="Most steps to executors.replay.")] = 100,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TABLE=FILE, or FILE: ranking of a table's rows; by default those named, from the plan's folder."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count what a plan would move for real batches, on any number of ranks, without running them.
+
+    Ids are taken as rows of the table; samples are rows of the files.
+    """
+    loaded = planner.Plan.load(plan)
+    columns = _by_table(loaded, column, "column")
+    missing = [name for name in loaded.tables if name not in columns]
+    if missing:
+        raise JobError(f"which column holds the ids of table {missing[0]!r}? give --column {missing[0]}=COLUMN")
+    rankings = {
+        name: profiling.AccessProfile.load(path)
+        for name, path in _ranking_files(loaded, plan.parent, profile or []).items()
+    }
+    with working("replaying"):
+        per_step = loaded.cluster.world_size * loaded.settings.batch_size
+        samples = {name: profiling.read_samples(data, text, limit=steps * per_step) for name, text in columns.items()}
+        result = executors.replay(
+            loaded,
+            executors.split_by_rank(
+                samples, world_size=loaded.cluster.world_size, batch_size=loaded.settings.batch_size
+            ),
+            rankings,
+        )
+    emit(_document(result), as_json=as_json, text=_grid(loaded, result))
+
+
+def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or (name not in plan.tables and len(plan.tables) == 1 and what == "profile"):
+            value = text
+            if len(plan.tables) > 1:
+                raise JobError(f"--{what} {text}: the plan has {len(plan.tables)} tables; write TABLE={text}")
+            name = next(iter(plan.tables))
+        plan.table(name)
+        found[name] = value
+    return found
+
+
+def _ranking_files(plan: Plan, folder: Path, given: list[str]) -> dict[str, Path]:
+    found = {name: Path(path) for name, path in _by_table(plan, given, "profile").items()}
+    for name, table in plan.tables.items():
+        if name not in found and table.profile_path is not None and len(table.tiers) > 1:
+            found[name] = folder / table.profile_path
+    return found
+
+
+def _document(result: Replay) -> dict[str, Any]:
+    return {
+        "steps": result.steps,
+        "world_size": result.world_size,
+        "collectives": [
+            {
+                "kind": t.kind,
+                "group_size": t.group_size,
+                "content": t.content,
+                "calls": t.calls,
+                "bytes": t.mean_bytes,
+                "imbalance": t.imbalance,
+                "bytes_by_rank": t.sent.mean(axis=0).tolist(),
+            }
+            for t in result.traffic
+        ],
+        "all_to_all_scale_up_bytes_by_rank": result.all_to_all_scale_up_bytes.mean(axis=0).tolist(),
+        "all_to_all_scale_out_bytes_by_rank": result.all_to_all_scale_out_bytes.mean(axis=0).tolist(),
+        "static_memory_bytes": result.static_memory_bytes,
+        "peak_memory_bytes": result.peak_memory_bytes,
+    }
+
+
+def _grid(plan: Plan, result: Replay) -> Grid:
+    title = (
+        f"Replayed: {result.steps} steps of {plan.settings.batch_size:,} samples on each of {result.world_size:,}"
+        " ranks, per rank and step"
+    )
+    headings = ("calls", "mean", "fullest rank", "imbalance")
+    grid = new_grid(title, ["collective", "content"], headings)
+    for t in result.traffic:
+        grid.add_row(
+            f"{t.kind}@{t.group_size}",
+            t.content,
+            str(t.calls),
+            units.format_bytes(t.mean_bytes),
+            units.format_bytes(t.mean_bytes * t.imbalance),
+            f"{t.imbalance:.3f}",
+        )
+    up, out = (a.mean(axis=0) for a in (result.all_to_all_scale_up_bytes, result.all_to_all_scale_out_bytes))
+    nodes = out.reshape(-1, result.ranks_per_node).sum(axis=1)
+    grid.caption = (
+        f"All-to-all traffic inside nodes: {units.format_bytes(float(up.max()))} per step out of the busiest rank;"
+        f" between nodes: {units.format_bytes(float(nodes.max()))} out of the busiest node"
+        f" ({nodes.max() / max(nodes.mean(), 1):.3f} of the mean).\n"
+        f"Memory: {units.format_bytes(result.static_memory_bytes)} static, at most"
+        f" {units.format_bytes(result.peak_memory_bytes)} of the fullest rank in its fullest step."
+    )
+    return grid

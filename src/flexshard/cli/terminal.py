@@ -1,0 +1,131 @@
+"""What all commands share: consoles, progress bars, machine output, and errors in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from flexshard.errors import FlexShardError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["counting_progress", "emit", "run", "say", "working"]
+
+
+def say(text: RenderableType) -> None:
+    """Print for a person, on standard output."""
+    from rich.console import Console
+
+    # Names come from users, and must not be taken for markup.
+    # A narrow terminal folds lines by itself; rich would cut numbers short instead.
+    width = max(shutil.get_terminal_size((_LEAST_WIDTH, 24)).columns, _LEAST_WIDTH)
+    Console(width=width, highlight=False, markup=False, emoji=False).print(text)
+
+
+def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
+    """Print a result for a machine or for a person."""
+    if as_json:
+        sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    else:
+        say(text)
+
+
+_LEAST_WIDTH = 118
+
+# click.UsageError, wherever the installed typer keeps its click.
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
+
+
+@contextmanager
+def counting_progress(title: str, unit: str = "rows") -> Iterator[Callable[[int, int], None]]:
+    """A bar with rate and remaining time on standard error; nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(show_speed=False),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None, rate="")
+
+        start = time.perf_counter()
+
+        def update(done: int, total: int) -> None:
+            rate = f"{done / (time.perf_counter() - start):,.0f} {unit}/s"
+            progress.update(task, completed=done, total=total, rate=rate)
+
+        yield update
+
+
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """A sign of life on standard error while something takes its time; nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(title, total=None)
+        yield
+
+
+def run(app: typer.Typer) -> None:
+    """Run the application; an error that FlexShard or the parser of arguments raises becomes one line and exit 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to stop
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except FlexShardError as error:
+        _fail(str(error))
+    except MemoryError as error:
+        _fail(f"not enough memory: {error}; use fewer rows, or a larger machine")
+    except _USAGE_ERROR as error:
+        if not error.format_message():  # no command at all: the help has been printed
+            sys.exit(0)
+        context = getattr(error, "ctx", None)
+        _fail(f"{error.format_message().rstrip('.')}; see '{context.command_path if context else 'flexshard'} --help'")
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("flexshard: interrupted\n")
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has had enough
+        _silence_stdout()
+        sys.exit(0)
+    except OSError as error:
+        _silence_stdout()
+        _fail(f"cannot write to standard output: {error.strerror or error}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Now and then a thread of torch's groups aborts the interpreter as it ends, when all is done and written.
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"flexshard: error: {' '.join(message.split())}\n")
+    sys.exit(2)
+
+
+def _silence_stdout() -> None:
+    """Keep the interpreter from flushing what cannot be written once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

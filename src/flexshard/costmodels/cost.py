@@ -1,0 +1,140 @@
+"""What a placement costs per rank and training iteration: six metrics that add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+__all__ = ["KINDS", "QUANTILE", "Collective", "CollectiveKind", "Cost"]
+
+CollectiveKind = Literal["all_to_all", "all_reduce", "all_gather"]
+KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "all_reduce", "all_gather")
+
+QUANTILE = 0.999
+_Z = NormalDist().inv_cdf(QUANTILE)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of an iteration.
+
+    Attributes:
+        kind: "all_to_all" (inside groups of ``group_size``), "all_reduce" or "all_gather" (across them).
+        group_size: g of its level.
+        calls: per iteration; 2 for the all-to-all (forward and backward), 1 for the others.
+        nbytes: buffer of one rank and call.
+        alpha_seconds, bytes_per_s: of one call.
+        overlap: share of its time that other work hides.
+    """
+
+    kind: CollectiveKind
+    group_size: int
+    calls: int
+    nbytes: float
+    alpha_seconds: float
+    bytes_per_s: float
+    overlap: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """``all_to_all@32``."""
+        return f"{self.kind}@{self.group_size}"
+
+    @property
+    def seconds(self) -> float:
+        """Time of all calls: α is paid once per call, whatever the rows (docs/model.md)."""
+        return self.calls * (self.alpha_seconds + self.nbytes / self.bytes_per_s)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The part of it that nothing hides."""
+        return (1.0 - self.overlap) * self.seconds
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The six metrics of FlexShard paper section 3.2, per rank and iteration, and what follows from them.
+
+    Costs add: bytes of the same collective are sent together, so its α is paid once.
+
+    Attributes:
+        static_memory_bytes: weights, and gradients, buckets and optimizer state where there are copies.
+        dynamic_memory_bytes: embeddings that the lookups of one batch materialise, expected.
+        input_ids: ids sent to other ranks.
+        rows_read: rows read from memory (of ``dim``/U elements for column-wise).
+        collectives: all-to-alls and all-reduces, in order of kind and level.
+        dynamic_memory_sigma_bytes: standard deviation of ``dynamic_memory_bytes`` from batch to batch; None where
+            lengths are not known. Adds as if all features grew together, which never understates the sum.
+    """
+
+    static_memory_bytes: float = 0.0
+    dynamic_memory_bytes: float = 0.0
+    input_ids: float = 0.0
+    rows_read: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    dynamic_memory_sigma_bytes: float | None = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        merged = {(c.kind, c.group_size): c for c in self.collectives}
+        for c in other.collectives:
+            mine = merged.get((c.kind, c.group_size))
+            merged[c.kind, c.group_size] = c if mine is None else _together(mine, c)
+        sigma, more = self.dynamic_memory_sigma_bytes, other.dynamic_memory_sigma_bytes
+        return Cost(
+            self.static_memory_bytes + other.static_memory_bytes,
+            self.dynamic_memory_bytes + other.dynamic_memory_bytes,
+            self.input_ids + other.input_ids,
+            self.rows_read + other.rows_read,
+            tuple(merged[key] for key in sorted(merged)),
+            None if sigma is None or more is None else sigma + more,
+        )
+
+    @property
+    def memory_bytes(self) -> float:
+        """Static and expected dynamic memory together: what a budget bounds."""
+        return self.static_memory_bytes + self.dynamic_memory_bytes
+
+    @property
+    def dynamic_memory_p999_bytes(self) -> float | None:
+        """Dynamic memory that 999 of 1,000 batches stay below (normal approximation); None if not known."""
+        if self.dynamic_memory_sigma_bytes is None:
+            return None
+        return self.dynamic_memory_bytes + _Z * self.dynamic_memory_sigma_bytes
+
+    @property
+    def dynamic_comm_seconds(self) -> float:
+        """Time of the all-to-alls, forward and backward."""
+        return sum(c.seconds for c in self.collectives if c.kind == "all_to_all")
+
+    @property
+    def static_comm_seconds(self) -> float:
+        """Time of the all-reduces and all-gathers of copies, backward only."""
+        return sum(c.seconds for c in self.collectives if c.kind != "all_to_all")
+
+    @property
+    def comm_seconds(self) -> float:
+        """Time of all collectives, one after the other."""
+        return sum(c.seconds for c in self.collectives)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time of all collectives that other work does not hide."""
+        return sum(c.exposed_seconds for c in self.collectives)
+
+    def bottleneck_seconds(self, world_size: int) -> float:
+        """Time of all collectives if those that cross different links run at once: of the links that take longest.
+
+        An all-to-all inside groups of g < U stays on the links of its level; all else crosses the outermost ones. The
+        sharded module starts every level's collectives together, so this is what a step waits for at least.
+        """
+        links: dict[int, float] = {}
+        for c in self.collectives:
+            link = c.group_size if c.kind == "all_to_all" else world_size
+            links[link] = links.get(link, 0.0) + c.seconds
+        return max(links.values(), default=0.0)
+
+
+def _together(a: Collective, b: Collective) -> Collective:
+    assert (a.alpha_seconds, a.bytes_per_s, a.overlap, a.calls) == (b.alpha_seconds, b.bytes_per_s, b.overlap, b.calls)
+    return Collective(a.kind, a.group_size, a.calls, a.nbytes + b.nbytes, a.alpha_seconds, a.bytes_per_s, a.overlap)

@@ -1,0 +1,182 @@
+"""Where every row lives: which rank holds it, at which level and slot. The same on every rank; NumPy only.
+
+Legend: T tables, G levels (group sizes in use, ascending), E rows. A *position* is that of a row in its table's order
+of popularity, from 0. A *local rank* is a rank inside its group (rank mod g); a *slot* is the index of a row
+in that rank's store of the level; a *bucket* is one (level, local rank). Tables follow each other in a level's store.
+``location = first_location[bucket] + slot`` says all three in one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.errors import PlanError
+
+__all__ = ["Layout", "Piece", "PlacedRows", "PlacedTable"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+class PlacedRows(Protocol):
+    """A tier of a plan, as far as a layout goes."""
+
+    @property
+    def group_size(self) -> int: ...  # noqa: D102 - as a plan's Tier has them
+    @property
+    def first_position(self) -> int: ...  # noqa: D102
+    @property
+    def rows(self) -> int: ...  # noqa: D102
+    @property
+    def reduction(self) -> str: ...  # noqa: D102
+
+
+class PlacedTable(Protocol):
+    """A table of a plan, as far as a layout goes."""
+
+    @property
+    def rows(self) -> int: ...  # noqa: D102 - as a plan's TablePlan has them
+    @property
+    def tiers(self) -> Sequence[PlacedRows]: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows of one table that one rank holds at one level.
+
+    Attributes:
+        first_slot: where they start in the rank's store of the level.
+        positions: theirs in the table, ascending; ``positions[i]`` has slot ``first_slot + i``.
+    """
+
+    first_slot: int
+    positions: range
+
+    @property
+    def slots(self) -> slice:
+        """Their part of the store."""
+        return slice(self.first_slot, self.first_slot + len(self.positions))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tiers of several tables, split over U ranks.
+
+    Attributes:
+        world_size: U.
+        tables: names.
+        num_rows: E of each; shape (T,).
+        group_sizes: levels that hold any rows, ascending.
+        first_position: of each table's tier at each level; shape (T, G).
+        rows: of each table at each level; shape (T, G).
+        sparse: whether a tier's gradients are gathered row by row instead of reduced whole; shape (T, G).
+    """
+
+    world_size: int
+    tables: tuple[str, ...]
+    num_rows: IntArray
+    group_sizes: tuple[int, ...]
+    first_position: IntArray
+    rows: IntArray
+    sparse: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tiers: Mapping[str, Sequence[PlacedRows]], num_rows: Mapping[str, int], world_size: int) -> Layout:
+        """Layout of tables by name, as a plan gives their tiers.
+
+        Raises:
+            PlanError: a table's tiers do not hold each of its rows once.
+        """
+        sizes = tuple(sorted({tier.group_size for table in tiers.values() for tier in table}))
+        shape = len(tiers), len(sizes)
+        first, rows, sparse = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        for index, (name, table) in enumerate(tiers.items()):
+            end = 0
+            for tier in sorted(table, key=lambda tier: tier.first_position):
+                level = sizes.index(tier.group_size)
+                if tier.first_position != end or rows[index, level]:
+                    raise PlanError(f"table {name!r}: the plan's tiers overlap or leave rows out; plan again")
+                end += tier.rows
+                first[index, level], rows[index, level] = tier.first_position, tier.rows
+                sparse[index, level] = tier.reduction == "sparse"
+            if end != num_rows[name]:
+                raise PlanError(f"table {name!r}: has {num_rows[name]:,} rows, the plan places {end:,}; plan again")
+        return cls(world_size, tuple(tiers), np.array([num_rows[name] for name in tiers]), sizes, first, rows, sparse)
+
+    @classmethod
+    def of_tables(cls, tables: Mapping[str, PlacedTable], world_size: int) -> Layout:
+        """Layout of tables by the names that they go by here; raises as :meth:`of`."""
+        tiers = {name: table.tiers for name, table in tables.items()}
+        return cls.of(tiers, {name: table.rows for name, table in tables.items()}, world_size)
+
+    @cached_property
+    def depth(self) -> IntArray:
+        """Slots that each table takes at each level: rows / g, rounded up so that all ranks agree; shape (T, G)."""
+        slots: IntArray = -(-self.rows // np.array(self.group_sizes))
+        return slots
+
+    @cached_property
+    def first_slot(self) -> IntArray:
+        """Where each table starts in a level's store, tables whose gradients are reduced whole first; shape (T, G)."""
+        order = np.argsort(self.sparse, axis=0, kind="stable")
+        ends = np.cumsum(np.take_along_axis(self.depth, order, axis=0), axis=0)
+        starts = np.empty_like(ends)
+        np.put_along_axis(starts, order, ends - np.take_along_axis(self.depth, order, axis=0), axis=0)
+        return starts
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Size of a rank's store of each level, in rows."""
+        return tuple(self.depth.sum(axis=0).tolist())
+
+    @cached_property
+    def whole_slots(self) -> tuple[int, ...]:
+        """How many of these, from the start, belong to tiers whose gradients are reduced whole."""
+        return tuple((self.depth * ~self.sparse).sum(axis=0).tolist())
+
+    @cached_property
+    def first_bucket(self) -> tuple[int, ...]:
+        """First bucket of each level, and the number of all buckets."""
+        return (0, *np.cumsum(self.group_sizes).tolist())
+
+    @cached_property
+    def first_location(self) -> IntArray:
+        """First location of each bucket, and the number of all; shape (buckets + 1,)."""
+        return np.concatenate([[0], np.cumsum(np.repeat(self.slots, self.group_sizes))])
+
+    def locations(self, table: int, positions: Any) -> Any:
+        """Locations of a table's rows by position; takes and gives a NumPy array or a torch tensor of integers."""
+        locations = positions * 0
+        for level in np.flatnonzero(self.rows[table]).tolist():
+            size, slots = self.group_sizes[level], self.slots[level]
+            first = int(self.first_position[table, level])
+            start = int(self.first_location[self.first_bucket[level]] + self.first_slot[table, level])
+            offset = positions - first
+            here = (offset >= 0) & (offset < int(self.rows[table, level]))
+            locations += here * (start + offset % size * slots + offset // size)
+        return locations
+
+    @cached_property
+    def location_type(self) -> type[np.int32] | type[np.int64]:
+        """The smaller of the two types that hold every location."""
+        return np.int32 if self.first_location[-1] < 1 << 31 else np.int64
+
+    def piece(self, table: int, level: int, local_rank: int) -> Piece:
+        """Rows of a table at a level that this local rank of each group holds."""
+        first, rows = int(self.first_position[table, level]), int(self.rows[table, level])
+        held = range(first + local_rank, first + rows, self.group_sizes[level])
+        return Piece(int(self.first_slot[table, level]), held)
+
+    def holder(self, table: int, positions: IntArray, asking: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Which rank of ``asking``'s own group holds each row, at which level (its index) and slot; shape (n,) each."""
+        location = np.asarray(self.locations(table, positions.astype(np.int64)))
+        bucket = np.searchsorted(self.first_location, location, side="right") - 1
+        level = np.searchsorted(np.array(self.first_bucket), bucket, side="right") - 1
+        size = np.array(self.group_sizes)[level]
+        local_rank = bucket - np.array(self.first_bucket)[level]
+        return asking // size * size + local_rank, level, location - self.first_location[bucket]

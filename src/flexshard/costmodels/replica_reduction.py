@@ -1,0 +1,69 @@
+"""Two ways to bring the gradients of copies together (docs/model.md, "Replicated tiers").
+
+Dense: all-reduce of every row that a rank holds. Sparse: each copy gathers the slots and gradients of the rows that any
+copy touched. Legend: g group size, M = U/g copies, B batch size per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels.cost import Collective, CollectiveKind
+from flexshard.costmodels.overlap import Overlap
+from flexshard.costmodels.placement import collective
+from flexshard.tables import Table, expected_distinct
+from flexshard.topologies import Cluster
+
+__all__ = ["SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"]
+
+SLOT_BYTES = 4
+
+
+def touched_rows(table: Table, batch_size: int, group_size: int, first_position: int, rows: int) -> tuple[float, float]:
+    """Mean and variance of the number of rows of a tier, per rank, that its group reads in an iteration.
+
+    A row of probability p is read by some of the g·B samples of its group with probability q = ``1 - (1-p)^(gB)``; the
+    g ranks hold equal shares.
+    """
+    profile = table.profile
+    ends = np.cumsum(profile.rows)
+    end = first_position + rows
+    inside = np.clip(ends, first_position, end) - np.clip(ends - profile.rows, first_position, end)
+    q = expected_distinct(profile.counts / profile.num_samples, table.distinct_samples(batch_size) * group_size)
+    return float(q @ inside) / group_size, float((q * (1 - q)) @ inside) / group_size
+
+
+def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, row_bytes: npt.ArrayLike) -> float:
+    """Buffer of the all-gather: slot and gradient of every touched row of every copy.
+
+    All copies send as many entries as the one that touched most: of M copies, about Blom's estimate of the largest of M
+    normal numbers above the mean.
+
+    Args:
+        touched: mean and variance of each table's touched rows, as :func:`touched_rows` gives them; shape (T, 2).
+        row_bytes: of each table; shape (T,).
+    """
+    copies = cluster.world_size // group_size
+    entry = np.asarray(row_bytes, np.float64) + SLOT_BYTES
+    mean, variance = np.asarray(touched, np.float64).reshape(-1, 2).T
+    above = NormalDist().inv_cdf((copies - 0.375) / (copies + 0.25)) if copies > 1 else 0.0
+    return float(copies * (mean @ entry + above * np.sqrt(variance @ entry**2)))
+
+
+def sparse_reduction(cluster: Cluster, group_size: int, nbytes: float, overlap: Overlap) -> Collective:
+    """All-gather of ``nbytes`` per rank across the groups of a level, after one of how many rows there are.
+
+    Where a level does not say what an all-gather costs, it is taken to need half the all-reduce's time per byte of its
+    buffer: rings send (M-1)/M of it once instead of twice. α counts twice, for the message ahead. Without a share of
+    its own, as much of it is hidden as of an all-reduce.
+    """
+    rate = cluster.level(group_size).all_gather
+    assert rate is not None
+    twice = replace(rate, alpha_seconds=2 * rate.alpha_seconds)
+    own: tuple[CollectiveKind, int] = ("all_gather", group_size)
+    hidden = overlap.get(own, overlap.get(("all_reduce", group_size), 0.0))
+    return collective("all_gather", group_size, twice, nbytes, {own: hidden})

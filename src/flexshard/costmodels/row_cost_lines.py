@@ -1,0 +1,133 @@
+"""The cost of one row as a straight line in w, one line per group size (docs/model.md).
+
+Divided by D·s, memory is ``memory_fixed + memory_per_read · w`` and exposed communication ``comm_fixed +
+comm_per_read · w``, the same for all tables of equal κ. Latencies are not in it: α is paid per iteration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels.overlap import Overlap
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class RowLines:
+    """Lines of one row per group size, in the cluster's order of levels; shape (G,) each, per byte of the row.
+
+    Attributes:
+        group_sizes: g.
+        memory_fixed: κ_g / g, in bytes.
+        memory_per_read: 1 for g = 1, else 2, in bytes.
+        comm_fixed: exposed all-reduce, 1 / (g · β_ar), in seconds.
+        comm_per_read: exposed all-to-all, 2 / β_a2a, in seconds.
+        alpha_seconds: exposed latency of the collectives of a level, paid once where it is used at all.
+    """
+
+    group_sizes: tuple[int, ...]
+    memory_fixed: FloatArray
+    memory_per_read: FloatArray
+    comm_fixed: FloatArray
+    comm_per_read: FloatArray
+    alpha_seconds: FloatArray
+
+
+def row_lines(
+    cluster: Cluster, kappa_replicated: float, kappa_sharded: float, overlap: Overlap | None = None
+) -> RowLines:
+    """Lines of a row with these κ on this cluster."""
+    hidden = {} if overlap is None else overlap
+    sizes, world = cluster.group_sizes, cluster.world_size
+    comm_fixed, comm_per_read, alpha = [], [], []
+    for level in cluster.levels:
+        fixed = per_read = latency = 0.0
+        if level.all_reduce is not None:
+            shown = 1.0 - hidden.get(("all_reduce", level.group_size), 0.0)
+            fixed = shown / (level.group_size * level.all_reduce.bytes_per_s)
+            latency += shown * level.all_reduce.alpha_seconds
+        if level.all_to_all is not None:
+            shown = 1.0 - hidden.get(("all_to_all", level.group_size), 0.0)
+            per_read = 2.0 * shown / level.all_to_all.bytes_per_s
+            latency += 2.0 * shown * level.all_to_all.alpha_seconds
+        comm_fixed.append(fixed)
+        comm_per_read.append(per_read)
+        alpha.append(latency)
+    return RowLines(
+        sizes,
+        np.array([(kappa_sharded if g == world else kappa_replicated) / g for g in sizes]),
+        np.array([1.0 + (g > 1) for g in sizes]),
+        np.array(comm_fixed),
+        np.array(comm_per_read),
+        np.array(alpha),
+    )
+
+
+@dataclass(frozen=True)
+class Breakpoints:
+    """Row probabilities from which on a strategy costs no more than row-wise (paper, section 4.2); inf if never.
+
+    Attributes:
+        memory: p where both need the same memory. ``(κ - κ_U/U) / B`` for data-parallel.
+        communication: p where both take the same time.
+    """
+
+    memory: float
+    communication: float
+
+    @property
+    def both(self) -> float:
+        """The p from which on the strategy is better in both."""
+        return max(self.memory, self.communication)
+
+
+def breakpoints(
+    table: Table, cluster: Cluster, group_size: int, batch_size: int, overlap: Overlap | None = None
+) -> Breakpoints:
+    """Where equation (1) of the paper equals 1, for ``group_size`` against row-wise."""
+    lines = row_lines(cluster, table.kappa_replicated, table.kappa_sharded, overlap)
+    k, u = cluster.group_sizes.index(group_size), len(cluster.group_sizes) - 1
+    memory = _crossing(lines.memory_fixed, lines.memory_per_read, k, u)
+    communication = _crossing(lines.comm_fixed, lines.comm_per_read, k, u)
+    return Breakpoints(memory / batch_size, communication / batch_size)
+
+
+def _crossing(fixed: FloatArray, per_read: FloatArray, k: int, u: int) -> float:
+    """The w from which on line k is not above line u."""
+    above, gained = float(fixed[k] - fixed[u]), float(per_read[u] - per_read[k])
+    if above <= 0 and gained >= 0:
+        return 0.0
+    return above / gained if gained > 0 else float("inf")
+
+
+def normalized_costs(
+    table: Table,
+    cluster: Cluster,
+    group_size: int,
+    batch_size: int,
+    p: npt.ArrayLike,
+    overlap: Overlap | None = None,
+) -> tuple[FloatArray, FloatArray]:
+    """Memory and communication of a strategy over those of row-wise, as functions of p or L/E: equation (1).
+
+    Args:
+        p: row probabilities (or L/E of a whole table), above 0; shape (n,).
+
+    Returns:
+        memory and communication ratios, shape (n,) each.
+    """
+    lines = row_lines(cluster, table.kappa_replicated, table.kappa_sharded, overlap)
+    k, u = cluster.group_sizes.index(group_size), len(cluster.group_sizes) - 1
+    w = batch_size * np.asarray(p, dtype=np.float64)
+    memory = lines.memory_fixed[:, None] + lines.memory_per_read[:, None] * w
+    comm = lines.comm_fixed[:, None] + lines.comm_per_read[:, None] * w
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return memory[k] / memory[u], comm[k] / comm[u]

@@ -1,0 +1,42 @@
+"""Memory and communication of a tensor-train table.
+
+Legend: n ids of a batch, b bags, u distinct ids; n_k distinct prefixes of k digits (n_d = u); core k of shape
+(p_k, r_{k-1}, q_k, r_k), Q_k = q_1 ... q_k (EL-Rec paper, sections III-A and III-B; docs/tensor_train.md).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+from flexshard.costmodels.cost import Cost
+from flexshard.costmodels.overlap import Overlap
+from flexshard.costmodels.placement import collective
+from flexshard.costmodels.tensor_train.reads import TTReads
+from flexshard.costmodels.tensor_train.work import FLOAT_BYTES
+from flexshard.tables import OPTIMIZERS, Table, TTShape
+from flexshard.topologies import Cluster
+
+__all__ = ["tensor_train_cost"]
+
+
+def tensor_train_cost(
+    table: Table, cluster: Cluster, shape: TTShape, reads: TTReads, *, overlap: Overlap | None = None
+) -> Cost:
+    """Memory and communication of a table as a tensor train that every rank holds.
+
+    Cores, their gradients, the bucket that is all-reduced and the optimizer's state are static; rows and products of
+    one batch, with their gradients, are dynamic. All in float32, as products are.
+    """
+    r, sizes = shape.bounds, list(accumulate(shape.dim_factors, mul))
+    nbytes = float(FLOAT_BYTES * shape.parameters)
+    state = OPTIMIZERS[table.optimizer].state_bytes_per_element
+    products = sum(reads.prefixes[k] * sizes[k] * r[k + 1] for k in range(1, shape.cores - 1))
+    rate = cluster.level(1).all_reduce
+    return Cost(
+        static_memory_bytes=nbytes * (3.0 + state / FLOAT_BYTES),
+        dynamic_memory_bytes=2.0 * FLOAT_BYTES * (reads.prefixes[-1] * shape.embedding_dim + products),
+        rows_read=reads.ids,
+        collectives=() if rate is None else (collective("all_reduce", 1, rate, nbytes, overlap),),
+        dynamic_memory_sigma_bytes=None,
+    )

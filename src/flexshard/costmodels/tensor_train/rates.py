@@ -1,0 +1,112 @@
+"""Rates of a machine, fitted to measured steps: seconds per unit of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard._internal import PathLike, bound, deprecated_attribute
+from flexshard.costmodels.tensor_train.reads import TTReads
+from flexshard.costmodels.tensor_train.work import TTWork
+from flexshard.errors import DataError
+from flexshard.tables import TTShape
+
+__all__ = ["DENSE", "WORK", "ShapeRates", "TTRates", "fit_rates"]
+
+# Units of work of tensor trains, and of dense tables, in the order of their rates.
+WORK = tuple(field.name for field in fields(TTWork))
+DENSE = ("calls", "ids", "numbers")
+
+
+def fit_rates(work: Sequence[npt.ArrayLike], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Seconds per unit, at least 0, whose predictions differ least from what was measured, by shares of it.
+
+    Args:
+        work: of each measurement; shape (m, w).
+        seconds: that each took; shape (m,).
+
+    Raises:
+        DataError: no measurements, or times that are not above 0.
+    """
+    from scipy.optimize import nnls  # takes longer to import than planning a table
+
+    amounts, times = np.asarray(work, np.float64), np.asarray(seconds, np.float64)
+    if amounts.ndim != 2 or len(amounts) != len(times) or not len(times) or not (times > 0).all():
+        raise DataError(f"rates are fitted to times above 0, one for each amount of work; found {times.tolist()}")
+    shares = amounts / times[:, None]
+    scale = np.maximum(shares.max(axis=0), np.finfo(np.float64).tiny)
+    found, _ = nnls(shares / scale, np.ones(len(times)))
+    return tuple((found / scale).tolist())
+
+
+@dataclass(frozen=True)
+class ShapeRates:
+    """Rates of one tensor train.
+
+    Attributes:
+        row_factors, dim_factors, tt_ranks: as in :class:`TTShape`.
+        step: seconds per unit of :class:`TTWork`, in its order: lookup, backward and update.
+    """
+
+    row_factors: tuple[int, ...]
+    dim_factors: tuple[int, ...]
+    tt_ranks: tuple[int, ...]
+    step: tuple[float, ...]
+
+    rows = deprecated_attribute("rows", "row_factors")
+    dims = deprecated_attribute("dims", "dim_factors")
+    ranks = deprecated_attribute("ranks", "tt_ranks")
+
+
+@dataclass(frozen=True)
+class TTRates:
+    """A machine, as far as lookups go; ``flexshard calibrate`` measures it.
+
+    Attributes:
+        machine: what it is, and when it was measured.
+        step: seconds per unit of :class:`TTWork`, fitted to all shapes measured: for shapes that were not.
+        dense: seconds per call, id, and number of the rows read, of a dense table's step.
+        shapes: rates of the shapes measured.
+    """
+
+    machine: str
+    step: tuple[float, ...]
+    dense: tuple[float, ...]
+    shapes: tuple[ShapeRates, ...] = ()
+
+    def __post_init__(self) -> None:
+        own = [(self.step, WORK), (self.dense, DENSE), *((shape.step, WORK) for shape in self.shapes)]
+        for rates, names in own:
+            if len(rates) != len(names):
+                raise DataError(f"rates are of {', '.join(names)}; found {len(rates)} numbers")
+
+    def step_seconds(self, shape: TTShape, reads: TTReads) -> float:
+        """Forward, backward and update of one batch."""
+        wanted = (shape.row_factors, shape.dim_factors, shape.tt_ranks)
+        own = next((r.step for r in self.shapes if (r.row_factors, r.dim_factors, r.tt_ranks) == wanted), self.step)
+        return float(TTWork.of(shape, reads).array @ np.array(own))
+
+    def dense_seconds(self, reads: float, dim: int) -> float:
+        """Forward, backward and update of ``reads`` rows of a dense table."""
+        return float(np.array([1.0, reads, reads * dim]) @ np.array(self.dense))
+
+    def save(self, path: PathLike) -> None:
+        """Write as YAML.
+
+        Raises:
+            OutputError: it could not be written.
+        """
+        bound("flexshard.costmodels", "TTRates.save")(self, path)
+
+    @classmethod
+    def load(cls, path: PathLike) -> TTRates:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            DataError: not such a file; names file, line and field.
+        """
+        rates: TTRates = bound("flexshard.costmodels", "TTRates.load")(path)
+        return rates

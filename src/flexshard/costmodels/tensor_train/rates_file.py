@@ -1,0 +1,72 @@
+"""Files of rates: YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import NonNegativeFloat
+
+from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, save_yaml
+from flexshard.costmodels.tensor_train.rates import DENSE, WORK, ShapeRates, TTRates
+from flexshard.errors import DataError
+
+__all__ = ["load_rates", "save_rates"]
+
+FORMAT = DocumentFormat("flexshard.rates", 1, "a file of rates", "flexshard.rates", DataError, "calibrate again")
+
+
+class ShapeSpec(StrictModel):
+    """Rates of one tensor train."""
+
+    rows: list[int]
+    dims: list[int]
+    ranks: list[int]
+    step: dict[str, NonNegativeFloat]
+
+
+class RatesSpec(StrictModel):
+    """A file of rates, in seconds per unit."""
+
+    machine: str
+    dense: dict[str, NonNegativeFloat]
+    step: dict[str, NonNegativeFloat]
+    shapes: list[ShapeSpec]
+
+
+def save_rates(rates: TTRates, path: PathLike) -> None:
+    """See :meth:`TTRates.save`."""
+    shapes = [
+        {
+            "rows": list(one.row_factors),
+            "dims": list(one.dim_factors),
+            "ranks": list(one.tt_ranks),
+            "step": _named(one.step, WORK),
+        }
+        for one in rates.shapes
+    ]
+    body = {
+        "machine": rates.machine,
+        "dense": _named(rates.dense, DENSE),
+        "step": _named(rates.step, WORK),
+        "shapes": shapes,
+    }
+    save_yaml(path, FORMAT, body)
+
+
+def _named(rates: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    return {name: float(rate) for name, rate in zip(names, rates, strict=True)}
+
+
+def load_rates(path: PathLike) -> TTRates:
+    """See :meth:`TTRates.load`."""
+    spec, _ = load_yaml(path, RatesSpec, FORMAT)
+
+    def rates(given: dict[str, float], names: tuple[str, ...]) -> tuple[float, ...]:
+        if set(given) != set(names):
+            raise DataError(f"{path}: rates are of {', '.join(names)}; found {', '.join(given)}; calibrate again")
+        return tuple(given[name] for name in names)
+
+    shapes = (
+        ShapeRates(tuple(one.rows), tuple(one.dims), tuple(one.ranks), rates(one.step, WORK)) for one in spec.shapes
+    )
+    return TTRates(spec.machine, rates(spec.step, WORK), rates(spec.dense, DENSE), tuple(shapes))

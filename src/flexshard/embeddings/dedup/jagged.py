@@ -1,0 +1,49 @@
+"""A list of vectors for every distinct row (RecD paper, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.utils._pytree as pytree
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from flexshard.embeddings.dedup.selection import jagged_index_select
+
+__all__ = ["DedupedJagged"]
+
+
+@dataclass(frozen=True)
+class DedupedJagged:
+    """A list of vectors for every distinct row, and which of them each sample has.
+
+    Attributes:
+        values: of all distinct rows; shape (N, ...).
+        lengths: of each distinct row; shape (R,).
+        inverse: the distinct row of each sample; shape (B,).
+    """
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+    inverse: torch.Tensor
+
+    def distinct(self) -> JaggedTensor:
+        """The distinct rows alone; R lists."""
+        return JaggedTensor(self.values, lengths=self.lengths)
+
+    def expand(self) -> JaggedTensor:
+        """Every sample's own list, without padding; gradients of a row's samples add up."""
+        values, lengths = jagged_index_select(self.values, self.lengths, self.inverse)
+        return JaggedTensor(values, lengths=lengths)
+
+    def with_values(self, values: torch.Tensor) -> DedupedJagged:
+        """The same lists of other vectors."""
+        return DedupedJagged(values, self.lengths, self.inverse)
+
+
+pytree.register_pytree_node(
+    DedupedJagged,
+    lambda lists: ([lists.values, lists.lengths, lists.inverse], None),
+    lambda children, _: DedupedJagged(*children),
+    serialized_type_name="flexshard.DedupedJagged",
+)

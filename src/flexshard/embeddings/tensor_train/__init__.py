@@ -1,0 +1,1 @@
+"""Tables as products of small cores (EL-Rec)."""

@@ -1,0 +1,291 @@
+"""Rows of a tensor train: one product per distinct prefix, one per distinct id, and their gradients (EL-Rec paper,
+sections III-A and III-B).
+
+Legend: u distinct ids, ascending; core k of shape (p_k, r_{k-1}, q_k * r_k), the last transposed to (p_d, q_d,
+r_{d-1}). A prefix of level k is the digits 1 to k of an id. Its product has shape (Q_k, r_k), Q_k = q_1 ... q_k.
+Prefixes of a level are kept in order of their last digit, so that those which share a slice of core k are one matrix
+product: a *run*. The last level of prefixes and the ids below it are worked off run by run, while they are in the
+cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from flexshard.tables import TTShape
+
+__all__ = ["Levels", "Step", "backward_rows", "forward_rows", "levels_of", "product_sizes", "suffix_products"]
+
+
+Step = Callable[[int, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Distinct prefixes of one level, in order of their last digit.
+
+    Attributes:
+        parent: place of each one's prefix in the level before; shape (n,).
+        digit: its last digit; shape (n,).
+    """
+
+    parent: torch.Tensor
+    digit: torch.Tensor
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(digit, start, end) of those with equal last digits."""
+        values, counts = torch.unique_consecutive(self.digit, return_counts=True)
+        ends = torch.cumsum(counts, 0)
+        return tuple(zip(values.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What distinct ids have in common; ids in order of their prefix's place.
+
+    Attributes:
+        inner: levels 2 to d - 1.
+        place: of each id among the distinct ones, ascending; shape (u,).
+        parent: place of each id's prefix in the last inner level (the first digit itself with two cores); shape (u,).
+        digit: last digit of each id; shape (u,).
+    """
+
+    inner: tuple[Level, ...]
+    place: torch.Tensor
+    parent: torch.Tensor
+    digit: torch.Tensor
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int, int, slice]]:
+        """Runs of the last inner level: digit, first and end of their prefixes, and the ids below them."""
+        runs = self.inner[-1].runs
+        last = torch.tensor([end for _, _, end in runs], dtype=torch.int64, device=self.parent.device)
+        ends = torch.searchsorted(self.parent, last).tolist()
+        slices = [slice(start, end) for start, end in pairwise([0, *ends])]
+        return [(*run, ids) for run, ids in zip(runs, slices, strict=True)]
+
+
+def levels_of(ids: torch.Tensor, shape: TTShape) -> Levels:
+    """Prefixes of distinct ids, ascending, in exact integer arithmetic; shape (u,), int64."""
+    below = [prod(shape.row_factors[k + 1 :]) for k in range(shape.cores)]
+    inner: list[Level] = []
+    place: torch.Tensor | None = None  # of the distinct prefixes of the level before, in ascending order
+    before: torch.Tensor | None = None
+    for k in range(1, shape.cores - 1):
+        # Ids ascend, so prefixes do, and the distinct ones are where they change.
+        prefixes = torch.unique_consecutive(ids.div(below[k], rounding_mode="floor"))
+        above = prefixes.div(shape.row_factors[k], rounding_mode="floor")
+        parent = above if before is None or place is None else place[torch.searchsorted(before, above)]
+        digit = prefixes - above * shape.row_factors[k]
+        order = torch.argsort(digit, stable=True)
+        inner.append(Level(parent[order], digit[order]))
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        before = prefixes
+    above = ids.div(shape.row_factors[-1], rounding_mode="floor")
+    digit = ids - above * shape.row_factors[-1]
+    if before is None or place is None:
+        order, parent = torch.argsort(above, stable=True), above
+    else:
+        parent = place[torch.searchsorted(before, above)]
+        order = torch.argsort(parent, stable=True)
+    return Levels(tuple(inner), order, parent[order], digit[order])
+
+
+def product_sizes(levels: Levels, shape: TTShape) -> list[tuple[int, int, int]]:
+    """Shapes of the products of each inner level's prefixes."""
+    return [
+        (level.parent.numel(), prod(shape.dim_factors[: k + 1]), shape.bounds[k + 1])
+        for k, level in enumerate(levels.inner, start=1)
+    ]
+
+
+def forward_rows(
+    levels: Levels,
+    shape: TTShape,
+    cores: Sequence[torch.Tensor],
+    *,
+    products: Sequence[torch.Tensor] | None,
+    compiled: bool,
+) -> torch.Tensor:
+    """Rows of the distinct ids, shape (u, D).
+
+    Args:
+        levels, shape, cores: see above.
+        products: where to keep the products of each level's prefixes, which backward uses again; None if there is none.
+        compiled: whether the last core's products are a compiled loop.
+    """
+    sizes = product_sizes(levels, shape)
+    before, last = cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1), cores[-1]
+    height = prod(shape.dim_factors[:-1])
+    rows = before.new_empty(levels.parent.numel(), height, shape.dim_factors[-1])
+    for k, level in enumerate(levels.inner[:-1], start=1):
+        found = before.new_empty(sizes[k - 1]) if products is None else products[k - 1]
+        for digit, start, end in level.runs:
+            _product(before[level.parent[start:end]], cores[k][digit], found[start:end])
+        before = found
+    if not levels.inner:
+        suffix_products(before, levels.parent, last, levels.digit, levels.place, rows, compiled=compiled)
+        return rows.flatten(1)
+    level, core = levels.inner[-1], cores[-2]
+    most = max((end - start for _, start, end in level.runs), default=0)
+    kept = products[-1] if products is not None else before.new_empty(most, *sizes[-1][1:])
+    for digit, start, end, ids in levels.blocks:
+        own = kept[start:end] if products is not None else kept[: end - start]
+        _product(before[level.parent[start:end]], core[digit], own)
+        parent = levels.parent[ids] - start
+        suffix_products(own, parent, last, levels.digit[ids], levels.place[ids], rows, compiled=compiled)
+    return rows.flatten(1)
+
+
+def _product(left: torch.Tensor, core: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(left.flatten(0, 1), core, out=out.view(left.shape[0] * left.shape[1], -1))
+
+
+def suffix_products(
+    prefixes: torch.Tensor,
+    parent: torch.Tensor,
+    last: torch.Tensor,
+    digit: torch.Tensor,
+    place: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    compiled: bool,
+) -> None:
+    """``rows[place[n]] = prefixes[parent[n]] @ last[digit[n]].T`` for every distinct id n."""
+    if compiled:
+        from flexshard.embeddings.tensor_train import suffix_kernels
+
+        suffix_kernels.suffix_forward(*_arrays(prefixes, parent, last, digit, place, rows))
+        return
+    for chosen in _chunks(parent):
+        rows[place[chosen]] = torch.bmm(prefixes[parent[chosen]], last[digit[chosen]].transpose(1, 2))
+
+
+def backward_rows(
+    gradient: torch.Tensor,
+    levels: Levels,
+    shape: TTShape,
+    cores: Sequence[torch.Tensor],
+    products: Sequence[torch.Tensor],
+    *,
+    compiled: bool,
+    step: Step | None = None,
+) -> list[torch.Tensor | None]:
+    """Gradients of the cores from those of the distinct rows, shape (u, D): first summed per prefix, level by level.
+
+    Args:
+        gradient, levels, shape, cores: see above.
+        products: those that :func:`forward_rows` kept.
+        compiled: as for :func:`forward_rows`.
+        step: takes core, digit and gradient of each slice of an inner core once it is whole, when nothing reads the
+            slice any more; these cores, by far the largest, have no gradient in what is returned then.
+    """
+    first, last = cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1), cores[-1]
+    upstream = gradient.reshape(-1, prod(shape.dim_factors[:-1]), shape.dim_factors[-1]).contiguous()
+    to_last = torch.zeros_like(last)
+    found: list[torch.Tensor | None] = [to_last]
+    if not levels.inner:
+        to_before = torch.zeros_like(first)
+        _suffix_back(
+            first, levels.parent, last, levels.digit, levels.place, upstream, to_before, to_last, compiled=compiled
+        )
+        return [to_before.view(cores[0].shape), to_last]
+    before = [first, *products[:-1]]
+    level, own = levels.inner[-1], products[-1]
+    to_before, slices = torch.zeros_like(before[-1]), _Slices(cores[-2], len(cores) - 2, step)
+    most = max((end - start for _, start, end in level.runs), default=0)
+    block = own.new_empty(most, *own.shape[1:])
+    for digit, start, end, ids in levels.blocks:
+        to_own = block[: end - start].zero_()
+        parent = levels.parent[ids] - start
+        _suffix_back(
+            own[start:end], parent, last, levels.digit[ids], levels.place[ids], upstream, to_own, to_last,
+            compiled=compiled,
+        )  # fmt: skip
+        _product_back(before[-1], level.parent[start:end], cores[-2][digit], to_own, to_before, slices.of(digit))
+        slices.done(digit)
+    found.append(slices.gradient)
+    for k in range(len(levels.inner) - 1, 0, -1):
+        level, to_own = levels.inner[k - 1], to_before
+        to_before, slices = torch.zeros_like(before[k - 1]), _Slices(cores[k], k, step)
+        for digit, start, end in level.runs:
+            parent = level.parent[start:end]
+            _product_back(before[k - 1], parent, cores[k][digit], to_own[start:end], to_before, slices.of(digit))
+            slices.done(digit)
+        found.append(slices.gradient)
+    found.append(to_before.view(cores[0].shape))
+    return found[::-1]
+
+
+class _Slices:
+    """Where gradients of the slices of an inner core go: to one of the core's size, or one by one to a step."""
+
+    def __init__(self, core: torch.Tensor, k: int, step: Step | None) -> None:
+        self._k, self._step = k, step
+        self.gradient = torch.zeros_like(core) if step is None else None
+        self._own = torch.empty_like(core[0])
+
+    def of(self, digit: int) -> torch.Tensor:
+        """Memory for the gradient of one slice."""
+        return self._own if self.gradient is None else self.gradient[digit]
+
+    def done(self, digit: int) -> None:
+        """It is whole."""
+        if self._step is not None:
+            self._step(self._k, digit, self._own)
+
+
+def _product_back(
+    before: torch.Tensor,
+    parent: torch.Tensor,
+    core: torch.Tensor,
+    upstream: torch.Tensor,
+    to_before: torch.Tensor,
+    to_core: torch.Tensor,
+) -> None:
+    left = before[parent]
+    own = upstream.view(left.shape[0] * left.shape[1], -1)
+    torch.mm(left.flatten(0, 1).t(), own, out=to_core)
+    to_before.index_add_(0, parent, torch.mm(own, core.t()).view_as(left))
+
+
+def _suffix_back(
+    prefixes: torch.Tensor,
+    parent: torch.Tensor,
+    last: torch.Tensor,
+    digit: torch.Tensor,
+    place: torch.Tensor,
+    upstream: torch.Tensor,
+    to_prefixes: torch.Tensor,
+    to_last: torch.Tensor,
+    *,
+    compiled: bool,
+) -> None:
+    if compiled:
+        from flexshard.embeddings.tensor_train import suffix_kernels
+
+        arrays = _arrays(prefixes, parent, last, digit, place, upstream, to_prefixes, to_last)
+        suffix_kernels.suffix_backward(*arrays)
+        return
+    for chosen in _chunks(parent):
+        above, own = digit[chosen], upstream[place[chosen]]
+        to_prefixes.index_add_(0, parent[chosen], torch.bmm(own, last[above]))
+        to_last.index_add_(0, above, torch.bmm(own.transpose(1, 2), prefixes[parent[chosen]]))
+
+
+def _chunks(ids: torch.Tensor, size: int = 256) -> Iterator[slice]:
+    """Ids whose slices fit the cache together."""
+    return (slice(start, start + size) for start in range(0, ids.numel(), size))
+
+
+def _arrays(*tensors: torch.Tensor) -> list[Any]:
+    return [tensor.detach().numpy() for tensor in tensors]

@@ -1,0 +1,334 @@
+"""What tensor-train tables of all kinds share: cores, lookups of distinct ids, pinned rows, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexshard._internal import check_int, deprecated_attribute, renamed_keywords
+from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, at_least_0
+from flexshard.embeddings.tensor_train.decomposition import decompose
+from flexshard.embeddings.tensor_train.folding import Folded, fit_rows, relative_error
+from flexshard.embeddings.tensor_train.hot_rows import HotRows
+from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows
+from flexshard.errors import DataError, TableError
+from flexshard.tables import TTShape
+
+__all__ = ["TTTable"]
+
+_CHUNK = 1 << 16
+_TT_RANKS = 32
+_OLD_KEYWORDS = {"ranks": "tt_ranks", "rows": "row_factors", "dims": "dim_factors"}
+
+
+class TTTable(nn.Module):
+    """Cores, and rows of distinct ids."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tt_ranks: int | Sequence[int] = _TT_RANKS,
+        cores: int = 3,
+        row_factors: Sequence[int] | None = None,
+        dim_factors: Sequence[int] | None = None,
+        std: float | None = None,
+        optimizer: str | None = None,
+        learning_rate: float = 0.01,
+        eps: float = 1e-8,
+        padding_idx: int | None = None,
+        hot_rows: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        backend: str | None = None,
+        **old_names: Any,
+    ) -> None:
+        """Make a table of E rows and dimension D.
+
+        Args:
+            num_embeddings, embedding_dim: E and D.
+            tt_ranks: one for all (cut to what is possible), or r_1 to r_{d-1}.
+            cores: d, 2 to 4.
+            row_factors, dim_factors: of E and D; chosen where not given. The product of ``row_factors`` may exceed E.
+            std: standard deviation of the table to begin with; see :meth:`reset_parameters`.
+            optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad" or "rowwise_adagrad" (a state per
+                slice of a core) to be updated within the backward pass.
+            learning_rate, eps: of that.
+            padding_idx: row of zeros that no gradient flows to.
+            hot_rows: most rows that are pinned, see :meth:`pin_rows`.
+            device, dtype: of the cores; float32 or bfloat16.
+            backend: "numba", "torch" or "triton"; by default the fastest that is installed and fits the device.
+            old_names: ``ranks``, ``rows`` and ``dims`` are deprecated for the names above.
+
+        Raises:
+            TableError: factors that do not cover the table, ranks above the possible, or other arguments out of range.
+        """
+        super().__init__()
+        given: dict[str, Any] = {"tt_ranks": tt_ranks, "row_factors": row_factors, "dim_factors": dim_factors}
+        present = [name for name, value in given.items() if value not in (None, _TT_RANKS)]
+        given |= renamed_keywords(type(self).__name__, old_names, _OLD_KEYWORDS, present=present)
+        self.shape = TTShape.choose(num_embeddings, embedding_dim, given.pop("tt_ranks"), cores=cores, **given)
+        self.num_embeddings, self.embedding_dim = self.shape.num_embeddings, self.shape.embedding_dim
+        self.core_optimizer = None if optimizer is None else CoreOptimizer(optimizer, learning_rate, eps)
+        self._learning_rate, self._eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")
+        if backend not in (None, *BACKENDS):
+            raise TableError(f"backend is one of {', '.join(BACKENDS)} or None, found {backend!r}")
+        self.backend, self._products = backend, ProductBuffer()
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise TableError(f"cores are float32 or bfloat16, found {dtype}")
+        if device is not None and torch.device(device).type == "meta":
+            raise TableError("cores are made where their numbers are; device 'meta' has none")
+        if padding_idx is not None:
+            within = isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
+            if not within or isinstance(padding_idx, bool):
+                raise TableError(f"padding_idx must be within the {num_embeddings:,} rows, found {padding_idx}")
+            padding_idx %= num_embeddings
+        self.padding_idx = padding_idx
+        bounds = self.shape.bounds
+        self.cores = nn.ParameterList(
+            nn.Parameter(torch.empty(p, bounds[k], q, bounds[k + 1], device=device, dtype=dtype))
+            for k, (p, q) in enumerate(zip(self.shape.row_factors, self.shape.dim_factors, strict=True))
+        )
+        if self.core_optimizer is not None and self.core_optimizer.has_state:
+            for k, core in enumerate(self.cores):
+                self.register_buffer(f"sum_{k}", self.core_optimizer.new_state(core.shape, device))
+        self.hot: HotRows | None = None
+        if check_int(hot_rows, "hot_rows", TableError, least=0):
+            size = (min(hot_rows, self.num_embeddings), embedding_dim)
+            self.hot = HotRows(size, self.core_optimizer, dtype=dtype, device=device)
+        self.reset_parameters(std)
+
+    @property
+    def optimizer(self) -> str | None:
+        """Name of the fused optimizer, if there is one."""
+        return None if self.core_optimizer is None else self.core_optimizer.name
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the fused optimizer; may be set between steps."""
+        return self._learning_rate if self.core_optimizer is None else self.core_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._learning_rate = at_least_0(value, "learning_rate")
+        if self.core_optimizer is not None:
+            self.core_optimizer.learning_rate = self._learning_rate
+
+    @property
+    def eps(self) -> float:
+        """Of the fused optimizer; may be set between steps."""
+        return self._eps if self.core_optimizer is None else self.core_optimizer.eps
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self._eps = at_least_0(value, "eps")
+        if self.core_optimizer is not None:
+            self.core_optimizer.eps = self._eps
+
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Gaussian cores whose product has the standard deviation ``std``: ``(std² / ΠR)^(1/2d)`` each.
+
+        By default 1/sqrt(3E), as DLRM's uniform initialisation has it; with fused SGD 0.1, since with less the
+        gradients of a product of near-zero cores vanish.
+        """
+        if std is None:
+            std = 0.1 if self.optimizer == "sgd" else (3.0 * self.num_embeddings) ** -0.5
+        std = at_least_0(std, "std")
+        ranks = 1.0
+        for rank in self.shape.tt_ranks:
+            ranks *= rank
+        each = (std**2 / ranks) ** (1 / (2 * self.shape.cores))
+        with torch.no_grad():
+            for core in self.cores:
+                core.normal_(0.0, each)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start the optimizer's state anew."""
+        for name, state in self.named_buffers(recurse=False):
+            if name.startswith("sum_"):
+                state.zero_()
+        if self.hot is not None:
+            self.hot.clear()
+
+    def decompose_(self, weight: torch.Tensor) -> float:
+        """Take over a dense table by TT-SVD; the relative error of its rows then (Frobenius).
+
+        Raises:
+            TableError: a table of another shape, or with numbers that are not finite.
+        """
+        found, _ = decompose(weight, self.shape)
+        self._forget()
+        wrong = total = 0.0
+        with torch.no_grad():
+            for core, own in zip(self.cores, found, strict=True):
+                core.copy_(own)
+            for start in range(0, self.num_embeddings, _CHUNK):
+                part = weight[start : start + _CHUNK].detach().double()
+                own = self._rows(torch.arange(start, start + part.shape[0], device=self.cores[0].device))
+                wrong += float(((own.double() - part.to(own.device)) ** 2).sum())
+                total += float((part**2).sum())
+        return (wrong / total) ** 0.5 if total else 0.0
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of any ids; shape (*ids.shape, D).
+
+        Raises:
+            DataError: an id outside the table.
+        """
+        rows, inverse, _ = self._lookup(ids)
+        return rows[inverse]
+
+    @torch.no_grad()
+    def to_dense(self) -> torch.Tensor:
+        """The whole table; shape (E, D)."""
+        return self.rows(torch.arange(self.num_embeddings, device=self.cores[0].device))
+
+    @torch.no_grad()
+    def pin_rows(self, ids: torch.Tensor, *, steps: int = 100, seed: int = 0) -> Folded | None:
+        """Hold rows dense from now on: they are read and trained there, and nowhere else.
+
+        Rows that are pinned already stay as they are; those that are and are not named are folded back.
+
+        Args:
+            ids: of the rows, such as the hottest of a profile.
+            steps, seed: as for :meth:`unpin_rows`.
+
+        Returns:
+            how well rows were folded back, if any were.
+
+        Raises:
+            DataError: an id outside the table.
+            TableError: more rows than ``hot_rows``.
+        """
+        distinct, _ = self._distinct(ids)
+        room = 0 if self.hot is None else self.hot.capacity
+        if self.hot is None or distinct.numel() > room:
+            raise TableError(f"{distinct.numel():,} rows to pin are more than hot_rows={room:,}")
+        leaving = self.hot.pinned[~torch.isin(self.hot.pinned, distinct)]
+        folded = self.unpin_rows(leaving, steps=steps, seed=seed) if leaving.numel() else None
+        self.hot.fill(distinct, self.rows(distinct))
+        return folded
+
+    @torch.no_grad()
+    def unpin_rows(self, ids: torch.Tensor | None = None, *, steps: int = 100, seed: int = 0) -> Folded:
+        """Give pinned rows back to the cores: least squares over them and over others, which are to stay as they are.
+
+        A tensor train cannot hold any rows it is given; what is returned says how near it came.
+
+        Args:
+            ids: of pinned rows; all of them by default.
+            steps: most of L-BFGS, on a copy of the cores in float32.
+            seed: of the other rows, four times as many.
+
+        Raises:
+            TableError: a row that is not pinned.
+        """
+        hot = self.hot
+        if hot is None:
+            raise TableError("rows to unpin must be pinned; see pin_rows()")
+        given = hot.pinned if ids is None else self._distinct(ids)[0]
+        if not bool(torch.isin(given, hot.pinned).all()):
+            raise TableError("rows to unpin must be pinned; see pin_rows()")
+        wanted = self.rows(given).float()
+        if not bool(wanted.isfinite().all()):
+            raise TableError("a row to unpin has a number that is not finite")
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(self.num_embeddings, (4 * given.numel(),), generator=generator)
+        others = torch.unique(drawn.to(given.device))
+        others = others[~torch.isin(others, hot.pinned)]
+        kept = self._rows(others).float()
+        trial = copy.deepcopy(self).float()
+        trial.core_optimizer, trial.hot = None, None
+        trial.cores.requires_grad_(True)
+        before = relative_error(trial._rows, given, wanted)
+        if given.numel():
+            fit_rows(trial.cores.parameters(), trial._rows, (given, wanted), (others, kept), steps)
+        for core, fitted in zip(self.cores, trial.cores, strict=True):
+            core.copy_(fitted)
+        after, moved = relative_error(trial._rows, given, wanted), relative_error(trial._rows, others, kept)
+        hot.drop(given)
+        return Folded(before, after, moved)
+
+    hold = deprecated_attribute("hold", "pin_rows")
+    fold = deprecated_attribute("fold", "unpin_rows")
+
+    def _lookup(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
+        distinct, inverse = self._distinct(ids)
+        padding = self._padding(distinct)
+        if self.hot is None:
+            return _without(self._rows(distinct), padding), inverse, padding
+        pinned, slot = self.hot.find(distinct)
+        order = torch.argsort(pinned.to(torch.int8), stable=True)  # those of the cores first
+        now = torch.empty_like(order)
+        now[order] = torch.arange(order.numel(), device=order.device)
+        rows = torch.cat([self._rows(distinct[~pinned]), self.hot.take(slot[pinned])])
+        padding = None if padding is None else int(now[padding])
+        return _without(rows, padding), now[inverse], padding
+
+    def _distinct(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(ids, torch.Tensor):
+            raise DataError(f"ids are a tensor, found {type(ids).__name__}")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise DataError(f"ids are whole numbers, found {ids.dtype}")
+        distinct, inverse = torch.unique(ids.long(), return_inverse=True)
+        if distinct.numel():
+            least, most = int(distinct[0]), int(distinct[-1])
+            if least < 0 or most >= self.num_embeddings:
+                wrong = least if least < 0 else most
+                raise DataError(f"id {wrong} is outside the table's rows, 0 to {self.num_embeddings - 1}")
+        return distinct, inverse
+
+    def _padding(self, distinct: torch.Tensor) -> int | None:
+        """Index of the padding row among distinct ids, if it is there."""
+        if self.padding_idx is None:
+            return None
+        index = int(torch.searchsorted(distinct, self.padding_idx))
+        return index if index < distinct.numel() and int(distinct[index]) == self.padding_idx else None
+
+    def _rows(self, distinct: torch.Tensor) -> torch.Tensor:
+        trained = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
+        context = RowsContext(
+            self.shape, list(self.cores), self._states(), self.core_optimizer, self._products, self.backend, trained
+        )
+        rows: torch.Tensor = TTRows.apply(distinct, context, *self.cores)
+        return rows
+
+    def _states(self) -> list[torch.Tensor]:
+        """The fused optimizer's state of each core, in float32 whatever the model was cast to."""
+        if self.core_optimizer is None or not self.core_optimizer.has_state:
+            return []
+        for k in range(self.shape.cores):
+            state = getattr(self, f"sum_{k}")
+            if state.dtype != torch.float32:
+                setattr(self, f"sum_{k}", state.float())
+        return [getattr(self, f"sum_{k}") for k in range(self.shape.cores)]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        found: list[tuple[int, ...]] = []
+        while f"{prefix}cores.{len(found)}" in state_dict:
+            found.append(tuple(state_dict[f"{prefix}cores.{len(found)}"].shape))
+        own = [tuple(core.shape) for core in self.cores]
+        if found and found != own:
+            raise TableError(
+                f"{prefix or 'the table'}: a checkpoint with cores of shape {found} does not load into cores of shape"
+                f" {own}; make the table with the same factors and TT ranks"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        fused = "" if self.optimizer is None else f", fused {self.optimizer}"
+        smaller = f"{self.shape.compression:.0f} times smaller"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.shape}, {smaller}{fused}"
+
+
+def _without(rows: torch.Tensor, index: int | None) -> torch.Tensor:
+    """Rows with zeros at one index, if any."""
+    return rows if index is None else rows.index_fill(0, torch.tensor([index], device=rows.device), 0.0)

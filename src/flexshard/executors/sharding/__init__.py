@@ -1,0 +1,1 @@
+"""The sharder and the sharded module: ids in, embeddings out."""

@@ -1,0 +1,238 @@
+"""The sharder that carries a FlexShard plan out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommCodecs, ShardedModule, ShardingEnv
+from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from flexshard._internal import differing_ranks
+from flexshard.costmodels import Layout
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import PlanError, TableError
+from flexshard.executors.comm.collectives import Collectives
+from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
+from flexshard.executors.sharding.table_group import GroupOptions, GroupTraits, TableGroup
+from flexshard.executors.stores.base import RowStore
+from flexshard.executors.stores.sharded import ShardedStore
+from flexshard.executors.stores.updates import OptimizerSpec
+from flexshard.planner import FlexShardParameterSharding
+from flexshard.tables import data_type_of_torchrec
+
+__all__ = ["FlexShardEmbeddingCollectionSharder", "check_world", "placement_of"]
+
+
+class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
+    """Shards every ``EmbeddingCollection``: tables of a FlexShard plan as it says, others as TorchRec does.
+
+    Put it into ``DistributedModelParallel``'s sharders in place of TorchRec's ``EmbeddingCollectionSharder``.
+
+    Args:
+        fused_params: as TorchRec's: optimizer, learning rate and so on, for all rows whatever their tier.
+        qcomm_codecs_registry: as TorchRec's; its codecs for sequence all-to-alls are used.
+        use_index_dedup: for tables that TorchRec shards; a plan's own tables follow the plan.
+        translated_ids: whether batches come from :meth:`ShardedFlexShardEmbeddingCollection.translator`.
+        sharded_store: makes the store of rows without copies; FBGEMM's by default, :class:`MemoryStore` where FBGEMM
+            has no kernels.
+        collectives: what carries tensors to other ranks.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        *,
+        use_index_dedup: bool = False,
+        translated_ids: bool = False,
+        sharded_store: Callable[..., RowStore] = ShardedStore,
+        collectives: Collectives | None = None,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        self._sharded_store, self._collectives = sharded_store, collectives or Collectives()
+        self._torchrec_sharder = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, use_index_dedup)
+        self._translated_ids = translated_ids
+
+    carries_out_plans = True  # which FlexShardPlanner asks for
+
+    @property
+    def module_type(self) -> type[EmbeddingCollection]:
+        return EmbeddingCollection
+
+    def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:
+        return self._torchrec_sharder.shardable_parameters(module)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """TorchRec's own; a plan's sharding type is none that TorchRec's planner could choose."""
+        return self._torchrec_sharder.sharding_types(compute_device_type)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return self._torchrec_sharder.compute_kernels(sharding_type, compute_device_type)
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedModule[Any, Any, Any, Any]:
+        """Shard one collection; all ranks do so alike.
+
+        Raises:
+            PlanError: the plan is for other tables, another number of ranks or nodes, or differs between ranks.
+            TableError: an optimizer or dtype that the device does not offer.
+        """
+        planned = {name: how for name, how in params.items() if isinstance(how, FlexShardParameterSharding)}
+        if not planned:
+            return self._torchrec_sharder.shard(module, dict(params), env, device, module_fqn)
+        device = torch.device("cpu") if device is None else device
+        check_world(planned, env.process_group, module_fqn)
+        weights = {name: module.embeddings[name].weight for name in planned}
+        configs = {config.name: config for config in module.embedding_configs()}
+        members: dict[GroupTraits, list[str]] = {}
+        for name, how in planned.items():
+            traits = self._traits(configs[name], how, weights[name], device)
+            members.setdefault(traits, []).append(name)
+        codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        options = GroupOptions(
+            env.process_group, device, codecs, self._translated_ids, self._collectives, self._sharded_store
+        )
+        groups = []
+        for traits, names in members.items():
+            layout, bijections = placement_of({name: planned[name] for name in names}, env.world_size)
+            group = TableGroup(layout, traits, bijections, options)
+            groups.append(group)
+            _initialise(group, [configs[name] for name in names], [weights[name] for name in names])
+        return ShardedFlexShardEmbeddingCollection(
+            module.embedding_configs(),
+            groups,
+            fingerprint=next(iter(planned.values())).fingerprint,
+            device=device,
+            need_indices=module.need_indices(),
+            translated_ids=self._translated_ids,
+            torchrec_collection=self._torchrec_part(module, params, planned, env, device, module_fqn),
+            module_sharding_plan=dict(params),
+        )
+
+    def _traits(
+        self, config: EmbeddingConfig, how: FlexShardParameterSharding, weight: nn.Parameter, device: torch.device
+    ) -> GroupTraits:
+        kind = data_type_of_torchrec(config.data_type.name)
+        dtype = None if kind is None else getattr(torch, kind.name)
+        if dtype is None or (dtype is torch.bfloat16 and device.type == "cpu"):
+            raise TableError(
+                f"table {config.name!r}: FBGEMM has no sequence embeddings of {config.data_type.name} on {device.type};"
+                " use FP32 or FP16"
+            )
+        assert how.table is not None
+        if (config.num_embeddings, config.embedding_dim) != (how.table.rows, how.table.dim):
+            raise PlanError(
+                f"table {config.name!r}: the plan is for {how.table.rows:,} rows of {how.table.dim}, the model has"
+                f" {config.num_embeddings:,} of {config.embedding_dim}; plan again"
+            )
+        # What apply_optimizer_in_backward left on the parameter goes before what the sharder was given.
+        kwargs = dict(getattr(weight, "_optimizer_kwargs", [{}])[0])
+        (kind,) = getattr(weight, "_optimizer_classes", [None])
+        if kind is not None:
+            kwargs["optimizer"] = optimizer_type_to_emb_opt_type(kind)
+        fused = merge_fused_params(self.fused_params, kwargs)
+        fused.pop("cache_precision", None)
+        spec = OptimizerSpec.of(fused, config.name, device)
+        if how.table.optimizer not in ("", spec.name):
+            warnings.warn(
+                f"table {config.name!r}: the plan counts the memory of optimizer {how.table.optimizer}, the model has"
+                f" {spec.name}; plan again for its budget to hold",
+                UserWarning,
+                stacklevel=2,
+            )
+        given = data_type_of_torchrec(getattr(fused.get("output_dtype"), "name", ""))
+        output = torch.float32 if given is None else getattr(torch, given.name)
+        return GroupTraits(config.embedding_dim, dtype, spec, how.index_dedup, output)
+
+    def _torchrec_part(
+        self,
+        module: EmbeddingCollection,
+        params: Mapping[str, ParameterSharding],
+        planned: Mapping[str, Any],
+        env: ShardingEnv,
+        device: torch.device,
+        module_fqn: str | None,
+    ) -> Any:
+        """TorchRec's own sharding of the tables that the plan leaves out, as a collection of theirs alone."""
+        others = [config for config in module.embedding_configs() if config.name not in planned]
+        if not others:
+            return None
+        part = EmbeddingCollection(others, device=torch.device("meta"), need_indices=module.need_indices())
+        for config in others:
+            part.embeddings[config.name] = module.embeddings[config.name]
+        part._device = module.device
+        return self._torchrec_sharder.shard(part, {c.name: params[c.name] for c in others}, env, device, module_fqn)
+
+
+def check_world(
+    planned: Mapping[str, FlexShardParameterSharding], process_group: dist.ProcessGroup, fqn: str | None
+) -> None:
+    """Whether the plan is for this job, and the same on every rank.
+
+    Raises:
+        PlanError: it is not.
+    """
+    world = dist.get_world_size(process_group)
+    how = next(iter(planned.values()))
+    where = f"collection {fqn!r}" if fqn else "the collection"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", how.ranks_per_node))
+    if how.world_size != world or how.ranks_per_node != local:
+        raise PlanError(
+            f"{where}: the plan is for {how.world_size} ranks, {how.ranks_per_node} per node; the job has"
+            f" {world}, {local} per node: plan for this cluster"
+        )
+    fingerprints, different = differing_ranks(how.fingerprint, process_group)
+    if different:
+        raise PlanError(
+            f"{where}: rank {different[0]} has plan {fingerprints[different[0]][:12]}, rank 0 has"
+            f" {fingerprints[0][:12]} (tables"
+            f" {', '.join(list(planned)[:3])}); give every rank the same plan, as FlexShardPlanner.collective_plan does"
+        )
+
+
+def placement_of(
+    planned: Mapping[str, FlexShardParameterSharding], world_size: int
+) -> tuple[Layout, list[IndexBijection]]:
+    """Where the rows of tables that travel together live, and the order of popularity of each."""
+    tables, bijections = {}, []
+    for name, how in planned.items():
+        assert how.table is not None
+        tables[name] = how.table
+        ranked = () if how.ranked_rows is None else how.ranked_rows
+        bijections.append(IndexBijection(np.asarray(ranked, np.int64), how.table.rows))
+    return Layout.of_tables(tables, world_size), bijections
+
+
+@torch.no_grad()
+def _initialise(group: TableGroup, configs: Sequence[EmbeddingConfig], weights: Sequence[torch.Tensor]) -> None:
+    """Rows of the module as it was built; where that was on the meta device, rows drawn as its tables would be."""
+    for table, (config, weight) in enumerate(zip(configs, weights, strict=True)):
+        if weight.device.type != "meta":
+            group.fill(table, {"weight": weight.detach()})
+            continue
+        for level, store in enumerate(group.level_stores()):
+            ranks = group.groups[store.group_size]
+            part = store.values[group.layout.piece(table, level, ranks.local_rank).slots]
+            drawn = torch.empty_like(part)
+            assert config.init_fn is not None
+            config.init_fn(drawn)
+            if ranks.across is not None:  # copies have to start alike
+                dist.broadcast(drawn, dist.get_process_group_ranks(ranks.across)[0], group=ranks.across)
+            part.copy_(drawn)

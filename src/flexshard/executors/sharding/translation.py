@@ -1,0 +1,139 @@
+"""From ids to locations: which rank holds a row, at which level and slot, in one number per row.
+
+A ranked table has its locations listed, four bytes a row; a table without a ranking needs none, they are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flexshard.costmodels import Layout
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import DataError
+
+__all__ = ["LocationTable", "Translator", "extremes_of", "outside_message", "outside_of"]
+
+
+class LocationTable:
+    """Locations of one table's rows.
+
+    Args:
+        layout: where rows live.
+        table: index of the table in the layout.
+        bijection: its ranking.
+        device: where ids will be.
+    """
+
+    def __init__(self, layout: Layout, table: int, bijection: IndexBijection, device: torch.device) -> None:
+        self.table = layout.tables[table]
+        self.num_rows = int(layout.num_rows[table])
+        self._layout, self._index = layout, table
+        self._type = torch.int32 if layout.location_type is np.int32 else torch.int64
+        self._locations: torch.Tensor | None = None
+        if not bijection.is_identity:
+            listed = np.empty(self.num_rows, layout.location_type)
+            step = 1 << 22
+            for start in range(0, self.num_rows, step):  # bounds the memory of int64 in between
+                ids = bijection.row_at[start : start + step]
+                positions = np.arange(start, min(start + step, self.num_rows), dtype=np.int64)
+                listed[ids] = layout.locations(table, positions)
+            self._locations = torch.from_numpy(listed).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the listed locations."""
+        listed = self._locations
+        return 0 if listed is None else listed.numel() * listed.element_size()
+
+    def to(self, device: torch.device) -> LocationTable:
+        """The same on another device."""
+        moved = LocationTable.__new__(LocationTable)
+        moved.__dict__.update(self.__dict__)
+        if self._locations is not None:
+            moved._locations = self._locations.to(device)
+        return moved
+
+    @property
+    def num_locations(self) -> int:
+        """Locations of the layout, which all its tables share."""
+        return int(self._layout.first_location[-1])
+
+    def locations(self, ids: torch.Tensor) -> torch.Tensor:
+        """Locations of ids, shape (n,) each. Ids must lie in the table."""
+        if self._locations is not None:
+            return self._locations.index_select(0, ids)
+        locations: torch.Tensor = self._layout.locations(self._index, ids.long())
+        return locations.to(self._type)
+
+
+class Translator:
+    """Turns a batch's ids into locations ahead of time, such as in a data loader's worker. Pickles.
+
+    Give its output to a module that was sharded with ``translated_ids=True``.
+    """
+
+    def __init__(self, tables: dict[str, LocationTable]) -> None:
+        """Location tables by feature."""
+        self._tables = tables
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum({table.table: table.nbytes for table in self._tables.values()}.values())
+
+    def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with locations for ids; features of no planned table stay as they are.
+
+        Raises:
+            DataError: an id outside its table.
+        """
+        ends = features.offset_per_key()
+        extremes = extremes_of([features.values()[start:end] for start, end in pairwise(ends)])
+        parts = []
+        for index, name in enumerate(features.keys()):
+            ids = features.values()[ends[index] : ends[index + 1]]
+            table = self._tables.get(name)
+            if table is None:
+                parts.append(ids.long())
+                continue
+            outside = outside_of(extremes[index], table.num_rows)
+            if outside is not None:
+                raise DataError(outside_message(name, table, outside))
+            parts.append(table.locations(ids).long())
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=torch.cat(parts) if parts else features.values(),
+            lengths=features.lengths(),
+            weights=features.weights_or_none(),
+            stride=features.stride(),
+        )
+
+
+def extremes_of(parts: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:
+    """Least and largest of each part that is not empty; one transfer from the device for all of them."""
+    full = [torch.stack(torch.aminmax(part)) for part in parts if part.numel()]
+    found = iter(torch.stack(full).tolist() if full else [])
+    return [tuple(next(found)) if part.numel() else None for part in parts]
+
+
+def outside_of(extremes: tuple[float, float] | None, end: int) -> int | None:
+    """The one of the extremes that is not among 0 to ``end - 1``, if there is one."""
+    if extremes is None:
+        return None
+    low, high = (int(bound) for bound in extremes)
+    if low >= 0 and high < end:
+        return None
+    return low if low < 0 else high
+
+
+def outside_message(feature: str, table: LocationTable, outside: int) -> str:
+    """One line for an id that its table does not have."""
+    return (
+        f"feature {feature!r}: id {outside} is outside table {table.table!r}, which has rows 0 to {table.num_rows - 1};"
+        " hash or drop such ids, or plan a larger table"
+    )

@@ -1,0 +1,1 @@
+"""Parameters, optimizer states, checkpoints, and moving to another plan."""

@@ -1,0 +1,165 @@
+"""Checkpoints of a whole training state, with torch.distributed.checkpoint: saved under one plan, loaded under any.
+
+A checkpoint is a folder with one subfolder per save and a file ``latest`` that names the one to load. A save writes a
+new subfolder, lists its files with their sizes, and only then replaces ``latest``; one that is killed changes nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flexshard._internal import DocumentFormat, PathLike, on_all_ranks, read_json, write_json, write_text
+from flexshard.errors import CheckpointError, OutputError
+
+__all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]
+
+FORMAT = DocumentFormat(
+    "flexshard.checkpoint", 1, "a checkpoint's list of files", "checkpoints", CheckpointError, "load another checkpoint"
+)
+_LATEST, _FILES = "latest", "files.json"
+
+
+def save_checkpoint(
+    path: PathLike, model: nn.Module, optimizer: Any = None, *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Save a model and its optimizer; every rank must call it.
+
+    Tables are saved whole, by original id, with their optimizer state, so that another plan or number of ranks can load
+    them.
+
+    Args:
+        path: folder that all ranks see; a checkpoint that is there is replaced once the new one is complete.
+        model: such as TorchRec's ``DistributedModelParallel``.
+        optimizer: such as its ``CombinedOptimizer``; by default the model's ``fused_optimizer``.
+        process_group: of the ranks that save; the default one if None.
+
+    Raises:
+        OutputError: it could not be written; the previous checkpoint is still there.
+    """
+    folder, rank = Path(path), dist.get_rank(process_group)
+    before = _latest(folder)
+    name = f"save-{_number(before) + 1}"
+    target = folder / name
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if target.exists():  # of a save that was killed
+            shutil.rmtree(target)
+
+    def publish() -> None:
+        sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
+        write_json(target / _FILES, FORMAT.stamped({"files": sizes}))
+        write_text(folder / _LATEST, name + "\n")
+        if before is not None:
+            shutil.rmtree(folder / before, ignore_errors=True)
+
+    def save() -> None:
+        try:
+            dcp.save(_state(model, optimizer), checkpoint_id=str(target), process_group=process_group)
+            if rank == 0:
+                publish()
+        except (OSError, dcp.api.CheckpointException):
+            if rank == 0:
+                shutil.rmtree(target, ignore_errors=True)
+            raise
+
+    _written(prepare if rank == 0 else lambda: None, folder, process_group)
+    _written(save, folder, process_group)
+
+
+def _written(work: Callable[[], None], folder: Path, process_group: dist.ProcessGroup | None) -> None:
+    """Do a part of a save; if it fails on any rank, every rank raises OutputError."""
+
+    def told() -> None:
+        try:
+            work()
+        except (OSError, dcp.api.CheckpointException) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise OutputError(
+                f"{folder}: the checkpoint could not be written; the previous one is untouched ({reason})"
+            ) from error
+
+    on_all_ranks(told, OutputError, process_group)
+
+
+def load_checkpoint(
+    path: PathLike, model: nn.Module, optimizer: Any = None, *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Load what :func:`save_checkpoint` saved, under whatever plan the model has now; every rank must call it.
+
+    Args:
+        path, model, optimizer: as for :func:`save_checkpoint`.
+        process_group: of the ranks that load; the default one if None.
+
+    Raises:
+        CheckpointError: there is none, it is incomplete or damaged, or it is of another model.
+    """
+    folder = Path(path)
+    name = _latest(folder)
+    if name is None:
+        raise CheckpointError(f"{folder}: no checkpoint is here; expected a file 'latest' that names one")
+    _check_files(folder / name)
+    if optimizer is not None:
+        optimizer.init_state()  # otherwise there would be nothing yet to load into
+    state = _state(model, optimizer)
+    try:
+        dcp.load(state, checkpoint_id=str(folder / name), process_group=process_group)
+    except (dcp.api.CheckpointException, ValueError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise CheckpointError(f"{folder / name}: cannot be loaded into this model: {lines[-1].strip()}") from error
+    model.load_state_dict(state["model"])
+    (model.fused_optimizer if optimizer is None else optimizer).load_state_dict(state["optimizer"])
+
+
+def full_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """The model's state with whole tables in order of id, on rank 0 (elsewhere empty); every rank must call it.
+
+    ``torch.save`` writes it, and an unsharded model loads it. One table at a time is whole on every rank.
+    """
+    found = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank(process_group) == 0:
+            found[name] = whole.detach().cpu()
+    return found
+
+
+def _state(model: Any, optimizer: Any) -> dict[str, Any]:
+    optimizer = model.fused_optimizer if optimizer is None else optimizer
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        return (folder / _LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read as a checkpoint: {error.strerror}") from error
+
+
+def _number(name: str | None) -> int:
+    tail = "" if name is None else name.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+def _check_files(folder: Path) -> None:
+    listing = folder / _FILES
+    sizes = read_json(listing, FORMAT).get("files")
+    if not isinstance(sizes, dict):
+        raise CheckpointError(f"{listing}: it lists no files; {FORMAT.remedy}")
+    for name, size in sizes.items():
+        file = folder / name
+        found = file.stat().st_size if file.exists() else None
+        if found != size:
+            shown = "is missing" if found is None else f"has {found:,} bytes of {size:,}"
+            raise CheckpointError(f"{file}: {shown}; the checkpoint is incomplete, load another one")

@@ -1,0 +1,1 @@
+"""The rows that a rank holds, and how they are updated."""

@@ -1,0 +1,1 @@
+"""What a plan moves: predicted, observed, replayed."""

@@ -1,0 +1,105 @@
+"""What was observed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flexshard._internal import PathLike, bound, check_finite, check_int
+from flexshard.errors import DataError
+
+__all__ = ["Observation", "ObservedCollective"]
+
+
+@dataclass(frozen=True)
+class ObservedCollective:
+    """One collective, per step.
+
+    Attributes:
+        kind: "all_to_all", "all_reduce", "all_gather" or "reduce_scatter".
+        group_size: g of its level; of collectives that are not ours, the size of their process group.
+        content: "counts", "ids", "embeddings", "gradients", "replicas", "touched" or "touched_rows"; "other ids" and
+            "other embeddings" of collectives that are not ours.
+        calls, bytes: mean over ranks and steps; bytes of the buffer that is sent.
+        fullest_bytes: of the fullest buffer of a step, sent or received, mean over steps.
+        seconds: of the slowest rank, median over steps.
+        exposed_seconds: in which Python stood waiting, mean over ranks and steps.
+        bytes_by_step: mean over ranks of each step.
+    """
+
+    kind: str
+    group_size: int
+    content: str
+    calls: float
+    bytes: float
+    fullest_bytes: float
+    seconds: float
+    exposed_seconds: float
+    bytes_by_step: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_int(self.group_size, "group_size", DataError)
+        for name in ("calls", "bytes", "fullest_bytes", "seconds", "exposed_seconds"):
+            check_finite(getattr(self, name), name, DataError)
+        for nbytes in self.bytes_by_step:
+            check_finite(nbytes, "bytes_by_step", DataError)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Steps that ran.
+
+    Attributes:
+        fingerprint: of the plan that ran; empty where none did.
+        world_size: U.
+        step_seconds: of each step, the slowest rank's.
+        collectives: sorted by kind, group size and content.
+    """
+
+    fingerprint: str
+    world_size: int
+    step_seconds: tuple[float, ...]
+    collectives: tuple[ObservedCollective, ...]
+
+    def __post_init__(self) -> None:
+        check_int(self.world_size, "world_size", DataError)
+        if not self.step_seconds:
+            raise DataError("step_seconds must have at least one step")
+        for seconds in self.step_seconds:
+            check_finite(seconds, "step_seconds", DataError)
+
+    def of(self, kind: str, group_size: int, *contents: str) -> list[ObservedCollective]:
+        """Collectives of a kind and level, of these contents (of any, if none are named)."""
+        return [
+            c
+            for c in self.collectives
+            if c.kind == kind and c.group_size == group_size and (not contents or c.content in contents)
+        ]
+
+    @property
+    def comm_seconds(self) -> float:
+        """All collectives of a step, one after the other."""
+        return sum(c.seconds for c in self.collectives)
+
+    def document(self) -> dict[str, Any]:
+        """As the mapping that its file holds."""
+        document: dict[str, Any] = bound("flexshard.executors", "Observation.document")(self)
+        return document
+
+    def save(self, path: PathLike) -> None:
+        """Write it as JSON.
+
+        Raises:
+            OutputError: it could not be written.
+        """
+        bound("flexshard.executors", "Observation.save")(self, path)
+
+    @classmethod
+    def load(cls, path: PathLike) -> Observation:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            DataError: not an observation, of another version, or damaged.
+        """
+        observation: Observation = bound("flexshard.executors", "Observation.load")(path)
+        return observation

@@ -1,0 +1,255 @@
+"""Counting what really goes over the wire: every collective that Python starts, ours and TorchRec's alike."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexshard.errors import DataError
+from flexshard.executors.comm.collectives import label_of_call
+from flexshard.executors.traffic.observation import Observation, ObservedCollective
+
+__all__ = ["Observer"]
+
+Key = tuple[str, int, str]
+
+
+@dataclass
+class _Call:
+    key: Key
+    sent: int
+    received: int
+    start: float
+    end: float | None = None
+    blocked: float = 0.0
+
+
+@dataclass
+class _Step:
+    calls: list[_Call] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class _Timed(dist.Work):
+    """A collective's handle that notes when it is over and how long its caller stood waiting.
+
+    TorchRec waits only for what is a ``dist.Work``.
+    """
+
+    def __init__(self, work: Any, call: _Call) -> None:
+        super().__init__()
+        self._work, self._call = work, call
+
+    def wait(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._work.wait(*args)
+        finally:
+            self._call.blocked += time.perf_counter() - start
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
+class Observer:
+    """Counts calls, bytes and seconds of collectives while it is open, step by step.
+
+    ::
+
+        with Observer() as observer:
+            for batch in batches:
+                train(batch)
+                observer.step()
+        observed = observer.result()  # on every rank
+        if rank == 0:
+            observed.save("observed.json")
+
+    Bytes are whole buffers, a rank's own part included. A collective's seconds run from its start until it is over
+    (which on CUDA needs ``TORCH_NCCL_ENABLE_TIMING``); its exposed seconds are those in which Python stood waiting.
+    Seen are ``all_to_all_single``, ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of
+    ``torch.distributed``, ours and TorchRec's (called "other ids" and "other embeddings"); DDP's own gradient reduction
+    starts in C++ and is not: it is none of the plan's.
+
+    Args:
+        blocking: run every collective by itself, after a barrier of its group: the time of the collective alone, as
+            ``flexshard measure`` times it, without waiting for ranks that come late and without sharing a link with
+            others. The step is slower, then.
+    """
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self._blocking = blocking
+        self._steps: list[_Step] = []
+        self._now = _Step()
+        self._saved: dict[str, Any] = {}
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> Observer:
+        self._saved = {name: getattr(dist, name) for name in _WATCHED}
+        for name, original in self._saved.items():
+            setattr(dist, name, self._watch(name, original))
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, original in self._saved.items():
+            setattr(dist, name, original)
+
+    def step(self) -> None:
+        """The end of a step, after its backward pass."""
+        now = time.perf_counter()
+        self._now.seconds, self._start = now - self._start, now
+        self._steps.append(self._now)
+        self._now = _Step()
+
+    def _watch(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        kind, sizes = _WATCHED[name]
+        signature = inspect.signature(original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = signature.bind(*args, **kwargs).arguments.get("group")
+            sent, received, dtype = sizes(*args, **kwargs)
+            own = label_of_call()
+            content = (
+                own.content if own is not None else ("other embeddings" if dtype.is_floating_point else "other ids")
+            )
+            size = own.group_size if own is not None else dist.get_world_size(group)
+            if self._blocking:
+                self._barrier(group)
+            noted = _Call((kind, size, content), sent, received, time.perf_counter())
+            self._now.calls.append(noted)
+            work = original(*args, **kwargs)
+            if self._blocking and work is not None:
+                work.wait()
+            if self._blocking or work is None or not hasattr(work, "wait"):
+                noted.end = time.perf_counter()
+                noted.blocked = noted.end - noted.start
+                return work
+            _note_end(work, noted)
+            return _Timed(work, noted)
+
+        return call
+
+    def _barrier(self, group: Any) -> None:
+        """Until all ranks of a group are here, by its own functions, which are not watched."""
+        one = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        self._saved["all_reduce"](one, group=group)
+
+    def result(self, process_group: Any = None, *, fingerprint: str = "", skip: int = 0) -> Observation:
+        """Of all ranks together; every rank must call it, after the last :meth:`step`.
+
+        Args:
+            fingerprint: of the plan that ran, so that it is not compared with another.
+            skip: first steps to leave out, such as those that warm up.
+
+        Raises:
+            DataError: no steps, or another number of them on another rank.
+        """
+        own = self._steps[skip:]
+        every: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(every, [_sums(step) for step in own], group=process_group)
+        if not any(every):
+            raise DataError("no steps were observed; call step() after each")
+        if len({len(steps) for steps in every}) != 1:
+            raise DataError("ranks observed different numbers of steps; call step() on every rank after each step")
+        keys = sorted({key for steps in every for _, calls in steps for key in calls})
+        nothing = (0, 0, 0, 0.0, 0.0)
+        collectives = []
+        for key in keys:
+            # (ranks, steps) of calls, bytes sent and received, seconds, exposed seconds
+            table = [[calls.get(key, nothing) for _, calls in steps] for steps in every]
+            ranks, number = len(table), len(table[0])
+            mean = [sum(cell[i] for row in table for cell in row) / ranks / number for i in range(5)]
+            by_step = [sum(row[step][1] for row in table) / ranks for step in range(number)]
+            fullest = [max(max(row[step][1], row[step][2]) for row in table) for step in range(number)]
+            slowest = [max(row[step][3] for row in table) for step in range(number)]
+            collectives.append(
+                ObservedCollective(
+                    kind=key[0],
+                    group_size=key[1],
+                    content=key[2],
+                    calls=mean[0],
+                    bytes=mean[1],
+                    fullest_bytes=sum(fullest) / number,
+                    seconds=statistics.median(slowest),
+                    exposed_seconds=mean[4],
+                    bytes_by_step=tuple(by_step),
+                )
+            )
+        lengths = [max(steps[i][0] for steps in every) for i in range(len(own))]
+        return Observation(fingerprint, len(every), tuple(lengths), tuple(collectives))
+
+    def calls(self) -> list[dict[Key, tuple[int, int, int]]]:
+        """Of this rank, by step: (calls, bytes sent, bytes received) of each (kind, group size, content)."""
+        return [{key: cell[:3] for key, cell in _sums(step)[1].items()} for step in self._steps]
+
+
+def _note_end(work: Any, noted: _Call) -> None:
+    def over(_: Any) -> None:
+        noted.end = time.perf_counter()
+
+    with suppress(RuntimeError, AttributeError):  # a backend without futures: until someone has waited
+        work.get_future().add_done_callback(over)
+
+
+def _sums(step: _Step) -> tuple[float, dict[Key, tuple[int, int, int, float, float]]]:
+    found: dict[Key, tuple[int, int, int, float, float]] = {}
+    for call in step.calls:
+        seconds = (call.end if call.end is not None else call.start + call.blocked) - call.start
+        old = found.get(call.key, (0, 0, 0, 0.0, 0.0))
+        found[call.key] = (
+            old[0] + 1,
+            old[1] + call.sent,
+            old[2] + call.received,
+            old[3] + seconds,
+            old[4] + call.blocked,
+        )
+    return step.seconds, found
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _of_all_to_all(output: torch.Tensor, input: torch.Tensor, *_: Any, **__: Any) -> tuple[int, int, torch.dtype]:
+    return _nbytes(input), _nbytes(output), input.dtype
+
+
+def _of_all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[int, int, torch.dtype]:
+    return _nbytes(tensor), _nbytes(tensor), tensor.dtype
+
+
+def _of_all_gather(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any
+) -> tuple[int, int, torch.dtype]:
+    return _nbytes(output_tensor), _nbytes(output_tensor), input_tensor.dtype
+
+
+def _of_reduce_scatter(
+    output: torch.Tensor,  # noqa: ARG001 - as callers name it
+    input: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[int, int, torch.dtype]:
+    return _nbytes(input), _nbytes(input), input.dtype
+
+
+_WATCHED: dict[str, tuple[str, Callable[..., tuple[int, int, torch.dtype]]]] = {
+    "all_to_all_single": ("all_to_all", _of_all_to_all),
+    "all_reduce": ("all_reduce", _of_all_reduce),
+    "all_gather_into_tensor": ("all_gather", _of_all_gather),
+    "reduce_scatter_tensor": ("reduce_scatter", _of_reduce_scatter),
+}

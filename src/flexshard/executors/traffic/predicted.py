@@ -1,0 +1,190 @@
+"""What a plan says should go over the wire, beside what did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table as Grid
+
+from flexshard import units
+from flexshard._internal import new_grid
+from flexshard.costmodels import Cost, Layout
+from flexshard.errors import DataError
+from flexshard.executors.traffic.observation import Observation
+from flexshard.executors.traffic.replaying import COUNT_BYTES, counts_bytes, together
+from flexshard.planner import Plan
+
+__all__ = ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"]
+
+Key = tuple[str, int, str]
+# What the cost model's time of a collective covers: (kind, contents).
+_TIMED = {
+    "all_to_all": ("embeddings", "gradients"),
+    "all_reduce": ("replicas",),
+    "all_gather": ("touched", "touched_rows"),
+}
+
+
+def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None = None) -> dict[Key, float]:
+    """Bytes per rank and step of every (kind, group size, content), expected from the plan's profiles.
+
+    Args:
+        collections: tables that share collectives; see :func:`flexshard.executors.replay`.
+    """
+    found: dict[Key, float] = {}
+
+    def add(kind: str, size: int, content: str, nbytes: float) -> None:
+        found[kind, size, content] = found.get((kind, size, content), 0.0) + nbytes
+
+    world = plan.cluster.world_size
+    for tables in together(plan, collections):
+        row_bytes = tables[0].row_bytes
+        layout = Layout.of_tables({t.name: t for t in tables}, world)
+        if world > 1:
+            add("all_to_all", world, "counts", counts_bytes(layout))
+        for level, size in enumerate(layout.group_sizes):
+            reads = sum(tier.reads for t in tables if (tier := t.tier(size)) is not None)
+            if size > 1:
+                add("all_to_all", size, "ids", reads * layout.location_type().itemsize)
+                add("all_to_all", size, "embeddings", reads * row_bytes)
+                add("all_to_all", size, "gradients", reads * row_bytes)
+            if size < world and layout.whole_slots[level]:
+                add("all_reduce", size, "replicas", layout.whole_slots[level] * row_bytes)
+            if size < world and layout.whole_slots[level] < layout.slots[level]:
+                add("all_reduce", size, "touched", COUNT_BYTES)
+    for collective in plan.predicted.collectives:
+        if collective.kind == "all_gather":
+            add("all_gather", collective.group_size, "touched_rows", collective.nbytes)
+    return found
+
+
+@dataclass(frozen=True)
+class ComparisonLine:
+    """One figure, predicted and observed.
+
+    Attributes:
+        name: such as "all_to_all@8 embeddings".
+        unit: "bytes" or "seconds", per rank and step.
+        predicted, observed: None where there is none.
+    """
+
+    name: str
+    unit: str
+    predicted: float | None
+    observed: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Observed over predicted, less 1."""
+        if self.predicted is None or self.observed is None or self.predicted == 0:
+            return None
+        return self.observed / self.predicted - 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan beside what ran.
+
+    Attributes:
+        lines: bytes of every collective, then seconds of those that the cost model times, then their sum.
+        overlap: share of each collective's time in which Python did not stand waiting: what the plan's ``overlap``
+            may be set to.
+        reduction_predicted, reduction_observed: share of row-wise's global all-to-all bytes that the plan saves (the
+            paper's Figure 6); row-wise as predicted, or as observed where that was given.
+    """
+
+    lines: tuple[ComparisonLine, ...]
+    overlap: dict[str, float]
+    reduction_predicted: float
+    reduction_observed: float
+
+    def document(self) -> dict[str, Any]:
+        """For machines."""
+        lines = [asdict(line) | {"error": line.error} for line in self.lines]
+        return asdict(self) | {"lines": lines}
+
+    def grid(self) -> Grid:
+        """For people."""
+        grid = new_grid("Predicted and observed, per rank and step", [""], ["predicted", "observed", "error"])
+        for line in self.lines:
+            show = units.format_bytes if line.unit == "bytes" else units.format_seconds
+            cells = ["-" if value is None else show(value) for value in (line.predicted, line.observed)]
+            grid.add_row(line.name, *cells, "-" if line.error is None else _shown(line.error))
+        hidden = ", ".join(f"{name}: {share:.2f}" for name, share in self.overlap.items())
+        grid.caption = (
+            f"Global all-to-all traffic against row-wise: {self.reduction_predicted:.1%} less predicted,"
+            f" {self.reduction_observed:.1%} less observed.\nHidden behind other work (the job's overlap): {{{hidden}}}"
+        )
+        return grid
+
+
+def _shown(error: float) -> str:
+    """As a percentage, or as a factor where that would be a long one."""
+    return f"{error:+.1%}" if abs(error) < 10 else f"{1 + error:,.0f}x"
+
+
+def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | None = None) -> Comparison:
+    """Set a plan's prediction beside an observation of it.
+
+    Args:
+        row_wise: an observation of the same model under row-wise sharding, ours or TorchRec's.
+
+    Raises:
+        DataError: the observation is of another plan or number of ranks.
+    """
+    if observed.fingerprint and observed.fingerprint != plan.fingerprint:
+        raise DataError(
+            f"the observation is of plan {observed.fingerprint[:12]}, this plan is {plan.fingerprint[:12]};"
+            " compare it with the plan that ran"
+        )
+    if observed.world_size != plan.cluster.world_size:
+        raise DataError(
+            f"the observation is of {observed.world_size} ranks, the plan is for {plan.cluster.world_size}; compare it"
+            " with the plan that ran"
+        )
+    if row_wise is not None and row_wise.world_size != observed.world_size:
+        raise DataError(
+            f"row-wise sharding was observed on {row_wise.world_size} ranks, the plan on {observed.world_size}; observe"
+            " both on the same"
+        )
+    expected = predicted_bytes(plan)
+    seen = {(c.kind, c.group_size, c.content): c.bytes for c in observed.collectives}
+    lines = [
+        ComparisonLine(f"{kind}@{size} {content}", "bytes", expected.get(key), seen.get(key))
+        for key in sorted(expected.keys() | seen.keys())
+        for kind, size, content in [key]
+    ]
+    overlap = {}
+    total_predicted = total_observed = 0.0
+    for collective in plan.predicted.collectives:
+        parts = observed.of(collective.kind, collective.group_size, *_TIMED[collective.kind])
+        seconds = sum(part.seconds for part in parts)
+        lines.append(ComparisonLine(collective.name, "seconds", collective.seconds, seconds if parts else None))
+        total_predicted, total_observed = total_predicted + collective.seconds, total_observed + seconds
+        if seconds > 0:
+            shown = sum(part.exposed_seconds for part in parts)
+            overlap[collective.name] = round(max(0.0, 1.0 - shown / seconds), 2)
+    lines.append(ComparisonLine("all of these", "seconds", total_predicted, total_observed))
+    steps = sorted(observed.step_seconds)
+    lines.append(ComparisonLine("step (median)", "seconds", None, steps[len(steps) // 2] if steps else None))
+    return Comparison(tuple(lines), overlap, *_reductions(plan, observed, row_wise))
+
+
+def _reductions(plan: Plan, observed: Observation, row_wise: Observation | None) -> tuple[float, float]:
+    world = plan.cluster.world_size
+
+    def planned(cost: Cost) -> float:
+        found = (c for c in cost.collectives if (c.kind, c.group_size) == ("all_to_all", world))
+        return sum(c.nbytes * c.calls for c in found)
+
+    def of(observation: Observation) -> float:
+        contents = ("embeddings", "gradients", "other embeddings")
+        return sum(c.bytes for c in observation.of("all_to_all", world, *contents))
+
+    baseline = planned(plan.baselines["row_wise"])
+    against = baseline if row_wise is None else of(row_wise)
+    if not baseline or not against:
+        return 0.0, 0.0
+    return 1 - planned(plan.predicted) / baseline, 1 - of(observed) / against

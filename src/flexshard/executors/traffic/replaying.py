@@ -1,0 +1,372 @@
+"""What a plan would move for given batches, rank by rank, without running it: the executor's own arithmetic on counts.
+
+Legend: U ranks, g group size, W ranks per node, n lookups of one step. Sizes are whole buffers, a rank's own part
+included, as the cost model counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import SLOT_BYTES, Layout
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import DataError, PlanError
+from flexshard.planner import Plan, TablePlan
+from flexshard.profiling import AccessProfile
+from flexshard.tables import translation_bytes
+
+__all__ = ["COUNT_BYTES", "Lookups", "Replay", "Traffic", "counts_bytes", "replay", "split_by_rank", "together"]
+
+IntArray = npt.NDArray[np.int64]
+Ranking = IndexBijection | AccessProfile
+_CHUNK = 1 << 22
+COUNT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """Ids that the ranks look up in one table in one step.
+
+    Attributes:
+        ids: shape (n,).
+        ranks: which rank looks each up; shape (n,).
+    """
+
+    ids: npt.NDArray[np.integer[Any]]
+    ranks: npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One collective over the steps of a replay.
+
+    Attributes:
+        kind: "all_to_all", "all_reduce" or "all_gather".
+        group_size: g of its level.
+        content: what it carries, as :class:`flexshard.executors.Observer` names it.
+        calls: per step.
+        sent, received: bytes of each rank's buffers; shape (steps, U).
+    """
+
+    kind: str
+    group_size: int
+    content: str
+    calls: int
+    sent: IntArray
+    received: IntArray
+
+    @property
+    def mean_bytes(self) -> float:
+        """Per rank and step."""
+        return float(self.sent.mean())
+
+    @property
+    def imbalance(self) -> float:
+        """Fullest buffer of a step over the mean one, on average over the steps; 1 is even."""
+        fullest = np.maximum(self.sent.max(axis=1), self.received.max(axis=1))
+        mean = self.sent.mean(axis=1)
+        return float((fullest[mean > 0] / mean[mean > 0]).mean()) if (mean > 0).any() else 1.0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A plan's traffic and memory for given batches.
+
+    Attributes:
+        world_size, ranks_per_node: U and W.
+        steps: how many.
+        traffic: every collective.
+        rows_served: rows that each rank reads for all; shape (steps, U).
+        all_to_all_scale_up_bytes: bytes that each rank sends to others of its node in all all-to-alls of ids, rows and
+            gradients; shape (steps, U).
+        all_to_all_scale_out_bytes: the same to other nodes; shape (steps, U). What reductions send over which link is
+            up to the library's algorithm; ``traffic`` has their buffers.
+        static_memory_bytes: of a rank: rows, their replicas' gradients and buckets, optimizer state, and the
+            translation of ids if the plan has it on the device.
+        dynamic_memory_bytes: rows looked up and served; shape (steps, U).
+    """
+
+    world_size: int
+    ranks_per_node: int
+    steps: int
+    traffic: tuple[Traffic, ...]
+    rows_served: IntArray
+    all_to_all_scale_up_bytes: IntArray
+    all_to_all_scale_out_bytes: IntArray
+    static_memory_bytes: float
+    dynamic_memory_bytes: IntArray
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Of the fullest rank in its fullest step."""
+        return self.static_memory_bytes + float(self.dynamic_memory_bytes.max(initial=0))
+
+    def find(self, content: str, group_size: int) -> Traffic | None:
+        """One collective."""
+        return next((t for t in self.traffic if t.content == content and t.group_size == group_size), None)
+
+
+def split_by_rank(
+    samples: Mapping[str, tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]]]],
+    *,
+    world_size: int,
+    batch_size: int,
+) -> Iterator[dict[str, Lookups]]:
+    """Steps of U·B consecutive samples, B to each rank in turn; the last samples that do not fill a step are left out.
+
+    Args:
+        samples: of each table: ids one after the other, and how many each sample has.
+        world_size, batch_size: U and B.
+
+    Raises:
+        DataError: tables of different numbers of samples, or fewer than one step needs.
+    """
+    counts = {name: len(lengths) for name, (_, lengths) in samples.items()}
+    number = min(counts.values(), default=0)
+    if len(set(counts.values())) > 1:
+        raise DataError(f"tables have different numbers of samples: {counts}; give all of them the same samples")
+    per_step = world_size * batch_size
+    if number < per_step:
+        raise DataError(f"{number:,} samples are less than one step of {world_size} ranks x {batch_size} samples")
+    ends = {name: np.concatenate([[0], np.cumsum(lengths)]) for name, (_, lengths) in samples.items()}
+    owner = np.arange(per_step, dtype=np.int32) // batch_size
+    for first in range(0, number - per_step + 1, per_step):
+        yield {
+            name: Lookups(
+                values[ends[name][first] : ends[name][first + per_step]],
+                np.repeat(owner, lengths[first : first + per_step]),
+            )
+            for name, (values, lengths) in samples.items()
+        }
+
+
+def replay(
+    plan: Plan,
+    steps: Iterable[Mapping[str, Lookups]],
+    rankings: Mapping[str, Ranking],
+    *,
+    collections: Sequence[Sequence[str]] | None = None,
+) -> Replay:
+    """Count what the executor would send for these batches.
+
+    Args:
+        plan: any plan, for any number of ranks.
+        steps: lookups by table of each step; a table that a step does not name has none.
+        rankings: of the rows of each table that has more than one tier: its profile, or a bijection.
+        collections: tables that share collectives, as ``ShardedFlexShardEmbeddingCollection.collections`` gives them;
+            by default those of one dimension, dtype and optimizer.
+
+    Raises:
+        PlanError: a ranking is missing, or is not the plan's.
+        DataError: an id outside its table, or a rank outside the cluster.
+    """
+    groups = [_Group(plan, tables, rankings) for tables in together(plan, collections)]
+    counted: list[list[_Counts]] = []
+    for step in steps:
+        unknown = [name for name in step if name not in plan.tables]
+        if unknown:
+            raise PlanError(f"the plan has no table {unknown[0]!r}; it has {', '.join(plan.tables)}")
+        counted.append([group.count(step) for group in groups])
+    if not counted:
+        raise DataError("there are no batches to replay")
+    return _result(plan, groups, counted)
+
+
+def together(plan: Plan, collections: Sequence[Sequence[str]] | None) -> list[list[TablePlan]]:
+    """Tables by the collectives that they share; see :func:`replay`."""
+    if collections is not None:
+        return [[plan.table(name) for name in names] for names in collections]
+    found: dict[tuple[int, str, str], list[TablePlan]] = {}
+    for table in plan.tables.values():
+        found.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Of one step and group: ``pairs[level]`` (U, g) rows that each rank asks each local rank for; ``touched[level]``
+    (U,) distinct rows of gathered tiers that a rank's group touches.
+    """
+
+    pairs: list[IntArray]
+    touched: list[IntArray]
+
+
+class _Group:
+    """Tables that travel together."""
+
+    def __init__(self, plan: Plan, tables: Sequence[TablePlan], rankings: Mapping[str, Ranking]) -> None:
+        self.world, self.dedup = plan.cluster.world_size, plan.settings.index_dedup
+        self.tables = tables
+        self.row_bytes = tables[0].row_bytes
+        self.layout = Layout.of_tables({table.name: table for table in tables}, self.world)
+        self.bijections = [_bijection(table, rankings.get(table.name)) for table in tables]
+
+    def static_bytes(self, level: int) -> float:
+        """Rows of a level on one rank, with all that each byte of them brings along."""
+        whole = self.layout.group_sizes[level] == self.world
+        kappa = np.array([table.kappa_sharded if whole else table.kappa_replicated for table in self.tables])
+        return float(kappa @ self.layout.depth[:, level]) * self.row_bytes
+
+    def count(self, step: Mapping[str, Lookups]) -> _Counts:
+        layout = self.layout
+        pairs = [np.zeros(self.world * size, np.int64) for size in layout.group_sizes]
+        touched = [np.zeros(self.world, np.int64) for _ in layout.group_sizes]
+        for index, table in enumerate(self.tables):
+            if table.name not in step:
+                continue
+            lookups = step[table.name]
+            _check(table, lookups, self.world)
+            ids, ranks = lookups.ids, lookups.ranks
+            if self.dedup:
+                distinct = np.unique(ranks.astype(np.int64) * table.rows + ids)
+                ids, ranks = distinct % table.rows, distinct // table.rows
+            seen: list[list[IntArray]] = [[] for _ in layout.group_sizes]
+            for start in range(0, len(ids), _CHUNK):
+                self._count_chunk(index, ids[start : start + _CHUNK], ranks[start : start + _CHUNK], pairs, seen)
+            for level, parts in enumerate(seen):
+                if parts:
+                    self._count_touched(index, level, np.unique(np.concatenate(parts)), touched[level])
+        shaped = [flat.reshape(self.world, size) for flat, size in zip(pairs, layout.group_sizes, strict=True)]
+        return _Counts(shaped, touched)
+
+    def _count_chunk(
+        self,
+        index: int,
+        ids: npt.NDArray[np.integer[Any]],
+        asking: npt.NDArray[np.integer[Any]],
+        pairs: list[IntArray],
+        seen: list[list[IntArray]],
+    ) -> None:
+        layout = self.layout
+        position = self.bijections[index].positions(ids)
+        for level in np.flatnonzero(layout.rows[index]).tolist():
+            size, first = layout.group_sizes[level], int(layout.first_position[index, level])
+            here = (position >= first) & (position < first + int(layout.rows[index, level]))
+            offset, asks = position[here] - first, asking[here]
+            key = asks.astype(np.int64) * size + offset % size
+            pairs[level] += np.bincount(key, minlength=self.world * size)
+            if layout.sparse[index, level] and size < self.world:
+                seen[level].append(np.unique(asks.astype(np.int64) // size * self._span(index, level) + offset))
+
+    def _span(self, index: int, level: int) -> int:
+        return int(self.layout.rows[index, level])
+
+    def _count_touched(self, index: int, level: int, distinct: IntArray, touched: IntArray) -> None:
+        """Each distinct (copy, row) is held by one rank of the copy."""
+        size, span = self.layout.group_sizes[level], self._span(index, level)
+        holder = distinct // span * size + distinct % span % size
+        touched += np.bincount(holder, minlength=self.world)
+
+
+def _bijection(table: TablePlan, ranking: Ranking | None) -> IndexBijection:
+    if isinstance(ranking, AccessProfile):
+        if ranking.digest != table.profile_digest:
+            raise PlanError(f"table {table.name!r}: this profile is not the one that the plan was made from")
+        return IndexBijection(ranking.ranked_rows, table.rows)
+    if ranking is not None:
+        return ranking
+    if len(table.tiers) > 1:
+        raise PlanError(f"table {table.name!r}: its tiers need a ranking of its rows; give its profile")
+    return IndexBijection.identity(table.rows)
+
+
+def _check(table: TablePlan, lookups: Lookups, world: int) -> None:
+    if len(lookups.ids) != len(lookups.ranks):
+        raise DataError(f"table {table.name!r}: {len(lookups.ids)} ids but {len(lookups.ranks)} ranks")
+    for what, values, end in (("id", lookups.ids, table.rows), ("rank", lookups.ranks, world)):
+        if len(values) and (values.min() < 0 or values.max() >= end):
+            outside = values.min() if values.min() < 0 else values.max()
+            raise DataError(f"table {table.name!r}: {what} {outside} is outside 0 to {end - 1}")
+
+
+def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Counts]]) -> Replay:
+    world, width, steps = plan.cluster.world_size, plan.cluster.ranks_per_node, len(counted)
+    shape = steps, world
+    served, dynamic = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    up, out = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    traffic: dict[tuple[str, int, str], Traffic] = {}
+
+    def add(kind: str, size: int, content: str, sent: Any, received: Any) -> None:
+        whole = (
+            np.broadcast_to(np.asarray(sent, np.int64), shape),
+            np.broadcast_to(np.asarray(received, np.int64), shape),
+        )
+        old = traffic.get((kind, size, content))
+        calls, before = (0, (0, 0)) if old is None else (old.calls, (old.sent, old.received))
+        traffic[kind, size, content] = Traffic(
+            kind, size, content, calls + 1, before[0] + whole[0], before[1] + whole[1]
+        )
+
+    static = 0.0
+    if plan.settings.translation == "device":
+        static += sum(translation_bytes(table.rows) for table in plan.tables.values())
+    for index, group in enumerate(groups):
+        layout = group.layout
+        if world > 1:
+            message = counts_bytes(layout)
+            add("all_to_all", world, "counts", message, message)
+        for level, size in enumerate(layout.group_sizes):
+            pairs = np.stack([step[index].pairs[level] for step in counted])  # (steps, U, g)
+            asked = pairs.sum(axis=2)
+            answered = pairs.reshape(steps, world // size, size, size).sum(axis=2).reshape(shape)
+            served += answered
+            dynamic += asked * group.row_bytes
+            static += group.static_bytes(level)
+            if size > 1:
+                dynamic += answered * group.row_bytes
+                ids = layout.location_type().itemsize
+                add("all_to_all", size, "ids", asked * ids, answered * ids)
+                rows = group.row_bytes
+                add("all_to_all", size, "embeddings", answered * rows, asked * rows)
+                add("all_to_all", size, "gradients", asked * rows, answered * rows)
+                near, far = _by_distance(pairs, size, width)
+                near_back, far_back = _by_distance(_transposed(pairs, size), size, width)
+                up += near * (ids + rows) + near_back * rows
+                out += far * (ids + rows) + far_back * rows
+            if size < world:
+                _add_reductions(add, group, level, [step[index].touched[level] for step in counted])
+    return Replay(world, width, steps, tuple(traffic.values()), served, up, out, static, dynamic)
+
+
+def counts_bytes(layout: Layout) -> int:
+    """Of the message of counts: to every rank one number for each level with g > 1, and a status."""
+    return layout.world_size * (sum(size > 1 for size in layout.group_sizes) + 1) * COUNT_BYTES
+
+
+def _transposed(pairs: IntArray, size: int) -> IntArray:
+    """From who asks whom to who answers whom; shape (steps, U, g) both."""
+    steps, world, _ = pairs.shape
+    square = pairs.reshape(steps, world // size, size, size)
+    return square.transpose(0, 1, 3, 2).reshape(steps, world, size)
+
+
+def _by_distance(pairs: IntArray, size: int, width: int) -> tuple[IntArray, IntArray]:
+    """Rows that go to other ranks of the same node, and to other nodes; shape (steps, U) each."""
+    world = pairs.shape[1]
+    rank = np.arange(world)
+    other = rank[:, None] // size * size + np.arange(size)
+    same_node = other // width == rank[:, None] // width
+    near = (pairs * (same_node & (other != rank[:, None]))).sum(axis=2)
+    return near, (pairs * ~same_node).sum(axis=2)
+
+
+def _add_reductions(add: Any, group: _Group, level: int, touched: Sequence[IntArray]) -> None:
+    layout = group.layout
+    size, whole = layout.group_sizes[level], layout.whole_slots[level]
+    if whole:
+        nbytes = whole * group.row_bytes
+        add("all_reduce", size, "replicas", nbytes, nbytes)
+    if whole < layout.slots[level]:
+        copies = group.world // size
+        # Every copy sends as many entries as the one that touched most; ranks of one local rank go together.
+        most = np.stack([step.reshape(copies, size).max(axis=0) for step in touched])
+        entry = group.row_bytes + SLOT_BYTES
+        own = np.tile(most * entry, (1, copies))
+        add("all_reduce", size, "touched", COUNT_BYTES, COUNT_BYTES)
+        add("all_gather", size, "touched_rows", own * copies, own * copies)

@@ -1,0 +1,1 @@
+"""Datasets of sessions: clustered, and what they repeat."""

@@ -1,0 +1,194 @@
+"""Datasets rewritten so that a session's rows are adjacent and in order of time (RecD paper, section 4.1: O1, O2)."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow.fs as pafs
+
+from flexshard import units
+from flexshard._internal import ParquetSource, PathLike, check_finite, check_int, expand, make_folder
+from flexshard.errors import DataError, OutputError, UnitError
+from flexshard.ingestion.sessions.schema import common_schema
+from flexshard.ingestion.sessions.sorting import ClusterJob, sort_here, sort_with_ray
+
+__all__ = ["Clustered", "cluster_sessions"]
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """What clustering a dataset did.
+
+    Attributes:
+        path: its folder.
+        files: names of the files in it.
+        rows, sessions: kept.
+        rows_read, sessions_read: of the input; more where the data were downsampled.
+        kept_by: rows and sessions that downsampling by "session" and by "sample" would keep, whichever was done.
+        bytes_before, bytes_after: of the files.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    rows: int
+    sessions: int
+    rows_read: int
+    sessions_read: int
+    kept_by: Mapping[str, tuple[int, int]]
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def samples_per_session(self) -> float:
+        """S of what was kept."""
+        return self.rows / self.sessions if self.sessions else 0.0
+
+    @property
+    def samples_per_session_read(self) -> float:
+        """S of the input."""
+        return self.rows_read / self.sessions_read if self.sessions_read else 0.0
+
+    @property
+    def storage_ratio(self) -> float:
+        """Bytes before per byte after; of as many rows, unless the data were downsampled."""
+        return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+
+
+def cluster_sessions(
+    paths: PathLike | Sequence[PathLike],
+    output: PathLike,
+    *,
+    session: str,
+    time: str,
+    shards: int = 1,
+    keep: float = 1.0,
+    keep_by: Literal["session", "sample"] = "session",
+    seed: int = 0,
+    row_group_rows: int = 1 << 16,
+    memory: str | float | None = None,
+    ray: bool = False,
+) -> Clustered:
+    """Rewrite a Parquet dataset: rows of a session adjacent and in order of time, sessions in order of their key.
+
+    DuckDB sorts, and spills what does not fit its memory beside the output. Rows of equal session and time keep the
+    order of the files' names and of the rows in them. The same input gives the same files, with Ray or without, and
+    ``output`` appears only when it is whole.
+
+    Args:
+        paths: files, globs, folders or URLs, as for :meth:`AccessProfile.from_parquet`; remote files are copied first.
+        output: folder to make.
+        session: column whose distinct values are the sessions.
+        time: column to order a session's rows by.
+        shards: files to write; a session lies in the one that a hash of its key says (log sharding).
+        keep: share of the data to keep.
+        keep_by: whether sessions are kept whole, which leaves S as it is (section 7), or samples one by one.
+        seed: of what is kept.
+        row_group_rows: most rows of a row group; it is cut between sessions unless one alone is larger.
+        memory: that sorting may take, such as "4GiB"; by default what DuckDB takes, 80 % of the machine's.
+        ray: spread the work over a Ray cluster, file by file and then shard by shard; the output's folder is on storage
+            that all its machines see.
+
+    Raises:
+        DataError: a column that is missing, null or of another type in some file; names file and row.
+        OutputError: ``output`` exists and is not empty, or could not be written.
+        MissingDependencyError: Ray was asked for and is not installed.
+    """
+    shards = check_int(shards, "shards", DataError)
+    row_group_rows = check_int(row_group_rows, "row_group_rows", DataError)
+    seed = check_int(seed, "seed", DataError, least=0)
+    if not 0 < check_finite(keep, "keep", DataError) <= 1:
+        raise DataError(f"keep is a share of the data, above 0 and at most 1; found {keep}")
+    if keep_by not in ("session", "sample"):
+        raise DataError(f"keep_by is 'session' or 'sample', found {keep_by!r}")
+    limit = None if memory is None else _memory(memory)
+    sources = expand(paths)
+    schema = common_schema(sources, session, time)
+    target = Path(output)
+    _check_free(target)
+    with _draft(target) as draft:
+        scratch = make_folder(draft / "scratch")
+        job = ClusterJob(session, time, shards, keep, keep_by, seed, row_group_rows, limit, str(scratch))
+        local = [_local(source, number, scratch) for number, source in enumerate(sources)]
+        data = make_folder(draft / "data")
+        names = [f"part-{number:05d}-of-{shards:05d}.parquet" for number in range(shards)]
+        outputs = [str(data / name) for name in names]
+        before = sum(_size(path) for path in local)
+        sort = sort_with_ray if ray else sort_here
+        counts = sort(job, local, sources, schema, outputs)
+        after = sum(_size(path) for path in outputs)
+        try:
+            with suppress(FileNotFoundError):
+                target.rmdir()  # an empty folder may stand there
+            data.replace(target)
+        except OSError as error:
+            raise OutputError(f"cannot write {output}: {error.strerror}; choose another path with -o") from error
+    read, seen, *kept = (sum(column) for column in zip(*counts, strict=True))
+    kept_by = {"session": (kept[0], kept[1]), "sample": (kept[2], kept[3])}
+    return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after)
+
+
+def _memory(memory: str | float) -> int:
+    try:
+        found = units.parse_bytes(memory) if isinstance(memory, str) else check_finite(memory, "memory", DataError)
+    except UnitError as error:
+        raise DataError(f"memory: {error}") from error
+    if found <= 0:
+        raise DataError(f"memory must be more than nothing, found {memory}")
+    return round(found)
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OutputError(f"cannot write {target}: it exists and is not an empty folder; choose another path with -o")
+
+
+@contextmanager
+def _draft(target: Path) -> Iterator[Path]:
+    """A folder beside the target, gone when the block ends; what an interrupted run left there is removed first."""
+    make_folder(target.parent)
+    prefix = f".{target.name}.draft-"
+    for left in target.parent.glob(f"{glob.escape(prefix)}*"):
+        if not _is_running(left.name.removeprefix(prefix).partition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        draft = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror}; choose another path with -o") from error
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ValueError, ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _local(source: ParquetSource, number: int, scratch: Path) -> str:
+    """A path that DuckDB reads: remote files are copied."""
+    if source.filesystem is None:
+        return str(Path(source.path).resolve())
+    copy = scratch / f"input-{number:05d}.parquet"
+    try:
+        pafs.copy_files(source.path, str(copy), source_filesystem=source.filesystem)
+    except OSError as error:
+        raise DataError(f"{source.name}: cannot be read: {str(error).splitlines()[0]}") from error
+    return str(copy)
+
+
+def _size(path: str) -> int:
+    return Path(path).stat().st_size

@@ -1,0 +1,66 @@
+"""What files must agree on before they are clustered together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.types as pt
+
+from flexshard._internal import ParquetSource
+from flexshard.errors import DataError
+from flexshard.ingestion.sessions.sorting import RESERVED
+
+__all__ = ["SESSION_KEY", "TIME_KEY", "common_schema"]
+
+SESSION_KEY, TIME_KEY = b"flexshard.session", b"flexshard.time"
+
+
+def common_schema(sources: Sequence[ParquetSource], session: str, time: str) -> pa.Schema:
+    """The schema that all files share."""
+    first = sources[0]
+    for source in sources:
+        _check_names(source)
+        for column in (session, time):
+            if source.schema.names.count(column) != 1:
+                raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
+        if set(source.schema.names) != set(first.schema.names):
+            odd = sorted(set(source.schema.names) ^ set(first.schema.names))[0]
+            raise DataError(f"{source.name}: column {odd!r} is in this file or in {first.name}, but not in both")
+        for field in source.schema:
+            other = first.schema.field(field.name).type
+            if field.type != other:
+                raise DataError(
+                    f"{source.name}: column {field.name!r} holds {field.type}, but {other} in {first.name}; write them"
+                    " alike"
+                )
+    kind = first.schema.field(session).type
+    if pt.is_nested(kind) or pt.is_floating(kind):
+        raise DataError(f"{first.name}: session column {session!r} holds {kind}; expected one key per row")
+    kind = first.schema.field(time).type
+    if not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_temporal(kind)):
+        raise DataError(f"{first.name}: time column {time!r} holds {kind}; expected numbers or timestamps")
+    kept = dict(first.schema.metadata or {})
+    kept.pop(b"pandas", None)  # describes an index that sorting breaks
+    return first.schema.with_metadata(kept | {SESSION_KEY: session.encode(), TIME_KEY: time.encode()})
+
+
+def _check_names(source: ParquetSource) -> None:
+    """Check that DuckDB tells the columns apart and keeps their values."""
+    seen: dict[str, str] = {}
+    for field in source.schema:
+        other = seen.setdefault(field.name.lower(), field.name)
+        if other is not field.name and (other != field.name or source.schema.names.count(field.name) > 1):
+            raise DataError(f"{source.name}: columns {other!r} and {field.name!r} differ by case at most; rename one")
+        if not field.name or field.name.lower() in RESERVED:
+            raise DataError(f"{source.name}: a column cannot be called {field.name!r} here; rename it")
+        if _lossy(field.type):
+            raise DataError(
+                f"{source.name}: column {field.name!r} holds {field.type}, which DuckDB changes; cast it before"
+            )
+
+
+def _lossy(kind: pa.DataType) -> bool:
+    if pt.is_nested(kind):
+        return any(_lossy(kind.field(number).type) for number in range(kind.num_fields))
+    return pt.is_decimal256(kind) or isinstance(kind, pa.BaseExtensionType)

@@ -1,0 +1,222 @@
+"""Rows sorted by session and time in DuckDB: here in one go, or with Ray file by file and then shard by shard."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from flexshard import units
+from flexshard._internal import ParquetSource
+from flexshard.errors import DataError, MissingDependencyError, OutputError
+from flexshard.ingestion.sessions.row_groups import SHARD, write_shards
+from flexshard.ingestion.sessions.sql import quoted
+
+__all__ = ["RESERVED", "ClusterJob", "Counts", "sort_here", "sort_with_ray"]
+
+_FILE, _ROW = "__flexshard_file", "__flexshard_row"
+RESERVED = (_FILE, _ROW, SHARD, "file_row_number")  # columns that the queries add
+_BATCH_ROWS = 1 << 16
+_THREAD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """One clustering, in a form that travels to other processes."""
+
+    session: str
+    time: str
+    shards: int
+    keep: float
+    keep_by: Literal["session", "sample"]
+    seed: int
+    row_group_rows: int
+    memory_bytes: int | None
+    scratch: str
+
+
+Counts = tuple[int, ...]  # rows and sessions: read, kept by session, kept by sample
+
+
+def sort_here(
+    job: ClusterJob, files: Sequence[str], sources: Sequence[ParquetSource], schema: pa.Schema, outputs: Sequence[str]
+) -> list[Counts]:
+    """In one DuckDB, which spills what does not fit."""
+    with _database(job) as database:
+        _check_keys(database, job, files, [source.name for source in sources])
+        database.execute(f"CREATE VIEW input AS {_numbered(files, range(len(files)), schema)}")
+        counts = _count(database, job, "input")
+        query = (
+            f"SELECT {_columns(schema)}, {_shard_of(job)} AS {SHARD} FROM input WHERE {_kept(job)}"
+            f" ORDER BY {SHARD}, {_order(job)}"
+        )
+        write_shards(_batches(database.sql(query)), schema, job.session, job.row_group_rows, outputs)
+        return counts
+
+
+def sort_with_ray(
+    job: ClusterJob, files: Sequence[str], sources: Sequence[ParquetSource], schema: pa.Schema, outputs: Sequence[str]
+) -> list[Counts]:
+    """On a Ray cluster; what comes out is the same."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError("clustering on Ray needs Ray; pip install 'flexshard[ray]'") from error
+    split, sort = ray.remote(_split), ray.remote(_sort)
+    names = [source.name for source in sources]
+    parts = ray.get([split.remote(job, file, number, names[number], schema) for number, file in enumerate(files)])
+    for part in parts:
+        if isinstance(part, str):
+            raise DataError(part)
+    found = ray.get(
+        [sort.remote(job, [part[number] for part in parts], schema, path) for number, path in enumerate(outputs)]
+    )
+    return list(found)
+
+
+def _split(job: ClusterJob, file: str, number: int, name: str, schema: pa.Schema) -> list[str] | str:
+    """One file's rows by shard, each with its place; or what is wrong with it."""
+    try:
+        with _database(job) as database:
+            _check_keys(database, job, [file], [name])
+            parts = []
+            for shard in range(job.shards):
+                path = str(Path(job.scratch) / f"split-{number:05d}-{shard:05d}.parquet")
+                rows = f"SELECT * FROM ({_numbered([file], [number], schema)}) WHERE {_shard_of(job)} = {shard}"
+                database.execute(f"COPY ({rows}) TO {_text(path)} (FORMAT parquet)")
+                parts.append(path)
+            return parts
+    except DataError as error:
+        return str(error)
+
+
+def _sort(job: ClusterJob, parts: Sequence[str], schema: pa.Schema, output: str) -> Counts:
+    """One shard's rows, in order."""
+    with _database(job) as database:
+        database.execute(f"CREATE VIEW input AS SELECT * FROM {_parquet(parts)}")
+        (counts,) = _count(database, job, "input")
+        query = f"SELECT {_columns(schema)}, 0 AS {SHARD} FROM input WHERE {_kept(job)} ORDER BY {_order(job)}"
+        write_shards(_batches(database.sql(query)), schema, job.session, job.row_group_rows, [output])
+        return counts
+
+
+@contextmanager
+def _database(job: ClusterJob) -> Iterator[Any]:
+    import duckdb
+
+    settings: dict[str, Any] = {"temp_directory": str(Path(job.scratch) / "spill"), "preserve_insertion_order": False}
+    if job.memory_bytes is not None:
+        settings["memory_limit"] = f"{job.memory_bytes // 1000}KB"
+        # Each thread holds blocks that it cannot give back while it sorts.
+        settings["threads"] = max(1, min(os.cpu_count() or 1, job.memory_bytes // _THREAD_BYTES))
+    with closing(duckdb.connect(config=settings)) as database, _failing_as(job):
+        yield database
+
+
+@contextmanager
+def _failing_as(job: ClusterJob) -> Iterator[None]:
+    """What DuckDB raises when it runs out of room, in one line."""
+    import duckdb
+
+    try:
+        yield
+    except OutputError:
+        raise
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        if "Out of Memory" in reason:  # through Arrow's reader, its own type is lost
+            limit = "DuckDB's default" if job.memory_bytes is None else units.format_bytes(job.memory_bytes)
+            raise OutputError(
+                f"sorting needs more memory than {limit}: {reason}; give it more with --memory"
+            ) from error
+        if isinstance(error, duckdb.IOException) or not isinstance(error, (duckdb.Error, pa.ArrowException)):
+            raise OutputError(
+                f"cannot write the sorted data: {reason}; free some space or choose another path"
+            ) from error
+        raise DataError(f"the data cannot be sorted: {reason}") from error
+
+
+def _numbered(files: Sequence[str], numbers: Sequence[int], schema: pa.Schema) -> str:
+    """All rows, with the number of their file and their place in it."""
+    parts = [
+        f"SELECT {_columns(schema)}, {number} AS {_FILE}, file_row_number AS {_ROW} FROM {_parquet([file])}"
+        for file, number in zip(files, numbers, strict=True)
+    ]
+    return " UNION ALL ".join(parts)
+
+
+def _parquet(files: Sequence[str]) -> str:
+    """These very files: DuckDB would take brackets for a pattern, and folders such as ``day=1`` for columns."""
+    listed = ", ".join(_text(glob.escape(file)) for file in files)
+    return f"read_parquet([{listed}], file_row_number = true, hive_partitioning = false)"
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(quoted(name) for name in schema.names)
+
+
+def _order(job: ClusterJob) -> str:
+    return f"{quoted(job.session)}, {quoted(job.time)}, {_FILE}, {_ROW}"
+
+
+def _hash(expression: str) -> str:
+    # MD5 is the same in every version and on every machine, which DuckDB's own hash does not promise to be.
+    return f"md5_number_lower({expression})"
+
+
+def _key(job: ClusterJob) -> str:
+    return f"CAST({quoted(job.session)} AS VARCHAR)"
+
+
+def _shard_of(job: ClusterJob) -> str:
+    return f"CAST({_hash(_key(job))} % {job.shards} AS INTEGER)"
+
+
+def _kept(job: ClusterJob, by: str | None = None) -> str:
+    if job.keep >= 1:
+        return "true"
+    salt = hashlib.md5(str(job.seed).encode(), usedforsecurity=False).hexdigest()[:8]
+    unit = f"concat('{salt}|', {_key(job)})"
+    if (by or job.keep_by) == "sample":
+        unit = f"concat('{salt}|', {_FILE}, '|', {_ROW})"
+    return f"{_hash(unit)} < {int(job.keep * float(1 << 64))}::UHUGEINT"
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def _check_keys(database: Any, job: ClusterJob, files: Sequence[str], names: Sequence[str]) -> None:
+    for file, name in zip(files, names, strict=True):
+        for column, role in ((job.session, "session"), (job.time, "time")):
+            query = f"SELECT count(*), min(file_row_number) FROM {_parquet([file])} WHERE {quoted(column)} IS NULL"
+            try:
+                nulls, row = database.sql(query).fetchall()[0]
+            except Exception as error:  # a damaged page
+                if "Out of Memory" in str(error):
+                    raise
+                raise DataError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
+            if nulls:
+                raise DataError(
+                    f"{name}: {role} column {column!r} has {nulls:,} nulls, the first in row {row:,}; drop or fill them"
+                )
+
+
+def _count(database: Any, job: ClusterJob, view: str) -> list[Counts]:
+    wanted = []
+    for where in ("true", _kept(job, "session"), _kept(job, "sample")):
+        wanted += [f"count(*) FILTER ({where})", f"count(DISTINCT {quoted(job.session)}) FILTER ({where})"]
+    return [database.sql(f"SELECT {', '.join(wanted)} FROM {view}").fetchall()[0]]
+
+
+def _batches(relation: Any) -> Iterator[pa.RecordBatch]:
+    # DuckDB 1.4 renamed what gives a reader.
+    to_reader: Callable[[int], Any] = getattr(relation, "to_arrow_reader", None) or relation.fetch_record_batch
+    yield from to_reader(_BATCH_ROWS)

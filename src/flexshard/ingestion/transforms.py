@@ -1,0 +1,283 @@
+"""Preprocessing of features, once per distinct row (RecD paper, section 4.3: O4).
+
+A transform takes and returns a KeyedJaggedTensor; :class:`DedupedTransform` runs any of them, and any function or
+TorchScript module of the same form, on a deduplicated batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flexshard._internal import check_int
+from flexshard.embeddings import InverseKeyedJaggedTensor
+from flexshard.errors import DataError
+
+__all__ = ["ClipIds", "DedupedTransform", "DropFeatures", "DropIds", "HashIds", "MapIds", "SortIds", "Truncate"]
+
+Batch = TypeVar("Batch", KeyedJaggedTensor, InverseKeyedJaggedTensor)
+
+
+class DedupedTransform(nn.Module):
+    """Transforms, one after the other, on distinct rows only.
+
+    What comes out is what running them on every row would give, since a transform looks at one row at a time.
+    """
+
+    def __init__(self, *transforms: Any) -> None:
+        """Wrap transforms: modules, TorchScript modules or functions of a KeyedJaggedTensor."""
+        super().__init__()
+        self.transforms = [_checked(transform) for transform in transforms]
+        modules = [transform for transform in self.transforms if isinstance(transform, nn.Module)]
+        self.modules_held = nn.ModuleList(modules)  # so that buffers move with ``to``
+
+    def forward(self, features: Batch) -> Batch:
+        """The transformed batch, of the kind that it came as.
+
+        Raises:
+            DataError: a transform returned another number of rows.
+        """
+        if isinstance(features, InverseKeyedJaggedTensor):
+            return features.map(self._all)
+        return self._all(features)
+
+    def _all(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        for transform in self.transforms:
+            if not features.keys():
+                break
+            features = transform(features)
+        return features
+
+
+def _checked(transform: Any) -> Any:
+    if not callable(transform):
+        raise DataError(f"a transform is a function or a module, found {transform!r}")
+    return transform
+
+
+class _PerFeature(nn.Module):
+    """A transform of some features; the others pass."""
+
+    def __init__(self, features: Sequence[str] | None) -> None:
+        super().__init__()
+        if isinstance(features, str):
+            raise DataError(f"features are a list of names, found {features!r}")
+        self.features = None if features is None else list(features)
+
+    def forward(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with its features changed."""
+        keys, stride = list(batch.keys()), int(batch.stride())
+        if self.features is None or all(key in self.features for key in keys):
+            return _batch(keys, *self.change(batch.values(), batch.lengths(), batch.weights_or_none()), stride)
+        ends = batch.offset_per_key()
+        parts = []
+        for place, key in enumerate(keys):
+            own, rows = slice(ends[place], ends[place + 1]), slice(place * stride, (place + 1) * stride)
+            weights = None if batch.weights_or_none() is None else batch.weights()[own]
+            part = (batch.values()[own], batch.lengths()[rows], weights)
+            parts.append(self.change(*part) if key in self.features else part)
+        values, lengths, each = zip(*parts, strict=True)
+        weights = None if each[0] is None else torch.cat(each)
+        return _batch(keys, torch.cat(values), torch.cat(lengths), weights, stride)
+
+    def change(
+        self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Values, lengths and weights of rows, one after the other, changed."""
+        raise NotImplementedError
+
+
+class HashIds(_PerFeature):
+    """Raw ids folded into the rows of a table: ``splitmix64(id) mod num_rows``, as profiles fold them."""
+
+    def __init__(self, num_rows: int, *, features: Sequence[str] | None = None) -> None:
+        """Fold ids of ``features`` (all by default) into ``num_rows`` rows.
+
+        Raises:
+            DataError: ``num_rows`` is not a whole number of at least 1.
+        """
+        super().__init__(features)
+        self.num_rows = check_int(num_rows, "num_rows", DataError)
+
+    def change(
+        self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See the class."""
+        mixed = _splitmix64(values.long())
+        # Of an unsigned number, which torch does not divide: its upper 63 bits twice, and the last.
+        rest = (_shifted(mixed, 1) % self.num_rows * 2 + (mixed & 1)) % self.num_rows
+        return _like(rest, values, self.num_rows - 1), lengths, weights
+
+
+class ClipIds(_PerFeature):
+    """Ids below or above a range, at its ends."""
+
+    def __init__(self, least: int, most: int, *, features: Sequence[str] | None = None) -> None:
+        """Keep ids of ``features`` (all by default) between ``least`` and ``most``.
+
+        Raises:
+            DataError: an empty range.
+        """
+        super().__init__(features)
+        if least > most:
+            raise DataError(f"ids cannot be clipped to {least} to {most}; the first is the least")
+        self.least, self.most = least, most
+
+    def change(
+        self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See the class."""
+        return values.clamp(self.least, self.most), lengths, weights
+
+
+class MapIds(_PerFeature):
+    """Ids by a dictionary, others by a default."""
+
+    def __init__(self, mapping: Mapping[int, int], *, default: int = 0, features: Sequence[str] | None = None) -> None:
+        """Map ids of ``features`` (all by default); those that ``mapping`` lacks become ``default``."""
+        super().__init__(features)
+        keys = np.fromiter(mapping.keys(), np.int64, len(mapping))
+        order = np.argsort(keys)
+        self.default = default
+        self.register_buffer("known", torch.from_numpy(keys[order]))
+        self.register_buffer("target", torch.from_numpy(np.fromiter(mapping.values(), np.int64, len(mapping))[order]))
+
+    def change(
+        self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See the class."""
+        if not self.known.numel():
+            return torch.full_like(values, self.default), lengths, weights
+        place = torch.searchsorted(self.known, values.long()).clamp(max=self.known.numel() - 1)
+        found = torch.where(self.known[place] == values, self.target[place], self.default)
+        most = max(int(self.target.abs().max()), abs(self.default))
+        return _like(found, values, most), lengths, weights
+
+
+class SortIds(_PerFeature):
+    """Ids of each row in ascending order; weights go with them."""
+
+    def __init__(self, *, features: Sequence[str] | None = None) -> None:
+        """Sort rows of ``features`` (all by default)."""
+        super().__init__(features)
+
+    def change(
+        self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See the class."""
+        by_value = torch.argsort(values, stable=True)
+        order = by_value[torch.argsort(_rows_of(lengths)[by_value], stable=True)]
+        return values[order], lengths, None if weights is None else weights[order]
+
+
+class Truncate(_PerFeature):
+    """At most so many ids of each row, from its end or its start."""
+
+    def __init__(self, length: int, *, keep: str = "last", features: Sequence[str] | None = None) -> None:
+        """Keep the ``last`` or ``first`` ``length`` ids of rows of ``features`` (all by default).
+
+        Raises:
+            DataError: ``keep`` is neither, or ``length`` is negative.
+        """
+        super().__init__(features)
+        if keep not in ("last", "first"):
+            raise DataError(f"keep is 'last' or 'first', found {keep!r}")
+        self.length, self.keep = check_int(length, "length", DataError, least=0), keep
+
+    def change(
+        self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See the class."""
+        place = torch.arange(values.numel(), device=values.device)
+        place = place - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
+        if self.keep == "last":
+            place = torch.repeat_interleave(lengths, lengths) - 1 - place
+        kept = place < self.length
+        return values[kept], lengths.clamp(max=self.length), None if weights is None else weights[kept]
+
+
+class DropIds(_PerFeature):
+    """Rows without some ids."""
+
+    def __init__(self, ids: Sequence[int], *, features: Sequence[str] | None = None) -> None:
+        """Drop ``ids`` from rows of ``features`` (all by default)."""
+        super().__init__(features)
+        self.register_buffer("ids", torch.tensor(list(ids), dtype=torch.int64))
+
+    def change(
+        self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See the class."""
+        kept = ~torch.isin(values.long(), self.ids)
+        counts = torch.zeros_like(lengths).index_add_(0, _rows_of(lengths), kept.to(lengths.dtype))
+        return values[kept], counts, None if weights is None else weights[kept]
+
+
+class DropFeatures(nn.Module):
+    """A batch without some features."""
+
+    def __init__(self, features: Sequence[str]) -> None:
+        """Drop ``features``; those that a batch lacks are no error."""
+        super().__init__()
+        if isinstance(features, str):
+            raise DataError(f"features are a list of names, found {features!r}")
+        self.features = list(features)
+
+    def forward(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """See the class."""
+        kept = [place for place, key in enumerate(batch.keys()) if key not in self.features]
+        if len(kept) == len(batch.keys()):
+            return batch
+        ends, stride = batch.offset_per_key(), int(batch.stride())
+
+        def parts(tensor: torch.Tensor) -> torch.Tensor:
+            pieces = [tensor[ends[place] : ends[place + 1]] for place in kept]
+            return torch.cat(pieces) if pieces else tensor[:0]
+
+        lengths = [batch.lengths()[place * stride : (place + 1) * stride] for place in kept]
+        weights = batch.weights_or_none()
+        return _batch(
+            [batch.keys()[place] for place in kept],
+            parts(batch.values()),
+            torch.cat(lengths) if lengths else batch.lengths()[:0],
+            None if weights is None else parts(weights),
+            stride,
+        )
+
+
+def _batch(
+    keys: list[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, stride: int
+) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights, stride=stride)
+
+
+def _like(found: torch.Tensor, values: torch.Tensor, most: int) -> torch.Tensor:
+    """In the ids' own type, if that holds the largest."""
+    return found.to(values.dtype) if most <= torch.iinfo(values.dtype).max else found
+
+
+def _rows_of(lengths: torch.Tensor) -> torch.Tensor:
+    """The row of every value."""
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix64(ids: torch.Tensor) -> torch.Tensor:
+    """Steele, Lea and Flood 2014, in the two's complement arithmetic of int64."""
+    mixed = ids + _signed(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return mixed ^ _shifted(mixed, 31)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number

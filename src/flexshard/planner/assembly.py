@@ -1,0 +1,108 @@
+"""From allocations to the tables and baselines of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import Cost, strategy_name
+from flexshard.errors import BudgetError
+from flexshard.planner.plan import Alternative, TablePlan, Tier
+from flexshard.planner.solver.instance import Allocation, Instance
+from flexshard.planner.solver.published import solve_published
+from flexshard.tables import Table
+
+__all__ = ["closed_form_baselines", "table_plans"]
+
+
+def closed_form_baselines(instance: Instance, limit: float) -> dict[str, Cost]:
+    """The four closed-form baselines; the paper's at the same budget, or at the least that they can have."""
+    found = {
+        "row_wise": instance.cost(instance.uniform(instance.cluster.world_size)),
+        "data_parallel": instance.cost(instance.uniform(1)),
+    }
+    for tiers in (2, 3):
+        try:
+            allocation = solve_published(instance, limit, tiers)
+        except BudgetError as error:
+            allocation = solve_published(instance, error.least_bytes, tiers)
+        found[f"paper_{tiers}_tier"] = instance.cost(allocation)
+    return found
+
+
+def table_plans(
+    instance: Instance,
+    allocation: Allocation,
+    sparse: npt.NDArray[np.bool_],
+    alternatives: Sequence[tuple[Alternative, ...]],
+) -> dict[str, TablePlan]:
+    """Tables of a plan by name, in the instance's order; ``sparse`` of shape (T, G)."""
+    reads = instance.tier_reads(allocation)
+    return {
+        table.name: TablePlan(
+            name=table.name,
+            rows=table.rows,
+            dim=table.dim,
+            dtype=table.dtype,
+            optimizer=table.optimizer,
+            features=tuple(table.features),
+            kappa_replicated=table.kappa_replicated,
+            kappa_sharded=table.kappa_sharded,
+            profile_digest=table.profile.digest,
+            profile_path=table.profile.path,
+            num_samples=table.profile.num_samples,
+            avg_length=table.profile.avg_length,
+            tiers=_tiers(instance, index, allocation[index], reads[index], sparse[index]),
+            alternatives=alternatives[index],
+            dedup_factor=table.dedup_factor,
+        )
+        for index, table in enumerate(instance.tables)
+    }
+
+
+def _tiers(
+    instance: Instance,
+    index: int,
+    rows: npt.NDArray[np.int64],
+    reads: npt.NDArray[np.float64],
+    sparse: npt.NDArray[np.bool_],
+) -> tuple[Tier, ...]:
+    table, world = instance.tables[index], instance.cluster.world_size
+    profile = table.profile
+    cum_rows = instance.cum_rows[instance.starts[index] : instance.starts[index + 1]]
+    total = float(reads.sum())
+    ends = np.cumsum(rows)
+    tiers = []
+    for size, end, number, read, gathered in zip(
+        instance.group_sizes.tolist(), ends.tolist(), rows.tolist(), reads.tolist(), sparse.tolist(), strict=True
+    ):
+        if number == 0:
+            continue
+        first, last = np.searchsorted(cum_rows, [end - number, end - 1], side="right").tolist()
+        hottest, coldest = (
+            float(profile.counts[group]) / profile.num_samples if group < profile.counts.size else 0.0
+            for group in (first, last)
+        )
+        covered = profile.covered(end) - profile.covered(end - number) if instance.index_dedup else read / total
+        tiers.append(
+            Tier(
+                strategy_name(size, world),
+                size,
+                number,
+                end - number,
+                covered,
+                _held_out(table, end - number, end),
+                read,
+                hottest,
+                coldest,
+                "sparse" if gathered else "dense",
+            )
+        )
+    return tuple(tiers)
+
+
+def _held_out(table: Table, first: int, end: int) -> float | None:
+    before, after = table.profile.covered_held_out(first), table.profile.covered_held_out(end)
+    return None if before is None or after is None else after - before

@@ -1,0 +1,51 @@
+"""A plan beside every baseline, the slow ones included."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Unpack
+
+from flexshard.planner.baselines.torchrec_choices import torchrec_cost
+from flexshard.planner.baselines.whole_tables import whole_table_cost
+from flexshard.planner.plan import Plan
+from flexshard.planner.problem import Problem, ProblemOptions
+from flexshard.planner.solving import solve
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["compare", "torchrec_installed"]
+
+
+def torchrec_installed() -> bool:
+    """Whether TorchRec's planner can be asked."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "torchrec"))
+
+
+def compare(
+    tables: Problem | Sequence[Table],
+    cluster: Cluster | None = None,
+    *,
+    torchrec: bool | None = None,
+    time_limit_seconds: float = 60.0,
+    **options: Unpack[ProblemOptions],
+) -> Plan:
+    """The plan of a problem, with the baselines "whole_table" and, where it is installed, "torchrec" added.
+
+    Args:
+        tables: a :class:`Problem`, such as a job; or the tables of one.
+        cluster, options: with tables, as for :func:`solve`.
+        torchrec: whether to ask TorchRec's own planner and price its plan by our cost model; by default if installed.
+        time_limit_seconds: for the mixed-integer program.
+
+    Raises:
+        MissingDependencyError: ``torchrec`` is asked for and not installed.
+        BudgetError, SolverError: as :func:`solve` and :func:`whole_table_cost`.
+    """
+    problem = Problem.of(tables, cluster, options)
+    plan = solve(problem)
+    added = {"whole_table": whole_table_cost(problem, time_limit_seconds=time_limit_seconds)}
+    if torchrec or (torchrec is None and torchrec_installed()):
+        added["torchrec"] = torchrec_cost(problem)
+    return replace(plan, baselines={**plan.baselines, **added})

@@ -1,0 +1,162 @@
+"""TorchRec's own planner, asked for a plan of the same tables, priced by our cost model."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flexshard.costmodels import Cost, Overlap, collective, placement_cost, table_wise_cost
+from flexshard.errors import MissingDependencyError, SolverError
+from flexshard.planner.problem import Problem
+from flexshard.tables import DATA_TYPES, Table
+from flexshard.topologies import Cluster
+
+__all__ = ["TorchRecChoice", "price_choices", "torchrec_choices", "torchrec_cost"]
+
+
+@dataclass(frozen=True)
+class TorchRecChoice:
+    """What TorchRec's planner chose for a table.
+
+    Attributes:
+        sharding_type: "data_parallel", "row_wise", "table_wise" or "column_wise".
+        shards: (rank, share of the table's columns) of each shard of the last two.
+    """
+
+    sharding_type: str
+    shards: tuple[tuple[int, float], ...] = ()
+
+
+def torchrec_cost(problem: Problem) -> Cost:
+    """Cost, by our model, of the plan that TorchRec's default planner makes; of its busiest rank.
+
+    TorchRec finds rows by arithmetic, so what the problem's translation of ids holds is not in it.
+
+    Raises:
+        MissingDependencyError: TorchRec is not installed.
+        SolverError: its planner finds no plan.
+    """
+    return price_choices(problem, torchrec_choices(problem))
+
+
+def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
+    """Ask TorchRec's ``EmbeddingShardingPlanner``, with its defaults, on a topology of the cluster's figures.
+
+    The tables are those of one ``EmbeddingCollection`` on the meta device, a feature each, whose pooling factor is L.
+    """
+    try:
+        import torch
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+        from torchrec.distributed.embedding import EmbeddingCollectionSharder
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+        from torchrec.distributed.planner.types import PlannerError
+        from torchrec.modules.embedding_configs import DataType
+    except ImportError as error:
+        raise MissingDependencyError(f"TorchRec's planner needs TorchRec; run 'make setup' ({error})") from error
+    tables, cluster, batch_size = problem.tables, problem.cluster, problem.batch_size
+    groups: dict[int, list[Any]] = {}
+    for index, table in enumerate(tables):
+        config = EmbeddingConfig(
+            name=f"table_{index}",
+            embedding_dim=table.dim,
+            num_embeddings=table.rows,
+            feature_names=[f"feature_{index}"],
+            # TorchRec has no tables of float64; they count as float32 there.
+            data_type=DataType[DATA_TYPES[table.dtype].torchrec or "FP32"],
+        )
+        groups.setdefault(table.dim, []).append(config)  # a collection's tables share one dimension
+    model = torch.nn.ModuleDict(
+        {
+            f"dim_{dim}": EmbeddingCollection(tables=configs, device=torch.device("meta"))
+            for dim, configs in groups.items()
+        }
+    )
+    outer = cluster.level(cluster.world_size).all_to_all
+    inner = cluster.level(cluster.ranks_per_node).all_to_all if cluster.ranks_per_node > 1 else outer
+    constraints = {
+        f"table_{index}": ParameterConstraints(pooling_factors=[table.profile.avg_length])
+        for index, table in enumerate(tables)
+    }
+    try:
+        with _quiet():
+            topology = Topology(
+                world_size=cluster.world_size,
+                local_world_size=cluster.ranks_per_node,
+                compute_device="cuda",
+                hbm_cap=int(cluster.hbm_bytes - cluster.reserve_bytes),
+                intra_host_bw=(inner.bytes_per_s if inner else 1e9) / 1e3,  # bytes per millisecond, as its constants
+                inter_host_bw=(outer.bytes_per_s if outer else 1e9) / 1e3,
+            )
+            planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, constraints=constraints)
+            plan = planner.plan(model, [EmbeddingCollectionSharder()])
+    except PlannerError as error:
+        raise SolverError(f"TorchRec's planner found no plan: {str(error).strip().splitlines()[0]}") from error
+    found = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
+    return [_choice(found[f"table_{index}"], table) for index, table in enumerate(tables)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without TorchRec's advice on how to set its planner up for training, which nobody here is doing."""
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _choice(sharding: Any, table: Table) -> TorchRecChoice:
+    if sharding.sharding_type in ("data_parallel", "row_wise"):
+        return TorchRecChoice(sharding.sharding_type)
+    shards = sharding.sharding_spec.shards
+    return TorchRecChoice(
+        sharding.sharding_type,
+        tuple((int(shard.placement.rank()), shard.shard_sizes[1] / table.dim) for shard in shards),
+    )
+
+
+def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
+    """Cost of whole-table choices: what all ranks share, and the busiest rank's part of each metric besides."""
+    cluster, hidden = problem.cluster, problem.hidden
+    shared, received = Cost(), 0.0
+    per_rank = [Cost() for _ in range(cluster.world_size)]
+    for table, choice in zip(problem.tables, choices, strict=True):
+        reads = float(table.reads(problem.batch_size, index_dedup=problem.index_dedup) @ table.profile.rows)
+        variation = table.length_variation(problem.batch_size)
+        if not choice.shards:
+            size = 1 if choice.sharding_type == "data_parallel" else cluster.world_size
+            shared += placement_cost(
+                table, cluster, size, rows=table.rows, reads=reads, variation=variation, overlap=hidden
+            )
+            continue
+        # Whoever owns the shards, every rank asks each of them and gets its own rows back.
+        got = reads * table.row_bytes
+        received += got
+        shared += Cost(0.0, got, reads * len(choice.shards), dynamic_memory_sigma_bytes=None)
+        for rank, share in choice.shards:
+            per_rank[rank] += table_wise_cost(table, cluster, reads=reads, share=share)
+    return shared + _busiest(cluster, per_rank, received, hidden)
+
+
+def _busiest(cluster: Cluster, per_rank: Sequence[Cost], received_bytes: float, overlap: Overlap) -> Cost:
+    """The largest of each metric over the ranks. An all-to-all takes as long as its fullest buffer, either way."""
+    rate = cluster.level(cluster.world_size).all_to_all
+    sent = max(sum(c.nbytes for c in cost.collectives) for cost in per_rank)
+    size = cluster.world_size
+    exchange = (
+        () if rate is None or not sent else (collective("all_to_all", size, rate, max(sent, received_bytes), overlap),)
+    )
+    return Cost(
+        static_memory_bytes=max(cost.static_memory_bytes for cost in per_rank),
+        dynamic_memory_bytes=max(cost.dynamic_memory_bytes for cost in per_rank),
+        rows_read=max(cost.rows_read for cost in per_rank),
+        collectives=exchange,
+    )

@@ -1,0 +1,88 @@
+"""The best choice of one strategy per whole table, by a mixed-integer program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+import numpy as np
+
+from flexshard import units
+from flexshard.costmodels import Cost
+from flexshard.errors import BudgetError, SolverError
+from flexshard.planner.problem import Problem, ProblemOptions
+from flexshard.planner.programs import solve_program
+from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
+from flexshard.planner.solving import limit_of
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["solve_whole_tables", "whole_table_cost"]
+
+
+def whole_table_cost(
+    tables: Problem | Sequence[Table],
+    cluster: Cluster | None = None,
+    *,
+    time_limit_seconds: float = 60.0,
+    **options: Unpack[ProblemOptions],
+) -> Cost:
+    """Cost of the best plan that gives every table one group size; arguments as for :func:`solve`.
+
+    Raises:
+        BudgetError: no such plan fits.
+        SolverError: the solver found none in the time limit.
+    """
+    problem = Problem.of(tables, cluster, options)
+    instance = build_instance(problem)
+    return instance.cost(solve_whole_tables(instance, limit_of(problem, instance), time_limit_seconds))
+
+
+def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_seconds: float = 60.0) -> Allocation:
+    """Whole tables to group sizes by a mixed-integer program (PuLP, HiGHS).
+
+    Column-wise is not among the choices: it costs what row-wise does, and sends more ids.
+    """
+    import pulp  # takes longer to import than everything else of the planner
+
+    tables, tiers = range(len(instance.tables)), range(instance.group_sizes.size)
+    total_reads = instance.total_reads
+    whole = instance.num_rows[:, None] * np.ones(len(tiers))
+    seconds = instance.row_bytes[:, None] * (
+        whole * instance.comm_fixed + np.outer(total_reads, instance.comm_per_read)
+    )
+    memory = instance.row_bytes[:, None] * (
+        whole * instance.table_memory_fixed + np.outer(total_reads, instance.memory_per_read)
+    )
+    least = float(memory.min(axis=1).sum()) + instance.held_bytes
+    if least > memory_limit(limit_bytes):
+        raise BudgetError(
+            f"no choice of whole tables fits {units.format_bytes(limit_bytes)} per rank; the least is"
+            f" {units.format_bytes(least)} ({np.ceil(least):,.0f} bytes)",
+            least,
+        )
+    # The solver's tolerances are absolute: work in shares of the row-wise time and of the limit.
+    row_wise = seconds[:, instance.group_sizes == instance.cluster.world_size].sum()
+    left_bytes = limit_bytes - instance.held_bytes
+    time_scale, memory_scale = float(row_wise) or float(seconds.max()) or 1.0, max(abs(left_bytes), 1.0)
+    program = pulp.LpProblem("whole_tables", pulp.LpMinimize)
+    chosen = {(t, g): program.add_variable(f"x_{t}_{g}", cat="Binary") for t in tables for g in tiers}
+    used = {g: program.add_variable(f"y_{g}", cat="Binary") for g in tiers}
+    program += pulp.lpSum(chosen[t, g] * (seconds[t, g] / time_scale) for t in tables for g in tiers) + pulp.lpSum(
+        used[g] * (instance.alpha_seconds[g] / time_scale) for g in tiers
+    )
+    program += (
+        pulp.lpSum(chosen[t, g] * (memory[t, g] / memory_scale) for t in tables for g in tiers)
+        <= left_bytes / memory_scale + 1e-9
+    )
+    for t in tables:
+        program += pulp.lpSum(chosen[t, g] for g in tiers) == 1
+        for g in tiers:
+            program += chosen[t, g] <= used[g]
+    outcome = solve_program(program, gap=1e-6, time_limit_seconds=time_limit_seconds)
+    values = np.array([[chosen[t, g].value() or 0.0 for g in tiers] for t in tables])
+    if outcome != "solution" or not np.allclose(values.sum(axis=1), 1.0):
+        raise SolverError(f"HiGHS found no choice of whole tables in {time_limit_seconds:g} s; raise the time limit")
+    picked = values.argmax(axis=1)
+    return np.where(np.arange(len(tiers)) == picked[:, None], instance.num_rows[:, None], 0)

@@ -1,0 +1,1 @@
+"""Which tables become tensor trains."""

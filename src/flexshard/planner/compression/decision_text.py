@@ -1,0 +1,55 @@
+"""Why a table is compressed, or is not, in sentences."""
+
+from __future__ import annotations
+
+from flexshard import units
+from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption
+
+__all__ = ["explain_table"]
+
+
+def explain_table(decision: CompressionPlan, name: str) -> str:
+    """See :meth:`CompressionPlan.explain`."""
+    table = decision.table(name)
+    chosen = table.option
+    lines = [
+        f"{name}: {table.rows:,} rows x {table.dim}, {chosen.name}.",
+        f"  {_words(chosen)} per rank and iteration"
+        + (f", {chosen.shape.compression:.0f} times fewer numbers than the table." if chosen.shape else "."),
+    ]
+    price = decision.memory_price_seconds_per_gib
+    if price:
+        lines.append(f"The budget binds: memory is worth {units.format_seconds(price)} per GiB at the margin.")
+    else:
+        lines.append("The budget does not bind: the least time wins.")
+    for index, option in enumerate(table.options):
+        if index == table.chosen:
+            continue
+        more = option.priced_seconds - chosen.priced_seconds
+        same = abs(more) <= 1e-6 * chosen.priced_seconds
+        verdict = f"{units.format_seconds(abs(more))} {'more' if more >= 0 else 'less'} in all"
+        verdict = "the same in all" if same else verdict
+        reason = _reason(decision, table, option, more)
+        lines.append(f"  As {option.name} it would need {_words(option)}: {verdict}{reason}.")
+    if len(table.options) == 1:
+        lines.append("  No tensor train was offered for it.")
+    return "\n".join(lines)
+
+
+def _reason(decision: CompressionPlan, table: TableChoice, option: TableOption, more: float) -> str:
+    """Why something that is faster, or cheaper at the price of memory, was not taken."""
+    if more >= 0 and option.seconds >= table.option.seconds:
+        return ""
+    if decision.memory_bytes - table.option.memory_bytes + option.memory_bytes > decision.budget_bytes:
+        return ", but beyond the budget"
+    loss = decision.loss - table.option.loss + option.loss
+    if decision.loss_limit is not None and loss > decision.loss_limit:
+        return f", but beyond the loss allowed ({loss:.4g} above {decision.loss_limit:.4g})"
+    return "" if more >= 0 else ", but tables are taken whole, and other choices pay for it"
+
+
+def _words(option: TableOption) -> str:
+    return (
+        f"{units.format_bytes(option.memory_bytes)}, {units.format_seconds(option.compute_seconds)} of lookups and"
+        f" {units.format_seconds(option.comm_seconds)} of communication"
+    )

@@ -1,0 +1,164 @@
+"""A plan as tables that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from flexshard import units
+from flexshard._internal import as_text, new_grid
+from flexshard.costmodels import Cost
+from flexshard.planner.plan import Plan, TablePlan
+
+__all__ = ["costs_grid", "plan_renderable", "plan_text", "table_heading", "worth_of_memory"]
+
+_MOST_TABLES = 40
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan as text."""
+    return as_text(plan_renderable(plan))
+
+
+def plan_renderable(plan: Plan) -> RenderableType:
+    """Tiers of the tables, costs beside the baselines, and the proof."""
+    parts: list[RenderableType] = [_heading(plan), _tiers_grid(plan), costs_grid(plan)]
+    if any(table.undeduplicated for table in plan.tables.values()):
+        parts.append(_dedup_grid(plan))
+    return Group(*parts, *_proof(plan))
+
+
+def _dedup_grid(plan: Plan) -> Grid:
+    """Tiers with deduplicated batches and without; what they cost stands among the baselines."""
+    grid = new_grid("What deduplication changes", ["table"], ["DedupFactor", "rows by group without", "with"])
+    for table in list(plan.tables.values())[:_MOST_TABLES]:
+        now = tuple((tier.group_size, tier.rows) for tier in table.tiers)
+        cells = (" + ".join(f"{rows:,} ({size})" for size, rows in tiers) for tiers in (table.undeduplicated, now))
+        grid.add_row(table.name, f"{table.dedup_factor:.2f}", *cells)
+    before, after = plan.baselines["without_deduplication"], plan.predicted
+    memory = units.format_bytes(abs(before.memory_bytes - after.memory_bytes))
+    grid.caption = (
+        f"{memory} per rank {'less' if after.memory_bytes <= before.memory_bytes else 'more'}, exposed communication"
+        f" {units.format_seconds(before.exposed_seconds)} without, {units.format_seconds(after.exposed_seconds)} with"
+    )
+    budget = plan.settings.budget.strip()
+    if budget == "neutral" or budget[0] in "+-":
+        grid.caption += "; each within its own budget, since row-wise needs less memory with it"
+    return grid
+
+
+def _heading(plan: Plan) -> Text:
+    s, c = plan.settings, plan.cluster
+    budget = f"{s.budget}{_less_reserve(plan)} = {units.format_bytes(s.budget_bytes)}"
+    return Text(
+        f"{len(plan.tables)} table(s) on {c.name} ({c.nodes} nodes x {c.ranks_per_node} ranks),"
+        f" batch {s.batch_size:,} per rank, budget {budget} per rank,"
+        f" method {s.method}, at most {s.tiers} tiers"
+        + (", distinct rows per batch" if s.index_dedup else "")
+        + (f", overlap {', '.join(f'{n} {v:.0%}' for n, v in s.overlap)}" if s.overlap else "")
+    )
+
+
+def _less_reserve(plan: Plan) -> str:
+    budget = plan.settings.budget.strip()
+    if budget == "neutral" or budget[0] in "+-" or not plan.cluster.reserve_bytes:
+        return ""
+    return f" less {units.format_bytes(plan.cluster.reserve_bytes)} reserve"
+
+
+def _tiers_grid(plan: Plan) -> Grid:
+    held_out = any(tier.covered_held_out is not None for table in plan.tables.values() for tier in table.tiers)
+    numbers = ("group", "rows", "of table", "accesses", *(["held out"] if held_out else []), "p of last row")
+    grid = new_grid("Where the rows live", ["table", "strategy"], numbers)
+    for table in list(plan.tables.values())[:_MOST_TABLES]:
+        for index, tier in enumerate(table.tiers):
+            cells = [
+                table.name if index == 0 else "",
+                tier.strategy,
+                str(tier.group_size),
+                f"{tier.rows:,}",
+                f"{tier.rows / table.rows:.2%}",
+                f"{tier.covered:.1%}",
+            ]
+            if held_out:
+                cells.append("" if tier.covered_held_out is None else f"{tier.covered_held_out:.1%}")
+            grid.add_row(*cells, f"{tier.coldest_p:.3g}")
+    if len(plan.tables) > _MOST_TABLES:
+        grid.caption = f"... and {len(plan.tables) - _MOST_TABLES} more tables; see 'flexshard explain'"
+    return grid
+
+
+def costs_grid(plan: Plan) -> Grid:
+    """Predicted costs of the plan and of the baselines, per rank and iteration."""
+    columns = ("memory", "static", "dynamic", "p99.9", "ids sent", "all-to-all", "all-reduce", "exposed", "vs row-wise")
+    grid = new_grid("Predicted per rank and iteration", [""], columns)
+    grid.columns[0].no_wrap = True
+    for name, cost in _rows(plan).items():
+        grid.add_row(name, *_cells(cost, plan.baselines["row_wise"]))
+    return grid
+
+
+def _rows(plan: Plan) -> Mapping[str, Cost]:
+    return {"this plan": plan.predicted, **plan.baselines}
+
+
+def _cells(cost: Cost, row_wise: Cost) -> list[str]:
+    p999 = cost.dynamic_memory_p999_bytes
+    faster = row_wise.exposed_seconds / cost.exposed_seconds if cost.exposed_seconds else None
+    return [
+        units.format_bytes(cost.memory_bytes),
+        units.format_bytes(cost.static_memory_bytes),
+        units.format_bytes(cost.dynamic_memory_bytes),
+        "n/a" if p999 is None else units.format_bytes(p999),
+        units.format_count(round(cost.input_ids)),
+        units.format_seconds(cost.dynamic_comm_seconds),
+        units.format_seconds(cost.static_comm_seconds),
+        units.format_seconds(cost.exposed_seconds),
+        "-" if faster is None else f"{faster:.2f}x",
+    ]
+
+
+def _proof(plan: Plan) -> list[Text]:
+    cost = plan.predicted.exposed_seconds
+    gap = (cost - plan.lower_bound_seconds) / cost if cost else 0.0
+    proof = (
+        f"Proof: no plan within the budget has less than {_exact(plan.lower_bound_seconds)} of exposed communication;"
+        f" this one has {_exact(cost)} (relative gap {gap:.2g})."
+    )
+    lines = [proof]
+    if plan.settings.method == "optimal":
+        saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
+        lines.append(f"Memory: {worth_of_memory(plan, saved)}.")
+    usable = plan.cluster.hbm_bytes - plan.cluster.reserve_bytes
+    p999 = plan.predicted.dynamic_memory_p999_bytes
+    peak = plan.predicted.static_memory_bytes + (plan.predicted.dynamic_memory_bytes if p999 is None else p999)
+    if peak > usable:
+        lines.append(
+            f"Warning: {units.format_bytes(peak)} per rank {'expected' if p999 is None else 'at p99.9'} is more than"
+            f" the {units.format_bytes(usable)} that {plan.cluster.name} leaves to embeddings; it may run out."
+        )
+    return [Text(line) for line in lines]
+
+
+def worth_of_memory(plan: Plan, saved_by_a_gib: float) -> str:
+    """What more memory would save, in words."""
+    if saved_by_a_gib <= 1e-9 * plan.predicted.exposed_seconds:
+        return "one more GiB per rank would save nothing"
+    price = plan.memory_price_seconds_per_gib
+    margin = f"at the margin {units.format_seconds(price)} per GiB" if price else "a little more would save nothing"
+    return f"one more GiB per rank would save {units.format_seconds(saved_by_a_gib)} per iteration ({margin})"
+
+
+def _exact(seconds: float) -> str:
+    return f"{seconds * 1e3:.4f} ms"
+
+
+def table_heading(table: TablePlan) -> str:
+    """One line that says what a table is."""
+    return (
+        f"{table.name}: {table.rows:,} rows x {table.dim} {table.dtype}, {table.optimizer}, L = {table.avg_length:.4g}"
+        f" reads per sample, a replica costs {table.kappa_replicated:.4g} bytes per byte of weight"
+    )

@@ -1,0 +1,203 @@
+"""Why a table's tiers end where they do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flexshard import units
+from flexshard._internal import deprecated_attribute, with_names
+from flexshard.costmodels import overlap_of, row_lines, strategy_name
+from flexshard.errors import PlanError
+from flexshard.planner.explanations.plan_text import table_heading, worth_of_memory
+from flexshard.planner.plan import Alternative, Plan, TablePlan
+from flexshard.planner.plan_file import FIELDS
+from flexshard.planner.problem import Problem
+from flexshard.planner.solving import solve
+from flexshard.tables import expected_distinct
+
+__all__ = ["Boundary", "RowCost", "TableExplanation", "explain"]
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """What one row would cost in one tier, per rank and iteration.
+
+    Attributes:
+        strategy, group_size: the tier.
+        memory_bytes: static and expected dynamic memory.
+        exposed_seconds: communication, latencies aside.
+        priced_seconds: both together at the plan's price of memory.
+    """
+
+    strategy: str
+    group_size: int
+    memory_bytes: float
+    exposed_seconds: float
+    priced_seconds: float
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The last row of a tier, and what it costs there and elsewhere.
+
+    Attributes:
+        position: of the row in the table's order of popularity, from 0.
+        p: its expected appearances in one sample.
+        chosen: what it costs where it is.
+        others: what it would cost elsewhere, cheapest first.
+    """
+
+    position: int
+    p: float
+    chosen: RowCost
+    others: tuple[RowCost, ...]
+
+    rank = deprecated_attribute("rank", "position")
+
+
+@dataclass(frozen=True)
+class TableExplanation:
+    """Why a table is placed as it is.
+
+    Attributes:
+        table: the table's part of the plan.
+        boundaries: last row of each tier.
+        memory_price_seconds_per_gib, next_gib_seconds_saved: what memory is worth to the whole plan.
+        text: all of it in sentences.
+    """
+
+    table: TablePlan
+    boundaries: tuple[Boundary, ...]
+    memory_price_seconds_per_gib: float
+    next_gib_seconds_saved: float | None
+    text: str
+
+    def document(self) -> dict[str, Any]:
+        """The explanation as a mapping for machines, with the names of a plan's file."""
+        document: dict[str, Any] = with_names(asdict(self), FIELDS | {"position": "rank"})
+        return document
+
+
+def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation:
+    """Explain one table of a plan (its only one by default), from the plan alone; a problem is solved first.
+
+    Raises:
+        PlanError: the plan has no such table, or several and none is named.
+    """
+    if isinstance(plan, Problem):
+        plan = solve(plan)
+    if name is None and len(plan.tables) > 1:
+        raise PlanError(f"which of the plan's {len(plan.tables)} tables? name one")
+    table = plan.table(next(iter(plan.tables)) if name is None else name)
+    boundaries = _boundaries(plan, table)
+    saved = None if plan.next_gib_seconds is None else plan.predicted.exposed_seconds - plan.next_gib_seconds
+    text = "\n".join([table_heading(table), "", *_tier_lines(plan, table, boundaries), "", *_rest(plan, table, saved)])
+    return TableExplanation(table, boundaries, plan.memory_price_seconds_per_gib, saved, text)
+
+
+def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
+    settings, cluster = plan.settings, plan.cluster
+    hidden = overlap_of(dict(settings.overlap) or None, cluster)
+    lines = row_lines(cluster, table.kappa_replicated, table.kappa_sharded, hidden)
+    price = plan.memory_price_seconds_per_gib / units.GIB
+    row_bytes = table.row_bytes
+    found = []
+    for tier in table.tiers:
+        p = tier.coldest_p
+        distinct = settings.batch_size / table.dedup_factor
+        w = float(expected_distinct(p, distinct)) if settings.index_dedup else p * distinct
+        memory = row_bytes * (lines.memory_fixed + lines.memory_per_read * w)
+        seconds = row_bytes * (lines.comm_fixed + lines.comm_per_read * w)
+        costs = [
+            RowCost(strategy_name(size, cluster.world_size), size, float(m), float(c), float(c + price * m))
+            for size, m, c in zip(lines.group_sizes, memory, seconds, strict=True)
+        ]
+        chosen = next(cost for cost in costs if cost.group_size == tier.group_size)
+        others = sorted((cost for cost in costs if cost is not chosen), key=lambda cost: cost.priced_seconds)
+        found.append(Boundary(tier.first_position + tier.rows - 1, p, chosen, tuple(others)))
+    return tuple(found)
+
+
+def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) -> list[str]:
+    lines = []
+    unused = _unused(plan)
+    for tier, boundary in zip(table.tiers, boundaries, strict=True):
+        rows = f"{tier.rows:,} rows" if len(table.tiers) > 1 else f"all {tier.rows:,} rows"
+        unseen = "" if tier.covered_held_out is None else f" ({tier.covered_held_out:.1%} in unseen samples)"
+        lines.append(
+            f"{tier.strategy} (groups of {tier.group_size}): {rows} from position {tier.first_position:,},"
+            f" {tier.covered:.1%} of accesses{unseen}, p from {tier.hottest_p:.3g} to {tier.coldest_p:.3g}"
+        )
+        lines.append(f"  Its last row costs {_words(boundary.chosen)} per rank and iteration;")
+        for other in boundary.others:
+            more = other.priced_seconds - boundary.chosen.priced_seconds
+            same = abs(more) <= 1e-6 * boundary.chosen.priced_seconds
+            verdict = "the same" if same else f"{units.format_seconds(abs(more))} {'more' if more > 0 else 'less'}"
+            lines.append(
+                f"  as {other.strategy} ({other.group_size}) it would cost {_words(other)}: {verdict} in all"
+                + (
+                    f", but {unused[other.group_size]}."
+                    if more < 0 and not same and other.group_size in unused
+                    else "."
+                )
+            )
+    if plan.settings.method == "optimal" and plan.memory_price_seconds_per_gib == 0:
+        lines.append("The budget does not bind: tiers end where the next one takes less time, whatever its memory.")
+    elif plan.settings.method == "optimal":
+        lines.append(
+            f"Tiers end where two of them cost the same at {units.format_seconds(plan.memory_price_seconds_per_gib)}"
+            " per GiB of memory, the price at which the budget is just spent."
+        )
+    else:
+        lines.append(
+            "Method 'paper': data_parallel ends at its memory-neutral breakpoint, flex where the memory saved is spent"
+            " or at its communication breakpoint (two tiers: data_parallel where its savings are spent)."
+        )
+    return lines
+
+
+def _unused(plan: Plan) -> dict[int, str]:
+    """Why a group size that would serve some rows better is not used by any: starting its collectives costs more."""
+    settings, cluster = plan.settings, plan.cluster
+    used = {tier.group_size for table in plan.tables.values() for tier in table.tiers}
+    alpha = row_lines(cluster, 1.0, 1.0, overlap_of(dict(settings.overlap) or None, cluster)).alpha_seconds
+    full = len(used) >= settings.tiers
+    return {
+        size: f"the plan has its {settings.tiers} group sizes already"
+        if full
+        else f"no row of the plan is there, and the first would add {units.format_seconds(float(latency))} of latency"
+        for size, latency in zip(cluster.group_sizes, alpha, strict=True)
+        if size not in used
+    }
+
+
+def _words(cost: RowCost) -> str:
+    return f"{cost.memory_bytes:,.0f} B and {units.format_seconds(cost.exposed_seconds)}"
+
+
+def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
+    lines = [_alternative(alternative, plan) for alternative in table.alternatives]
+    if lines:
+        lines = ["Next best choices for this table, everything else as planned:", *lines]
+    if saved is not None:
+        worth = worth_of_memory(plan, saved)
+        lines.append(
+            f"For the whole plan of {units.format_seconds(plan.predicted.exposed_seconds)} per iteration, {worth}."
+        )
+    return lines
+
+
+def _alternative(alternative: Alternative, plan: Plan) -> str:
+    names = " + ".join(f"{strategy_name(size, plan.cluster.world_size)} ({size})" for size in alternative.group_sizes)
+    memory = alternative.memory_bytes
+    return (
+        f"  {names}: {_signed(alternative.exposed_seconds)} exposed, "
+        f"{'+' if memory >= 0 else '-'}{units.format_bytes(abs(memory))} per rank;"
+        f" {_signed(alternative.priced_seconds)} at the price of memory"
+        + ("" if alternative.fits else ", but beyond the budget")
+    )
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{units.format_seconds(abs(seconds))}"

@@ -1,0 +1,178 @@
+"""Job files: what to plan, as YAML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field
+
+from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, located, replacing, save_yaml
+from flexshard.costmodels import overlap_of
+from flexshard.errors import ClusterError, FlexShardError, JobError
+from flexshard.planner.budget import parse_budget
+from flexshard.planner.compression.decision import TTOption
+from flexshard.planner.job import Job
+from flexshard.profiling import AccessProfile
+from flexshard.tables import Table, TTShape
+from flexshard.topologies import Cluster
+
+__all__ = ["load_job", "save_job"]
+
+FORMAT = DocumentFormat("flexshard.job", 1, "a job", "flexshard.job", JobError, "write one with 'flexshard job'")
+
+ValueT = TypeVar("ValueT")
+
+
+class CompressSpec(StrictModel):
+    """A tensor train that a table may become: one rank for all, or each."""
+
+    ranks: int | list[int]
+    cores: int = 3
+    loss: float = 0.0
+
+
+class TableSpec(StrictModel):
+    """A table of a job file; rows default to the profile's."""
+
+    name: str
+    dim: int
+    profile: str
+    rows: int | None = None
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
+    replication_multiplier: float | None = None
+    features: list[str] = Field(default_factory=list)
+    dedup_factor: float = 1.0
+    compress: list[CompressSpec] = Field(default_factory=list)
+
+
+class JobSpec(StrictModel):
+    """A job file."""
+
+    cluster: str
+    batch_size: int = Field(ge=1, lt=1 << 40)
+    tables: list[TableSpec]
+    budget: str = "neutral"
+    tiers: int = Field(default=3, ge=1)
+    method: Literal["optimal", "paper"] = "optimal"
+    overlap: str | dict[str, float] | None = None
+    index_dedup: bool = False
+    reduction: Literal["dense", "sparse", "auto"] = "dense"
+    translation: Literal["loader", "device"] = "loader"
+    loss_limit: float | None = None
+
+
+def load_job(path: PathLike) -> Job:
+    """Read a job file; paths in it are relative to it.
+
+    Raises:
+        JobError: unreadable, of another version, or with a field that cannot be used; names file, line and field.
+    """
+    spec, tree = load_yaml(path, JobSpec, FORMAT)
+    folder = Path(path).parent
+
+    def at(loc: Sequence[str | int], make: Callable[[], ValueT]) -> ValueT:
+        try:
+            return make()
+        except FlexShardError as error:
+            raise JobError(f"{located(path, tree, loc)}: {error}") from error
+
+    if not spec.tables:
+        raise JobError(f"{located(path, tree, ['tables'])}: there are no tables to plan")
+    names: set[str] = set()
+    for index, table in enumerate(spec.tables):
+        if table.name in names:
+            where = located(path, tree, ["tables", index, "name"])
+            raise JobError(f"{where}: table {table.name!r} is given twice; tables need distinct names")
+        names.add(table.name)
+    cluster = at(["cluster"], lambda: _cluster(folder, spec.cluster))
+    at(["overlap"], lambda: overlap_of(spec.overlap, cluster))
+    at(["budget"], lambda: parse_budget(spec.budget).limit_bytes(0.0, cluster))
+    tables = tuple(at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables))
+    options = {
+        table.name: tuple(
+            at(["tables", index, "compress", number], partial(_option, table, option))
+            for number, option in enumerate(spec.tables[index].compress)
+        )
+        for index, table in enumerate(tables)
+        if spec.tables[index].compress
+    }
+    others = spec.model_dump(exclude={"tables", "cluster"})
+    return at([], lambda: Job(tables, cluster, options=options, **others))
+
+
+def _option(table: Table, spec: CompressSpec) -> TTOption:
+    return TTOption(TTShape.choose(table.rows, table.dim, spec.ranks, cores=spec.cores), spec.loss)
+
+
+def _cluster(folder: Path, name: str) -> Cluster:
+    beside = folder / name
+    if beside.suffix in {".yaml", ".yml"} or beside.is_file():
+        if not beside.exists():
+            raise ClusterError(f"{beside}: no such cluster file")
+        return Cluster.load(beside)
+    return Cluster.resolve(name)
+
+
+def _table(folder: Path, spec: TableSpec) -> Table:
+    # The plan names the profile as the job does, so that it is the same plan from wherever it was made.
+    profile = replace(AccessProfile.load(folder / spec.profile), path=spec.profile)
+    return Table(
+        spec.name,
+        profile.num_rows if spec.rows is None else spec.rows,
+        spec.dim,
+        profile,
+        spec.dtype,
+        spec.optimizer,
+        spec.replication_multiplier,
+        tuple(spec.features),
+        spec.dedup_factor,
+    )
+
+
+def save_job(
+    path: PathLike,
+    profiles: Sequence[PathLike],
+    *,
+    cluster: str,
+    batch_size: int,
+    dim: int,
+    dtype: str = "float32",
+    optimizer: str = "rowwise_adagrad",
+    budget: str = "neutral",
+    tiers: int = 3,
+) -> None:
+    """Write a job file with one table per profile, all of one shape, to be edited where they differ.
+
+    It is written only if :func:`load_job` takes it.
+
+    Raises:
+        ProfileError: a profile that cannot be read.
+        JobError: a field that a job cannot have.
+        OutputError: the job could not be written.
+    """
+    folder = Path(path).parent
+    tables = []
+    for file in profiles:
+        profile = AccessProfile.load(file)
+        entry = {"name": profile.table or Path(file).name.split(".")[0], "rows": profile.num_rows, "dim": dim}
+        tables.append(entry | {"dtype": dtype, "optimizer": optimizer, "profile": os.path.relpath(file, folder)})
+    body = {
+        "cluster": os.path.relpath(cluster, folder) if Path(cluster).is_file() else cluster,
+        "batch_size": batch_size,
+        "budget": budget,
+        "tiers": tiers,
+        "method": "optimal",
+        "tables": tables,
+    }
+    with replacing(path) as draft:
+        save_yaml(draft, FORMAT, body)
+        try:
+            load_job(draft)
+        except JobError as error:
+            raise JobError(str(error).replace(str(draft), str(path))) from error

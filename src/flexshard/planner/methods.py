@@ -1,0 +1,86 @@
+"""Methods: how rows are placed within a memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexshard import units
+from flexshard.planner.alternatives import alternatives_of
+from flexshard.planner.named import Named
+from flexshard.planner.plan import Alternative
+from flexshard.planner.solver.dual_search import solve_instance
+from flexshard.planner.solver.instance import Allocation, Instance
+from flexshard.planner.solver.published import solve_published
+
+__all__ = ["METHODS", "Method", "Optimal", "Placement", "Published"]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """What a method found.
+
+    Attributes:
+        allocation: rows per table and tier.
+        lower_bound_seconds: no placement within the budget is faster.
+        price: seconds that one more byte of budget saves; 0 where the budget does not bind.
+        next_gib_seconds: of the best placement with one GiB more; None if the method does not say.
+        alternatives: next best choices of each table; empty if the method does not say.
+    """
+
+    allocation: Allocation
+    lower_bound_seconds: float
+    price: float
+    next_gib_seconds: float | None
+    alternatives: tuple[tuple[Alternative, ...], ...]
+
+
+class Method(Named):
+    """A way to place rows.
+
+    Attributes:
+        tiers: the numbers of group sizes that it can be asked for; None for any.
+    """
+
+    tiers: tuple[int, ...] | None = None
+
+    def place(self, instance: Instance, limit_bytes: float, tiers: int) -> Placement:
+        """Rows in at most ``tiers`` group sizes, within a limit per rank.
+
+        Raises:
+            BudgetError: nothing fits; its ``least_bytes`` would.
+        """
+        raise NotImplementedError
+
+
+class Optimal(Method):
+    """Least exposed communication (docs/model.md)."""
+
+    name = "optimal"
+
+    def place(self, instance: Instance, limit_bytes: float, tiers: int) -> Placement:
+        """See :func:`solve_instance`; what a GiB more would save, and what else each table could have."""
+        best = solve_instance(instance, limit_bytes, tiers)
+        more = solve_instance(instance, limit_bytes + units.GIB, tiers, start_price=best.price or None)
+        return Placement(
+            best.allocation,
+            best.lower_bound_seconds,
+            best.price,
+            min(best.seconds, more.seconds),
+            tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers)),
+        )
+
+
+class Published(Method):
+    """The published algorithm (FlexShard paper, section 4), beside the optimal one's bound."""
+
+    name = "paper"
+    tiers = (2, 3)
+
+    def place(self, instance: Instance, limit_bytes: float, tiers: int) -> Placement:
+        """See :func:`solve_published`."""
+        best = solve_instance(instance, limit_bytes, tiers)
+        allocation = solve_published(instance, limit_bytes, tiers)
+        return Placement(allocation, best.lower_bound_seconds, best.price, None, ((),) * len(instance.tables))
+
+
+METHODS: dict[str, Method] = {one.name: one for one in (Optimal(), Published())}

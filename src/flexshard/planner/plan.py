@@ -1,0 +1,206 @@
+"""The plan: where every row lives, why, and what it is predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexshard._internal import PathLike, bound, deprecated_attribute
+from flexshard.costmodels import Cost
+from flexshard.errors import PlanError
+from flexshard.tables import DATA_TYPES
+from flexshard.topologies import Cluster
+
+__all__ = ["Alternative", "Plan", "Settings", "TablePlan", "Tier"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        batch_size: B, samples per rank.
+        budget: as it was written.
+        budget_bytes: what it came to, per rank.
+        tiers: most group sizes of a plan.
+        method: "optimal" or "paper".
+        index_dedup: whether reads are counted as distinct rows per batch.
+        overlap: hidden share of time by collective, such as ("all_to_all@8", 0.9).
+        reduction: how gradients of copies may be brought together: "dense", "sparse" or "auto".
+        translation: where ids are translated: "loader" (host memory) or "device" (counted as static memory).
+    """
+
+    batch_size: int
+    budget: str
+    budget_bytes: float
+    tiers: int
+    method: str
+    index_dedup: bool
+    overlap: tuple[tuple[str, float], ...]
+    reduction: str = "dense"
+    translation: str = "loader"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Rows of a table that share one group size: a range of its rows in descending p.
+
+    Attributes:
+        strategy: "data_parallel", "flex" or "row_wise".
+        group_size: g; rows are split over g consecutive ranks and copied U/g times.
+        rows: how many.
+        first_position: of its hottest row in the table's order of popularity, from 0 (``first_rank`` in files).
+        covered: share of the table's accesses.
+        covered_held_out: that share in samples that the profile has not seen; None where none were held out.
+        reads: R, expected reads of its rows per rank and iteration.
+        hottest_p, coldest_p: expected appearances in one sample of its first and last row.
+        reduction: how gradients of its copies are brought together: "dense" (all-reduce of all its rows) or "sparse"
+            (all-gather of those that were touched).
+    """
+
+    strategy: str
+    group_size: int
+    rows: int
+    first_position: int
+    covered: float
+    covered_held_out: float | None
+    reads: float
+    hottest_p: float
+    coldest_p: float
+    reduction: str = "dense"
+
+    first_rank = deprecated_attribute("first_rank", "first_position")
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another choice of group sizes for one table, all others as planned.
+
+    Attributes:
+        group_sizes: g's that it would use.
+        exposed_seconds: what it adds to the plan's exposed communication.
+        memory_bytes: what it adds to the plan's memory per rank.
+        priced_seconds: both together at the plan's price of memory. Below 0 only where the budget rules it out, because
+            it would spare a collective altogether.
+        fits: whether the budget allows it.
+    """
+
+    group_sizes: tuple[int, ...]
+    exposed_seconds: float
+    memory_bytes: float
+    priced_seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """One table of a plan.
+
+    Attributes:
+        name, rows, dim, dtype, optimizer, features: as in :class:`Table`.
+        kappa_replicated, kappa_sharded: κ below U and at U.
+        profile_digest: of the access profile that it was planned with.
+        profile_path: file whose column ``row`` lists the rows, hottest first, as the job names it (relative to the job
+            file); None where the profile was not read from a file.
+        num_samples, avg_length: of the profile.
+        tiers: hottest first; only those that hold rows.
+        alternatives: next best choices, cheapest first; empty for method "paper".
+        dedup_factor: as in :class:`Table`.
+        undeduplicated: (group size, rows) of the tiers that the table would have without deduplication, hottest first;
+            empty where no table of the plan is deduplicated.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    dtype: str
+    optimizer: str
+    features: tuple[str, ...]
+    kappa_replicated: float
+    kappa_sharded: float
+    profile_digest: str
+    profile_path: str | None
+    num_samples: int
+    avg_length: float
+    tiers: tuple[Tier, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    dedup_factor: float = 1.0
+    undeduplicated: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def row_bytes(self) -> int:
+        """D·s: bytes of one row's weights."""
+        return self.dim * DATA_TYPES[self.dtype].nbytes
+
+    def tier(self, group_size: int) -> Tier | None:
+        """The tier of this group size, if it holds any rows."""
+        return next((tier for tier in self.tiers if tier.group_size == group_size), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A placement of every row of every table, its predicted cost and its proof.
+
+    Attributes:
+        cluster: what it is for.
+        settings: what was asked for.
+        tables: by name, in the order given.
+        predicted: the plan's six metrics per rank and iteration.
+        baselines: those of "row_wise", "data_parallel", "paper_2_tier" and "paper_3_tier", of those that ``compare``
+            added, and of the same job "without_deduplication" where some table is deduplicated.
+        lower_bound_seconds: no plan within the budget has less exposed communication.
+        memory_price_seconds_per_gib: exposed time that one more GiB would save at the margin.
+        next_gib_seconds: exposed time of the best plan with one GiB more; None for method "paper".
+        job_digest: SHA-256 of the tables, profiles, cluster and settings that the plan was made from.
+    """
+
+    cluster: Cluster
+    settings: Settings
+    tables: Mapping[str, TablePlan]
+    predicted: Cost
+    baselines: Mapping[str, Cost]
+    lower_bound_seconds: float
+    memory_price_seconds_per_gib: float
+    next_gib_seconds: float | None
+    job_digest: str
+
+    def table(self, name: str) -> TablePlan:
+        """One table.
+
+        Raises:
+            PlanError: the plan has no table of this name; lists those it has.
+        """
+        if name not in self.tables:
+            known = list(self.tables)
+            shown = ", ".join(known[:20]) + (f", ... ({len(known)} in all)" if len(known) > 20 else "")
+            raise PlanError(f"the plan has no table {name!r}; it has {shown}")
+        return self.tables[name]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that the plan says, in hexadecimal: equal on every rank, or the plans differ."""
+        fingerprint: str = bound("flexshard.planner", "Plan.fingerprint")(self)
+        return fingerprint
+
+    def save(self, path: PathLike) -> None:
+        """Write the plan as JSON: the same plan gives the same bytes.
+
+        Raises:
+            OutputError: it could not be written.
+        """
+        bound("flexshard.planner", "Plan.save")(self, path)
+
+    @classmethod
+    def load(cls, path: PathLike) -> Plan:
+        """Read a plan that :meth:`save` wrote.
+
+        Raises:
+            PlanError: not a plan, of another version, or changed since it was written.
+        """
+        plan: Plan = bound("flexshard.planner", "Plan.load")(path)
+        return plan
+
+    def __str__(self) -> str:
+        text: str = bound("flexshard.planner", "Plan.__str__")(self)
+        return text

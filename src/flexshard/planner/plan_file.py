@@ -1,0 +1,106 @@
+"""Plan files: versioned JSON, byte for byte the same for the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from flexshard._internal import DocumentFormat, PathLike, decode, digest_of, read_json, with_names, write_json
+from flexshard.costmodels import Cost
+from flexshard.errors import PlanError
+from flexshard.planner.plan import Plan
+
+__all__ = ["FIELDS", "cost_document", "fingerprint", "load_plan", "plan_document", "plan_of", "save_plan"]
+
+FORMAT = DocumentFormat("flexshard.plan", 1, "a plan", "plans", PlanError, "plan again")
+
+# Attributes that files have under another name.
+FIELDS = {"first_position": "first_rank"}
+
+Body = dict[str, Any]
+
+
+def plan_document(plan: Plan) -> Body:
+    """A plan as the mapping that its file holds, fingerprint included."""
+    return FORMAT.stamped({"fingerprint": plan.fingerprint, **_body(plan)})
+
+
+def save_plan(plan: Plan, path: PathLike) -> None:
+    """See :meth:`Plan.save`."""
+    write_json(path, plan_document(plan))
+
+
+def fingerprint(plan: Plan) -> str:
+    """See :attr:`Plan.fingerprint`."""
+    return _digest(_body(plan))
+
+
+def _digest(body: Body) -> str:
+    # Where a profile lies is not part of what the plan says: the same job planned elsewhere is the same plan.
+    tables = [{key: value for key, value in table.items() if key != "profile_path"} for table in body["tables"]]
+    return digest_of(body | {"tables": tables})
+
+
+def _body(plan: Plan) -> Body:
+    return {
+        "job_digest": plan.job_digest,
+        "settings": _without(asdict(plan.settings), reduction="dense", translation="loader"),
+        "cluster": asdict(plan.cluster),
+        "predicted": cost_document(plan.predicted),
+        "lower_bound_seconds": plan.lower_bound_seconds,
+        "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,
+        "next_gib_seconds": plan.next_gib_seconds,
+        "baselines": {name: cost_document(cost) for name, cost in plan.baselines.items()},
+        "tables": [_table_document(asdict(table)) for table in plan.tables.values()],
+    }
+
+
+def _table_document(table: Body) -> Body:
+    tiers = [_without(with_names(tier, FIELDS), reduction="dense") for tier in table["tiers"]]
+    return _without(table | {"tiers": tiers}, dedup_factor=1.0, undeduplicated=())
+
+
+def _without(document: Body, **usual: Any) -> Body:
+    """Without fields that came later, where they say what holds without them: older plans keep their bytes."""
+    return {key: value for key, value in document.items() if key not in usual or value != usual[key]}
+
+
+def cost_document(cost: Cost) -> Body:
+    """A cost's fields, and the seconds that follow from them for whoever reads the file without FlexShard."""
+    return asdict(cost) | {
+        "dynamic_memory_p999_bytes": cost.dynamic_memory_p999_bytes,
+        "dynamic_comm_seconds": cost.dynamic_comm_seconds,
+        "static_comm_seconds": cost.static_comm_seconds,
+        "exposed_seconds": cost.exposed_seconds,
+    }
+
+
+def load_plan(path: PathLike) -> Plan:
+    """See :meth:`Plan.load`."""
+    return plan_of(read_json(path, FORMAT, digest=_digest), str(path))
+
+
+def plan_of(body: Body, where: str) -> Plan:
+    """A plan from the body of its document.
+
+    Raises:
+        PlanError: a field is missing or of another type; names ``where``, the file, and the field.
+    """
+    fields_of_plan = dict(body)
+    try:
+        fields_of_plan["predicted"] = _cost(body["predicted"])
+        fields_of_plan["baselines"] = {name: _cost(cost) for name, cost in body["baselines"].items()}
+        fields_of_plan["tables"] = {table["name"]: _table(table) for table in body["tables"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{where}: a field is missing or of another type ({error!r}); {FORMAT.remedy}") from error
+    return decode(Plan, fields_of_plan, where, FORMAT)
+
+
+def _table(body: Body) -> Body:
+    attributes = {name: attribute for attribute, name in FIELDS.items()}
+    return body | {"tiers": [with_names(tier, attributes) for tier in body["tiers"]]}
+
+
+def _cost(body: Body) -> Body:
+    """Without the seconds that follow."""
+    return {field.name: body[field.name] for field in fields(Cost)}

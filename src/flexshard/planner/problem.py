@@ -1,0 +1,178 @@
+"""What to plan, as one value: tables, cluster, batch size, budget and options, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypedDict, cast
+
+import numpy as np
+
+from flexshard._internal import check_int, first_repeated
+from flexshard.costmodels import Overlap, OverlapLike, overlap_of
+from flexshard.errors import JobError
+from flexshard.planner.budget import Budget, BudgetLike, parse_budget
+from flexshard.planner.methods import METHODS, Method
+from flexshard.planner.named import parse
+from flexshard.planner.reductions import REDUCTIONS, Reduction
+from flexshard.planner.translations import TRANSLATIONS, Translation
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["FrontierOptions", "Problem", "ProblemOptions"]
+
+
+class FrontierOptions(TypedDict, total=False):
+    """Options of :class:`Problem` that matter whatever the budget; ``batch_size`` is required."""
+
+    batch_size: int
+    tiers: int
+    overlap: OverlapLike
+    index_dedup: bool
+    translation: str | Translation
+
+
+class ProblemOptions(FrontierOptions, total=False):
+    """All options of :class:`Problem`; ``batch_size`` is required."""
+
+    budget: BudgetLike
+    method: str | Method
+    reduction: str | Reduction
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Problem:
+    """A planning problem; ``dataclasses.replace`` makes others of it.
+
+    Attributes:
+        tables: with their access profiles; of distinct names.
+        cluster: to train on.
+        batch_size: B, samples per rank.
+        budget: memory per rank: "neutral" (no more than row-wise needs), a difference to that ("+2GiB", "-500 MB", or a
+            number of bytes), or an absolute limit ("40GiB"), of which the cluster's reserve is taken off.
+        tiers: most group sizes that a plan may use.
+        method: "optimal", or "paper" for the published algorithm with 2 or 3 tiers.
+        overlap: what other work hides; see :func:`flexshard.costmodels.overlap_of`.
+        index_dedup: count distinct rows per batch instead of all reads.
+        reduction: how gradients of copies are brought together: "dense" (all-reduce), "sparse" (all-gather of the rows
+            that were touched) or "auto" (for each tier, whichever is predicted to take less). Chosen after the tiers,
+            whose proof holds for dense ones.
+        translation: where ids are translated to ranks and slots: "loader" (ahead of the model, in host memory) or
+            "device" (a location per row in a rank's memory, in every placement and so in the budget too).
+
+    Raises:
+        JobError: an option that cannot be used, no tables, or two of one name.
+    """
+
+    tables: tuple[Table, ...]
+    cluster: Cluster
+    batch_size: int
+    budget: Budget
+    tiers: int
+    method: Method
+    overlap: OverlapLike
+    index_dedup: bool
+    reduction: Reduction
+    translation: Translation
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        cluster: Cluster,
+        batch_size: int,
+        budget: BudgetLike = "neutral",
+        tiers: int = 3,
+        method: str | Method = "optimal",
+        overlap: OverlapLike = None,
+        index_dedup: bool = False,
+        reduction: str | Reduction = "dense",
+        translation: str | Translation = "loader",
+    ) -> None:
+        chosen = parse(method, METHODS, Method, "method")
+        values: dict[str, Any] = {
+            "method": chosen,
+            "tiers": _tiers(tiers, chosen),
+            "reduction": parse(reduction, REDUCTIONS, Reduction, "reduction"),
+            "tables": _tables(tables),
+            "cluster": cluster,
+            "translation": parse(translation, TRANSLATIONS, Translation, "translation"),
+            "overlap": overlap,
+        }
+        if not isinstance(cluster, Cluster):
+            raise JobError(f"cluster must be a Cluster, found {cluster!r}; Cluster.preset and Cluster.load make one")
+        if not isinstance(index_dedup, (bool, np.bool_)):
+            raise JobError(f"index_dedup must be True or False, found {index_dedup!r}")
+        values["index_dedup"] = bool(index_dedup)
+        values["batch_size"] = check_int(batch_size, "batch_size", JobError)
+        overlap_of(overlap, cluster)
+        values["budget"] = parse_budget(budget)
+        values["budget"].limit_bytes(0.0, cluster)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(
+        cls,
+        tables: Problem | Sequence[Table],
+        cluster: Cluster | None,
+        options: ProblemOptions | FrontierOptions,
+        *,
+        takes: Collection[str] = ProblemOptions.__annotations__,
+    ) -> Problem:
+        """The problem that a verb was given: itself, or its tables, cluster and options.
+
+        Args:
+            tables, cluster, options: the verb's arguments.
+            takes: the options that the verb looks at.
+
+        Raises:
+            JobError: as the constructor; or a problem and something besides.
+            TypeError: an option that the verb does not look at.
+        """
+        given = cast("Mapping[str, Any]", options)
+        if isinstance(tables, Problem):
+            if cluster is not None or given:
+                more = "cluster" if cluster is not None else next(iter(given))
+                raise JobError(
+                    f"a Problem says it all, found {more!r} beside it; use dataclasses.replace(problem, ...)"
+                )
+            return tables
+        other = [name for name in given if name in ProblemOptions.__annotations__ and name not in takes]
+        if other:
+            raise TypeError(f"got an option that decides nothing here: {other[0]!r}")
+        return cls(tables, cast("Cluster", cluster), **given)
+
+    @cached_property
+    def hidden(self) -> Overlap:
+        """Share of each collective's time that other work hides, by (kind, group size)."""
+        return overlap_of(self.overlap, self.cluster)
+
+    @property
+    def is_deduplicated(self) -> bool:
+        """Whether batches of some table are deduplicated."""
+        return any(table.dedup_factor > 1 for table in self.tables)
+
+    def without_deduplication(self) -> Problem:
+        """The same of whole batches."""
+        return replace(self, tables=tuple(replace(table, dedup_factor=1.0) for table in self.tables))
+
+
+def _tiers(tiers: int, method: Method) -> int:
+    number = check_int(tiers, "tiers", JobError)
+    if method.tiers is not None and number not in method.tiers:
+        possible = " or ".join(map(str, method.tiers))
+        raise JobError(f"tiers must be {possible} for method {method.name!r}, found {number}")
+    return number
+
+
+def _tables(tables: Sequence[Table]) -> tuple[Table, ...]:
+    if isinstance(tables, Table) or not all(isinstance(table, Table) for table in tables):
+        raise JobError("tables must be a list of Table")
+    found = tuple(tables)
+    if not found:
+        raise JobError("there are no tables to plan")
+    twice = first_repeated(table.name for table in found)
+    if twice is not None:
+        raise JobError(f"table {twice!r} is given twice; tables need distinct names")
+    return found

@@ -1,0 +1,1 @@
+"""The optimal placement of rows within a memory budget."""

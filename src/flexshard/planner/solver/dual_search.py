@@ -1,0 +1,161 @@
+"""The optimal placement within a memory budget (docs/model.md).
+
+For a price λ of a byte every row takes its cheapest tier; one search over λ meets the budget. That solves the linear
+relaxation, whose dual value bounds every plan from below. Rows that cost the same at λ then fill the budget to within
+one row, and on small instances the last row is settled exactly (``_polish``). Latencies are paid once per collective
+that is used at all, so each subset of the levels is solved, unless its bound shows that it cannot win.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard import units
+from flexshard.errors import BudgetError
+from flexshard.planner.solver.bisection import bisect_floats
+from flexshard.planner.solver.exact_search import polish
+from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
+from flexshard.planner.solver.rounding import fill
+from flexshard.planner.solver.thresholds import allocate
+
+__all__ = ["Solution", "least_memory", "solve_instance", "solve_levels"]
+
+IntArray = npt.NDArray[np.int64]
+
+# Shares of the price at which rows are still looked for, to spend what the last row left over.
+_CHEAPER = (0.999, 0.99, 0.9, 0.7, 0.4, 0.1, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """An optimal allocation and its certificate.
+
+    Attributes:
+        allocation: rows per table and tier.
+        seconds: exposed communication.
+        lower_bound_seconds: no plan within the budget is faster.
+        price: λ, seconds that one more byte of budget saves; 0 where the budget does not bind.
+        levels: indices of the levels that were allowed.
+    """
+
+    allocation: Allocation
+    seconds: float
+    lower_bound_seconds: float
+    price: float
+    levels: IntArray
+
+
+def least_memory(instance: Instance, levels: IntArray | None = None) -> float:
+    """Least memory per rank of any allocation to some levels (all by default), in bytes."""
+    levels = np.arange(instance.group_sizes.size) if levels is None else levels
+    return instance.memory_bytes(*allocate(instance, levels, np.inf))
+
+
+def solve_instance(
+    instance: Instance, budget_bytes: float, max_tiers: int, *, start_price: float | None = None
+) -> Solution:
+    """The best allocation within a budget that uses at most ``max_tiers`` group sizes.
+
+    Args:
+        start_price: the price at a smaller budget, if known; the search starts from it.
+
+    Raises:
+        BudgetError: none fits; says the least budget that would.
+    """
+    # The largest subsets first: their bounds rule most of the others out.
+    subsets = sorted(instance.level_subsets(max_tiers), key=len, reverse=True)
+    best: Solution | None = None
+    bounds: list[float] = []
+    for levels in subsets:
+        latency = float(instance.alpha_seconds[levels].sum())
+        if best is not None and latency + _bound(instance, levels, best.price, budget_bytes) >= best.seconds:
+            continue
+        found = solve_levels(instance, levels, budget_bytes, start_price)
+        if found is None:
+            continue
+        bounds.append(found.lower_bound_seconds)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    if best is None:
+        raise _infeasible(instance, budget_bytes, max_tiers, subsets)
+    best = _of_used_levels(instance, best, budget_bytes)
+    return replace(best, lower_bound_seconds=min(best.seconds, *bounds))
+
+
+def _of_used_levels(instance: Instance, best: Solution, budget_bytes: float) -> Solution:
+    """The same solution with the price of memory among the levels that it uses.
+
+    A level that was allowed and not used has set the price of rows that would only have gone there.
+    """
+    used = np.flatnonzero(best.allocation.any(axis=0))
+    while used.size < best.levels.size:
+        again = solve_levels(instance, used, budget_bytes, None)
+        if again is None or again.seconds > best.seconds * (1 + 1e-12):
+            return replace(best, levels=used)
+        best, used = again, np.flatnonzero(again.allocation.any(axis=0))
+    return best
+
+
+def _infeasible(instance: Instance, budget_bytes: float, max_tiers: int, subsets: list[IntArray]) -> BudgetError:
+    least = min(least_memory(instance, levels) for levels in subsets)
+    return BudgetError(
+        f"no placement in at most {max_tiers} tiers fits a budget of {units.format_bytes(budget_bytes)}"
+        f" ({budget_bytes:,.0f} bytes) per rank; the least that is feasible is {units.format_bytes(least)}"
+        f" ({np.ceil(least):,.0f} bytes): raise the budget, use more ranks, or a smaller batch",
+        float(least),
+    )
+
+
+def _bound(instance: Instance, levels: IntArray, price: float, limit_bytes: float) -> float:
+    """Lagrangian bound at a price, without latencies: no allocation to these levels within the limit is faster."""
+    allocated = allocate(instance, levels, price)
+    over = instance.memory_bytes(*allocated) - limit_bytes
+    return instance.variable_seconds(*allocated) + price * over
+
+
+def solve_levels(
+    instance: Instance, levels: IntArray, budget_bytes: float, start_price: float | None
+) -> Solution | None:
+    """The best placement that uses just these levels (indices); none where no such placement fits."""
+    limit = memory_limit(budget_bytes)
+    latency = float(instance.alpha_seconds[levels].sum())
+    floor, ceiling = _price_range(instance)
+
+    def fits(price: float) -> bool:
+        return instance.memory_bytes(*allocate(instance, levels, price)) <= limit
+
+    if fits(floor):
+        fastest = instance.variable_seconds(*allocate(instance, levels, 0.0))
+        return _solution(instance, allocate(instance, levels, floor)[0], fastest + latency, 0.0, levels)
+    if start_price and fits(start_price):
+        ceiling = start_price  # a larger budget never raises the price
+    elif not fits(ceiling):
+        return None
+    low, high = bisect_floats(floor, ceiling, fits)
+    dual = max(_bound(instance, levels, price, limit) for price in (low, high))
+    beyond, inside = (allocate(instance, levels, price)[0] for price in (low, high))
+    filled = fill(instance, inside, beyond, limit)
+    for share in _CHEAPER:
+        # A row too large for what is left blocks the rows that cost the same; smaller ones elsewhere may still fit.
+        if instance.variable_seconds(filled) - dual <= 1e-6 * abs(dual):
+            break
+        filled = fill(instance, filled, allocate(instance, levels, share * high)[0], limit)
+    exact = polish(instance, levels, filled, high, dual, limit)
+    return _solution(instance, exact, dual + latency, high, levels)
+
+
+def _solution(instance: Instance, allocation: Allocation, bound: float, price: float, levels: IntArray) -> Solution:
+    seconds = instance.exposed_seconds(allocation)
+    return Solution(allocation, seconds, min(bound, seconds), price, levels)
+
+
+def _price_range(instance: Instance) -> tuple[float, float]:
+    """Prices so low that memory only breaks ties, and so high that time only does."""
+    comm = np.concatenate([instance.comm_fixed, instance.comm_per_read])
+    memory = np.concatenate([instance.memory_fixed.ravel(), instance.memory_per_read])
+    if not comm.any():
+        return 1.0, 2.0  # nothing to communicate: any price above 0 will do
+    return 1e-30 * comm.max() / memory.max(), 1e18 * comm.max() / memory[memory > 0].min()

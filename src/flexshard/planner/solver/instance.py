@@ -1,0 +1,219 @@
+"""The planning problem as arrays, and what an allocation of rows costs.
+
+Legend: T tables, G levels of the cluster, K distinct counts of all tables together. Levels are kept in order of their
+communication per read (data-parallel first), because in that order the tiers of a table are ranges of its rows in
+descending w: exchanging two rows of a table that are the wrong way round never costs anything.
+
+An *allocation* is how many rows each table has in each tier, shape (T, G); the hottest go first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import Collective, Cost, Overlap, collective
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["Allocation", "Instance", "memory_limit"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Allocation = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """Tables on a cluster at a batch size, in frequency-of-frequency form.
+
+    Attributes:
+        tables, cluster, batch_size, overlap, index_dedup: the problem.
+        group_sizes: g per level, in tier order; shape (G,).
+        memory_fixed: κ_g/g per class of equal κ; shape (C, G).
+        memory_per_read, comm_fixed, comm_per_read, alpha_seconds: see :class:`RowLines`; shape (G,).
+        table_class: class of each table; shape (T,).
+        row_bytes: D·s; shape (T,).
+        num_rows: E; shape (T,).
+        starts: where each table's counts start in the arrays below, and the end; shape (T + 1,).
+        reads: w of the rows of each count, descending within a table, rows never read last; shape (K,).
+        cum_rows: rows of the table up to and including each count; shape (K,).
+        cum_units: accesses up to and including each count, as whole numbers so that differences are exact (with index
+            deduplication, w itself); shape (K,).
+        unit_reads: w per unit of each table; shape (T,).
+        held_bytes: static memory of a rank that every placement needs, whatever the rows.
+    """
+
+    tables: tuple[Table, ...]
+    cluster: Cluster
+    batch_size: int
+    overlap: Overlap
+    index_dedup: bool
+    group_sizes: IntArray
+    memory_fixed: FloatArray
+    memory_per_read: FloatArray
+    comm_fixed: FloatArray
+    comm_per_read: FloatArray
+    alpha_seconds: FloatArray
+    table_class: IntArray
+    row_bytes: FloatArray
+    num_rows: IntArray
+    starts: IntArray
+    reads: FloatArray
+    cum_rows: IntArray
+    cum_units: npt.NDArray[np.int64] | FloatArray
+    unit_reads: FloatArray
+    held_bytes: float = 0.0
+
+    # -- looking rows up
+
+    def groups_at_least(self, thresholds: FloatArray) -> IntArray:
+        """How many counts of each table have w of at least a threshold; thresholds and result of shape (T, M)."""
+        return self._search(self.reads, thresholds, above=True)
+
+    def of_groups(self, groups: IntArray) -> tuple[IntArray, npt.NDArray[Any]]:
+        """Rows and units of each table's hottest counts; shape (T, M) each."""
+        last = self.starts[:-1, None] + groups - 1
+        inside = groups > 0
+        last = np.where(inside, last, 0)
+        return np.where(inside, self.cum_rows[last], 0), np.where(inside, self.cum_units[last], 0)
+
+    @cached_property
+    def total_units(self) -> npt.NDArray[Any]:
+        """Units of each table; shape (T,)."""
+        return self.cum_units[self.starts[1:] - 1]
+
+    @cached_property
+    def total_reads(self) -> FloatArray:
+        """Sum of w of each table; shape (T,)."""
+        return self.total_units * self.unit_reads
+
+    def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
+        """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
+        tables at once.
+        """
+        low = np.broadcast_to(self.starts[:-1, None], wanted.shape).copy()
+        high = np.broadcast_to(self.starts[1:, None], wanted.shape).copy()
+        for _ in range(int(np.diff(self.starts).max()).bit_length()):
+            middle = (low + high) >> 1
+            at = values[np.minimum(middle, values.size - 1)]
+            right = (middle < high) & ((at >= wanted) if above else (at <= wanted))
+            low = np.where(right, middle + 1, low)
+            high = np.where(right, high, middle)
+        return low - self.starts[:-1, None]
+
+    @cached_property
+    def table_of_count(self) -> IntArray:
+        """Table of each count; shape (K,)."""
+        return np.repeat(np.arange(len(self.tables)), np.diff(self.starts))
+
+    @cached_property
+    def rows_of_count(self) -> IntArray:
+        """Rows that have each count; shape (K,)."""
+        rows = np.diff(self.cum_rows, prepend=0)
+        rows[self.starts[:-1]] = self.cum_rows[self.starts[:-1]]
+        return rows
+
+    # -- what an allocation costs
+
+    @cached_property
+    def table_memory_fixed(self) -> FloatArray:
+        """κ_g/g of each table; shape (T, G)."""
+        return self.memory_fixed[self.table_class]
+
+    def tier_reads(self, allocation: Allocation) -> FloatArray:
+        """Sum of w of each tier; shape (T, G)."""
+        ends = np.cumsum(allocation, axis=1)
+        whole = self._search(self.cum_rows, ends, above=False)
+        rows, units = self.of_groups(whole)
+        # The next count's rows are taken in part; past the last count there is nothing left to take.
+        following = np.minimum(self.starts[:-1, None] + whole, self.starts[1:, None] - 1)
+        partial = (ends - rows) * self.reads[following]
+        whole_reads = np.diff(units, axis=1, prepend=0) * self.unit_reads[:, None]
+        return np.asarray(whole_reads + np.diff(partial, axis=1, prepend=0.0))
+
+    def memory_bytes(self, allocation: Allocation, reads: FloatArray | None = None) -> float:
+        """Static and expected dynamic memory per rank, what every placement needs included; ``reads`` are the tiers',
+        where they are known already.
+        """
+        reads = self.tier_reads(allocation) if reads is None else reads
+        per_byte = allocation * self.table_memory_fixed + reads * self.memory_per_read
+        return float(self.row_bytes @ per_byte.sum(axis=1)) + self.held_bytes
+
+    def variable_seconds(self, allocation: Allocation, reads: FloatArray | None = None) -> float:
+        """Exposed communication without latencies; ``reads`` as for :meth:`memory_bytes`."""
+        reads = self.tier_reads(allocation) if reads is None else reads
+        per_byte = allocation @ self.comm_fixed + reads @ self.comm_per_read
+        return float(self.row_bytes @ per_byte)
+
+    def per_table(self, allocation: Allocation) -> tuple[FloatArray, FloatArray]:
+        """Exposed seconds without latencies, and memory, of each table by itself; shape (T,) each."""
+        reads = self.tier_reads(allocation)
+        seconds = allocation @ self.comm_fixed + reads @ self.comm_per_read
+        memory = (allocation * self.table_memory_fixed).sum(axis=1) + reads @ self.memory_per_read
+        return self.row_bytes * seconds, self.row_bytes * memory
+
+    def latency_seconds(self, allocation: Allocation) -> float:
+        """Exposed latency of the levels that hold any rows."""
+        return float(self.alpha_seconds[allocation.any(axis=0)].sum())
+
+    def exposed_seconds(self, allocation: Allocation) -> float:
+        """Exposed communication: what the solver minimises."""
+        return self.variable_seconds(allocation) + self.latency_seconds(allocation)
+
+    def level_subsets(self, most: int) -> list[IntArray]:
+        """Indices of every choice of at most ``most`` levels, the smallest choices first."""
+        count = self.group_sizes.size
+        return [
+            np.array(levels) for size in range(1, min(most, count) + 1) for levels in combinations(range(count), size)
+        ]
+
+    def uniform(self, group_size: int) -> Allocation:
+        """Every row in one tier."""
+        return np.where(self.group_sizes == group_size, self.num_rows[:, None], 0)
+
+    def cost(self, allocation: Allocation) -> Cost:
+        """The six metrics of an allocation, all tables together: the sum of their tiers' ``placement_cost``, and what
+        every placement holds.
+        """
+        tier_reads = self.tier_reads(allocation)
+        variations = [table.length_variation(self.batch_size) for table in self.tables]
+        known = [variation for variation in variations if variation is not None]
+        sigma = None
+        if len(known) == len(variations):
+            per_table = self.row_bytes * (tier_reads @ self.memory_per_read)
+            sigma = float(per_table @ np.array(known))
+        static = float(self.row_bytes @ (allocation * self.table_memory_fixed).sum(axis=1))
+        dynamic = float(self.row_bytes @ (tier_reads @ self.memory_per_read))
+        return Cost(
+            static_memory_bytes=static + self.held_bytes,
+            dynamic_memory_bytes=dynamic,
+            input_ids=float(tier_reads[:, self.group_sizes > 1].sum()),
+            rows_read=float(tier_reads.sum()),
+            collectives=self._collectives(allocation, tier_reads),
+            dynamic_memory_sigma_bytes=sigma,
+        )
+
+    def _collectives(self, allocation: Allocation, tier_reads: FloatArray) -> tuple[Collective, ...]:
+        reduced = self.row_bytes @ allocation / self.group_sizes
+        sent = self.row_bytes @ tier_reads
+        found = []
+        for tier, size in enumerate(self.group_sizes.tolist()):
+            if not allocation[:, tier].any():
+                continue
+            level = self.cluster.level(size)
+            if level.all_reduce is not None:
+                found.append(collective("all_reduce", size, level.all_reduce, float(reduced[tier]), self.overlap))
+            if level.all_to_all is not None:
+                found.append(collective("all_to_all", size, level.all_to_all, float(sent[tier]), self.overlap))
+        return tuple(sorted(found, key=lambda c: (c.kind, c.group_size)))
+
+
+def memory_limit(budget_bytes: float) -> float:
+    """A budget, and the share of it by which sums of float64 bytes differ with their order."""
+    return budget_bytes + 1e-12 * abs(budget_bytes)

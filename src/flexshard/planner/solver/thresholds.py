@@ -1,0 +1,92 @@
+"""From a price of memory to tiers: thresholds on w from the lower envelope of the group sizes' lines."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.planner.solver.instance import Allocation, Instance
+
+__all__ = ["allocate", "allocation_of_cuts", "crossing_prices", "thresholds"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def thresholds(instance: Instance, levels: IntArray, price: float) -> FloatArray:
+    """The w down to which rows belong to the first 1, 2, ... of some levels, when memory has a price.
+
+    Line i of the levels is ``a_i + b_i·w``, with b ascending. The first j levels beat the others at w if one of them
+    is at most every other: ``w >= min_{i<j} max_{k>=j} (a_i - a_k) / (b_k - b_i)``.
+
+    Args:
+        levels: indices into the instance's levels, ascending; shape (L,).
+        price: λ, seconds per byte; infinite to count memory alone.
+
+    Returns:
+        shape (C, L - 1), one row per class of equal κ.
+    """
+    memory_fixed, memory_per_read = instance.memory_fixed[:, levels], instance.memory_per_read[levels]
+    if np.isinf(price):
+        a, b = memory_fixed, memory_per_read
+    else:
+        a = instance.comm_fixed[levels] + price * memory_fixed
+        b = instance.comm_per_read[levels] + price * memory_per_read
+    above = a[:, :, None] - a[:, None, :]
+    gained = (b[None, :] - b[:, None])[None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossing = np.where(gained > 0, above / gained, np.where(above <= 0, -np.inf, np.inf))
+    return np.stack(
+        [crossing[:, :j, j:].max(axis=2).min(axis=1) for j in range(1, levels.size)] or [np.zeros((len(a), 0))], axis=-1
+    ).reshape(len(a), levels.size - 1)
+
+
+def allocate(instance: Instance, levels: IntArray, price: float) -> tuple[Allocation, FloatArray]:
+    """The allocation that minimises communication plus ``price`` times memory, and its tiers' reads.
+
+    Returns:
+        rows and reads per table and tier, shape (T, G) each; tiers that are not among ``levels`` are empty.
+    """
+    marks = thresholds(instance, levels, price)[instance.table_class]
+    rows, units = instance.of_groups(instance.groups_at_least(marks))
+    reads = _spread(instance, levels, units, instance.total_units) * instance.unit_reads[:, None]
+    return allocation_of_cuts(instance, levels, rows), reads
+
+
+def allocation_of_cuts(instance: Instance, levels: IntArray, cuts: IntArray) -> Allocation:
+    """Rows per tier from the ranks at which tiers end; cuts of shape (T, L - 1)."""
+    return _spread(instance, levels, cuts, instance.num_rows)
+
+
+def _spread(
+    instance: Instance, levels: IntArray, cumulative: npt.NDArray[Any], total: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Differences of cumulative sums (of the first levels, and the total), in the columns of their levels."""
+    edges = np.concatenate([np.zeros_like(total)[:, None], cumulative, total[:, None]], axis=1)
+    result = np.zeros((total.size, instance.group_sizes.size), total.dtype)
+    result[:, levels] = np.diff(edges, axis=1)
+    return result
+
+
+def crossing_prices(instance: Instance, levels: IntArray, most: int) -> list[float]:
+    """Prices just beside which some count changes between two of the levels, free memory and memory alone."""
+    found: list[FloatArray] = [np.array([np.inf])]
+    step = max(1, instance.reads.size // most)
+    reads = np.unique(instance.reads[::step])
+    for i, k in combinations(levels.tolist(), 2):
+        for fixed in instance.memory_fixed:
+            memory = fixed[k] - fixed[i] + (instance.memory_per_read[k] - instance.memory_per_read[i]) * reads
+            comm = instance.comm_fixed[k] - instance.comm_fixed[i]
+            comm = comm + (instance.comm_per_read[k] - instance.comm_per_read[i]) * reads
+            with np.errstate(divide="ignore", invalid="ignore"):
+                crossing = -comm / memory
+            found.append(crossing[np.isfinite(crossing) & (crossing > 0)])
+    crossings = np.unique(np.concatenate(found))
+    if crossings.size > most:
+        crossings = crossings[np.unique(np.linspace(0, crossings.size - 1, most).astype(np.int64))]
+    least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30
+    beside = np.concatenate([crossings * (1 - 1e-9), crossings * (1 + 1e-9)])
+    return [*beside[np.isfinite(beside)].tolist(), least, float("inf")]

@@ -1,0 +1,120 @@
+"""``solve``: from a problem to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard import units
+from flexshard.costmodels import Cost
+from flexshard.planner.assembly import closed_form_baselines, table_plans
+from flexshard.planner.digest import job_digest
+from flexshard.planner.methods import Placement
+from flexshard.planner.plan import Plan, Settings, TablePlan
+from flexshard.planner.problem import Problem, ProblemOptions
+from flexshard.planner.reductions import cost_with_reductions
+from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.instance import Instance
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["Decision", "decide", "limit_of", "solve"]
+
+
+def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **options: Unpack[ProblemOptions]) -> Plan:
+    """Decide where every row of every table lives, so that training communicates least within a memory budget.
+
+    Args:
+        tables: a :class:`Problem`; or the tables of one.
+        cluster: to train on, with tables.
+        options: ``batch_size``, and ``budget="neutral"``, ``tiers=3``, ``method="optimal"``, ``overlap=None``,
+            ``index_dedup=False``, ``reduction="dense"``, ``translation="loader"``: see :class:`Problem`.
+
+    Raises:
+        JobError: an argument that cannot be used.
+        BudgetError: no placement fits; its ``least_bytes`` would.
+    """
+    problem = Problem.of(tables, cluster, options)
+    decision = decide(problem)
+    placed, baselines = decision.table_plans(), closed_form_baselines(decision.instance, decision.limit_bytes)
+    if problem.is_deduplicated:
+        whole_batches = decide(problem.without_deduplication())
+        baselines["without_deduplication"] = whole_batches.predicted
+        placed = _beside(placed, whole_batches.table_plans())
+    found, settings = decision.placement, decision.settings(problem)
+    return Plan(
+        cluster=problem.cluster,
+        settings=settings,
+        tables=placed,
+        predicted=decision.predicted,
+        baselines=baselines,
+        # Two orders of one sum may differ in the last bit; a bound above the cost would read as a contradiction.
+        lower_bound_seconds=min(found.lower_bound_seconds, decision.predicted.exposed_seconds),
+        memory_price_seconds_per_gib=found.price * units.GIB,
+        next_gib_seconds=found.next_gib_seconds,
+        job_digest=job_digest(decision.instance, settings),
+    )
+
+
+def limit_of(problem: Problem, instance: Instance) -> float:
+    """Bytes per rank that a problem's budget comes to."""
+    neutral = instance.cost(instance.uniform(problem.cluster.world_size)).memory_bytes
+    return problem.budget.limit_bytes(neutral, problem.cluster)
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Where rows go, and what that costs.
+
+    Attributes:
+        instance: the problem as arrays.
+        limit_bytes: what its budget comes to, per rank.
+        placement: what the method found.
+        sparse: tiers whose gradients are gathered; shape (T, G).
+        predicted: the six metrics.
+    """
+
+    instance: Instance
+    limit_bytes: float
+    placement: Placement
+    sparse: npt.NDArray[np.bool_]
+    predicted: Cost
+
+    def table_plans(self) -> dict[str, TablePlan]:
+        """Tiers of every table."""
+        return table_plans(self.instance, self.placement.allocation, self.sparse, self.placement.alternatives)
+
+    def settings(self, problem: Problem) -> Settings:
+        """What was asked for, as a plan keeps it."""
+        return Settings(
+            batch_size=problem.batch_size,
+            budget=problem.budget.name,
+            budget_bytes=self.limit_bytes,
+            tiers=problem.tiers,
+            method=problem.method.name,
+            index_dedup=problem.index_dedup,
+            overlap=tuple((f"{kind}@{size}", share) for (kind, size), share in sorted(problem.hidden.items())),
+            reduction=problem.reduction.name,
+            translation=problem.translation.name,
+        )
+
+
+def decide(problem: Problem) -> Decision:
+    """Place the rows of a problem; raises as :func:`solve`."""
+    instance = build_instance(problem)
+    limit = limit_of(problem, instance)
+    found = problem.method.place(instance, limit, problem.tiers)
+    sparse = problem.reduction.sparse_tiers(instance, found.allocation)
+    return Decision(instance, limit, found, sparse, cost_with_reductions(instance, found.allocation, sparse))
+
+
+def _beside(placed: Mapping[str, TablePlan], undeduplicated: Mapping[str, TablePlan]) -> dict[str, TablePlan]:
+    """Tables with the tiers that they would have without deduplication."""
+    return {
+        name: replace(table, undeduplicated=tuple((tier.group_size, tier.rows) for tier in undeduplicated[name].tiers))
+        for name, table in placed.items()
+    }

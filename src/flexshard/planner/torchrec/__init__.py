@@ -1,0 +1,1 @@
+"""A plan as TorchRec's ``DistributedModelParallel`` takes it."""

@@ -1,0 +1,331 @@
+"""``FlexShardPlanner``: a plan as TorchRec's ``DistributedModelParallel`` takes it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingPlanner
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from flexshard import units
+from flexshard._internal import PathLike, differing_ranks, on_all_ranks, on_first_rank
+from flexshard.errors import JobError, PlanError
+from flexshard.planner.plan import Plan, TablePlan, Tier
+from flexshard.planner.problem import Problem, ProblemOptions
+from flexshard.planner.solving import solve
+from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
+from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
+from flexshard.tables import DATA_TYPES, Table, data_type_of_torchrec, optimizer_of_torchrec
+from flexshard.topologies import Cluster
+
+__all__ = ["FlexShardPlanner"]
+
+
+class FlexShardPlanner(ShardingPlanner):
+    """Plans every table of every ``EmbeddingCollection``; leaves other modules to TorchRec's planner, with the memory
+    that is left.
+
+    Args:
+        plan: to carry out, or a :class:`Problem` to solve for the model's tables; or give ``profiles``, ``cluster`` and
+            ``batch_size``, and a problem is made of the model.
+        profiles: by table (its own name, or the module's full name and its own), or files of them. With a plan they
+            only rank rows, and those that the plan names are read where none is given.
+        cluster: to train on, if no plan or problem is given.
+        dedup_factors: DedupFactor of tables, by name as for ``profiles``; 1 for those not named.
+        base: directory that a plan's profile paths are relative to: that of its job file.
+        torchrec_planner: for the other modules, with a memory limit of its own; by default TorchRec's with what the
+            plan leaves.
+        options: as for :func:`flexshard.solve`, with profiles; by default reduction is "auto" here, and the translation
+            of ids is counted as on the device.
+
+    Raises:
+        JobError: neither a plan nor all that solving needs, or options beside a plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | Problem | None = None,
+        *,
+        profiles: Profiles | None = None,
+        cluster: Cluster | None = None,
+        dedup_factors: Mapping[str, float] | None = None,
+        base: PathLike = ".",
+        torchrec_planner: ShardingPlanner | None = None,
+        **options: Unpack[ProblemOptions],
+    ) -> None:
+        if plan is None and (profiles is None or cluster is None or "batch_size" not in options):
+            raise JobError("FlexShardPlanner needs a plan, or profiles, a cluster and a batch_size to solve one")
+        known: dict[str, Any] = dict(profiles or {})
+        if isinstance(plan, Problem):
+            known = {table.name: table.profile for table in plan.tables} | known
+        self._plan = plan if isinstance(plan, Plan) else None
+        self._problem = plan if isinstance(plan, Problem) else None
+        self._cluster, self._options = cluster, options
+        self._rankings = Rankings(known, base)
+        self._dedup_factors = dict(dedup_factors or {})
+        self._torchrec_planner = torchrec_planner
+
+    @property
+    def solved(self) -> Plan | None:
+        """The plan that is carried out: given, or solved by ``plan``."""
+        return self._plan
+
+    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ShardingPlan:
+        """Shardings of every table that a sharder knows.
+
+        Raises:
+            PlanError: the plan is for other tables, rows or dimensions, or names a profile that is not there.
+        """
+        return self._with_rankings(self._decide(module, sharders))
+
+    def collective_plan(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], pg: dist.ProcessGroup | None = None
+    ) -> ShardingPlan:
+        """Rank 0's plan on every rank; every rank must call it.
+
+        Raises:
+            PlanError: as ``plan``, on every rank; or another rank was given another plan.
+        """
+        group = dist.group.WORLD if pg is None else pg
+        given = self._plan.fingerprint if self._plan is not None else None
+        decided, plan = on_first_rank(lambda: (self._decide(module, sharders), self._plan), PlanError, group)
+        assert plan is not None
+        same_on_all_ranks(given, plan, group)
+        self._plan = plan
+        return on_all_ranks(lambda: self._with_rankings(decided), PlanError, group)
+
+    # -- rank 0
+
+    def _decide(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ShardingPlan:
+        kinds = {sharder.module_type: sharder for sharder in sharders}
+        collections = {fqn: part for fqn, part in module.named_modules() if type(part) is EmbeddingCollection}
+        if collections and not getattr(kinds.get(EmbeddingCollection), "carries_out_plans", False):
+            found = type(kinds[EmbeddingCollection]).__name__ if EmbeddingCollection in kinds else "none"
+            raise PlanError(
+                f"the sharder for EmbeddingCollection is {found}; give FlexShardEmbeddingCollectionSharder in its place"
+            )
+        tables = {
+            (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
+        }
+        if self._plan is None:
+            self._plan = solve(self._problem or self._problem_of(tables, collections, kinds))
+        plan, used, result = self._plan, set(), {}
+        for fqn, part in collections.items():
+            shardings, named = self._shardings(fqn, part.embedding_configs(), plan)
+            used |= named
+            result[fqn] = EmbeddingModuleShardingPlan(shardings)
+        left = [name for name in plan.tables if name not in used]
+        if left:
+            raise PlanError(
+                f"the plan has table {left[0]!r}, which no EmbeddingCollection of the model has; plan for this model"
+            )
+        result.update(self._others(module, sharders, tables))
+        return ShardingPlan(result)
+
+    def shardings_of(self, fqn: str, configs: Sequence[EmbeddingConfig]) -> dict[str, FlexShardParameterSharding]:
+        """Shardings of one collection's tables under the plan, with their rankings.
+
+        Raises:
+            PlanError: as :meth:`plan`.
+        """
+        assert self._plan is not None
+        shardings, _ = self._shardings(fqn, configs, self._plan)
+        return {name: self._ranked(fqn, name, how) for name, how in shardings.items()}
+
+    def _shardings(
+        self, fqn: str, configs: Sequence[EmbeddingConfig], plan: Plan
+    ) -> tuple[dict[str, FlexShardParameterSharding], set[str]]:
+        """Shardings of a collection's tables, and which of the plan's tables they are."""
+        shardings, used = {}, set()
+        for config in configs:
+            name = key_of(fqn, config.name, plan.tables)
+            if name is None:
+                warnings.warn(
+                    f"table {config.name!r} of {fqn or 'the model'} has no profile in the plan; it is split row-wise"
+                    " over all ranks",
+                    UserWarning,
+                    stacklevel=5,
+                )
+                table = _row_wise(config, plan)
+            else:
+                used.add(name)
+                table = plan.tables[name]
+                _check_table(name, table, config)
+            shardings[config.name] = FlexShardParameterSharding(
+                sharding_type=FLEX_SHARD,
+                compute_kernel="fused",
+                ranks=list(range(plan.cluster.world_size)),
+                table=table,
+                world_size=plan.cluster.world_size,
+                ranks_per_node=plan.cluster.ranks_per_node,
+                fingerprint=plan.fingerprint,
+                index_dedup=plan.settings.index_dedup,
+            )
+        return shardings, used
+
+    def _problem_of(
+        self,
+        tables: Mapping[tuple[str, str], EmbeddingConfig],
+        collections: Mapping[str, EmbeddingCollection],
+        kinds: Mapping[Any, Any],
+    ) -> Problem:
+        """The model's tables that have profiles, under the options that were given."""
+        assert self._cluster is not None
+        owners: dict[str, list[str]] = {}
+        for fqn, table in tables:
+            owners.setdefault(table, []).append(fqn)
+        planned = []
+        for (fqn, name), config in tables.items():
+            key = key_of(fqn, name, self._rankings.profiles)
+            if key is None:
+                continue
+            planned.append(
+                Table(
+                    f"{fqn}.{name}" if len(owners[name]) > 1 else name,
+                    config.num_embeddings,
+                    config.embedding_dim,
+                    self._rankings.profile(key),
+                    dtype=_dtype(config),
+                    optimizer=_optimizer(collections[fqn].embeddings[name].weight, kinds[EmbeddingCollection]),
+                    features=tuple(config.feature_names),
+                    dedup_factor=self._dedup_factors.get(f"{fqn}.{name}", self._dedup_factors.get(name, 1.0)),
+                )
+            )
+        if not planned:
+            raise PlanError(
+                "none of the model's tables has a profile; profiles were given for"
+                f" {', '.join(self._rankings.profiles) or 'none'}"
+            )
+        options: ProblemOptions = {"reduction": "auto", "translation": "device", **self._options}
+        return Problem(planned, self._cluster, **options)
+
+    def _others(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
+        tables: Mapping[tuple[str, str], EmbeddingConfig],
+    ) -> dict[str, Any]:
+        """TorchRec's plan of all but the collections, within the memory that they leave."""
+        others = [sharder for sharder in sharders if sharder.module_type is not EmbeddingCollection]
+        kinds = {sharder.module_type for sharder in others}
+        if not any(type(part) in kinds for _, part in module.named_modules()):
+            return {}
+        assert self._plan is not None
+        plan, cluster = self._plan, self._plan.cluster
+        unplanned = sum(
+            config.num_embeddings * config.embedding_dim * DATA_TYPES[_dtype(config)].nbytes / cluster.world_size
+            for (fqn, name), config in tables.items()
+            if key_of(fqn, name, plan.tables) is None
+        )
+        taken = plan.predicted.memory_bytes + unplanned
+        left = int(cluster.hbm_bytes - cluster.reserve_bytes - taken)
+        if left <= 0:
+            raise PlanError(
+                f"the plan takes {units.format_bytes(taken)} per rank, which leaves nothing of"
+                f" {units.format_bytes(cluster.hbm_bytes - cluster.reserve_bytes)} for the other modules; plan with a"
+                " smaller budget"
+            )
+        planner = self._torchrec_planner
+        if planner is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            memory = {"hbm_cap": left} if device == "cuda" else {"ddr_cap": left}
+            planner = EmbeddingShardingPlanner(
+                topology=Topology(
+                    world_size=cluster.world_size,
+                    local_world_size=cluster.ranks_per_node,
+                    compute_device=device,
+                    **memory,
+                ),
+                batch_size=plan.settings.batch_size,
+            )
+        return dict(planner.plan(module, others).plan)
+
+    # -- every rank
+
+    def _with_rankings(self, decided: ShardingPlan) -> ShardingPlan:
+        """Each rank reads the rankings of its tables' rows itself: they are too long to send along."""
+        result = {}
+        for fqn, shardings in decided.plan.items():
+            result[fqn] = type(shardings)()
+            for name, how in shardings.items():
+                result[fqn][name] = self._ranked(fqn, name, how) if isinstance(how, FlexShardParameterSharding) else how
+        return ShardingPlan(result)
+
+    def _ranked(self, fqn: str, name: str, how: FlexShardParameterSharding) -> FlexShardParameterSharding:
+        assert how.table is not None
+        return replace(how, ranked_rows=self._rankings.ranked_rows(fqn, name, how.table))
+
+
+def same_on_all_ranks(given: str | None, plan: Plan, group: dist.ProcessGroup) -> None:
+    """Check that no rank was given another plan than the one that rank 0 carries out; every rank must call it.
+
+    Raises:
+        PlanError: one was.
+    """
+    own = plan.fingerprint if dist.get_rank(group) == 0 else given
+    fingerprints, different = differing_ranks(own, group)
+    if different:
+        raise PlanError(
+            f"rank {different[0]} was given plan {fingerprints[different[0]][:12]}, rank 0 carries out"
+            f" {plan.fingerprint[:12]} (tables {', '.join(list(plan.tables)[:3])}); give every rank the same file"
+        )
+
+
+def _dtype(config: EmbeddingConfig) -> str:
+    kind = data_type_of_torchrec(config.data_type.name)
+    if kind is None:
+        raise PlanError(
+            f"table {config.name!r}: data type {config.data_type.name} cannot be trained; use FP32, FP16 or BF16"
+        )
+    return kind.name
+
+
+def _optimizer(weight: torch.Tensor, sharder: Any) -> str:
+    """Our name of the optimizer that a table will have, SGD (FBGEMM's default) where none is set."""
+    from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+    (kind,) = getattr(weight, "_optimizer_classes", [None])
+    found = optimizer_type_to_emb_opt_type(kind) if kind is not None else (sharder.fused_params or {}).get("optimizer")
+    known = optimizer_of_torchrec(getattr(found, "value", found) or "sgd")
+    return "rowwise_adagrad" if known is None else known.name
+
+
+def _check_table(name: str, table: TablePlan, config: EmbeddingConfig) -> None:
+    expected = (table.rows, table.dim, table.dtype)
+    found = (config.num_embeddings, config.embedding_dim, _dtype(config))
+    for what, planned, has in zip(("rows", "dim", "dtype"), expected, found, strict=True):
+        if planned != has:
+            raise PlanError(f"table {name!r}: the plan is for {what} {planned}, the model has {has}; plan again")
+    if table.features and set(table.features) != set(config.feature_names):
+        raise PlanError(
+            f"table {name!r}: the plan is for features {', '.join(table.features)}, the model has"
+            f" {', '.join(config.feature_names)}; plan again"
+        )
+
+
+def _row_wise(config: EmbeddingConfig, plan: Plan) -> TablePlan:
+    """All rows over all ranks."""
+    tier = Tier("row_wise", plan.cluster.world_size, config.num_embeddings, 0, 1.0, None, 0.0, 0.0, 0.0)
+    return TablePlan(
+        name=config.name,
+        rows=config.num_embeddings,
+        dim=config.embedding_dim,
+        dtype=_dtype(config),
+        optimizer="",
+        features=tuple(config.feature_names),
+        kappa_replicated=1.0,
+        kappa_sharded=1.0,
+        profile_digest="",
+        profile_path=None,
+        num_samples=0,
+        avg_length=0.0,
+        tiers=(tier,),
+    )

@@ -1,0 +1,27 @@
+"""Pictures: the figures of the papers for any profile, plan or dataset.
+
+May import: all rooms but cli. Needs matplotlib, which is imported when something is drawn.
+"""
+
+from typing import TYPE_CHECKING
+
+from flexshard._internal.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from flexshard.plots.planning import (
+        plot_marginal as plot_marginal,
+        plot_normalized_costs as plot_normalized_costs,
+        plot_pareto as plot_pareto,
+        plot_skew as plot_skew,
+    )
+    from flexshard.plots.sessions import plot_duplication as plot_duplication, plot_sessions as plot_sessions
+    from flexshard.plots.traffic import plot_reduction as plot_reduction
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "planning": ["plot_marginal", "plot_normalized_costs", "plot_pareto", "plot_skew"],
+        "sessions": ["plot_duplication", "plot_sessions"],
+        "traffic": ["plot_reduction"],
+    },
+)

@@ -1,0 +1,1 @@
+"""Profiles from what is stored: ids counted row by row."""

@@ -1,0 +1,199 @@
+"""From an Arrow column to ids and lengths, with errors that name file and row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from flexshard._internal import Chunk, JaggedArray, ParquetSource, distinct_rows, is_list
+from flexshard.errors import DataError
+from flexshard.profiling.moments import LengthMoments
+
+__all__ = ["DistinctBatches", "IdBatch", "arrow_ids", "check_column", "key_array", "key_kind", "read_ids"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class IdBatch:
+    """Ids of consecutive samples of one file.
+
+    Attributes:
+        ids: row ids or raw ids, shape (accesses,).
+        lengths: ids of each sample, shape (samples,); None where every sample has one.
+        name: the file, for messages.
+        first_row: row of the file at which the batch starts.
+        rows: which of the rows from there on the ids are of, where not all; shape (accesses,).
+    """
+
+    ids: npt.NDArray[Any]
+    lengths: IntArray | None
+    name: str
+    first_row: int
+    rows: IntArray | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the batch."""
+        return int(self.ids.size if self.lengths is None else self.lengths.size)
+
+    def distinct(self, batch_size: int) -> IdBatch:
+        """Every distinct list once per ``batch_size`` rows; its other samples have none."""
+        jagged = JaggedArray.of(self.ids, self._lengths())
+        lengths = jagged.lengths
+        kept = []
+        for begin in range(0, len(jagged), batch_size):
+            ends = jagged.offsets[begin : min(begin + batch_size, len(jagged)) + 1]
+            part = JaggedArray(jagged.values[ends[0] : ends[-1]], ends - ends[0])
+            kept.append(distinct_rows(part).first + begin)
+        first = np.concatenate(kept) if kept else np.zeros(0, np.int64)
+        own = np.zeros_like(lengths)
+        own[first] = lengths[first]
+        return replace(self, ids=jagged.take(first).values, lengths=own)
+
+    def cut(self, rows: int) -> tuple[IdBatch, IdBatch]:
+        """The first rows, and the others."""
+        lengths = self._lengths()
+        end = int(lengths[:rows].sum())
+        return (
+            replace(self, ids=self.ids[:end], lengths=lengths[:rows]),
+            replace(self, ids=self.ids[end:], lengths=lengths[rows:], first_row=self.first_row + rows),
+        )
+
+    def followed_by(self, other: IdBatch) -> IdBatch:
+        """Both; the other follows in the file."""
+        lengths = np.concatenate([self._lengths(), other._lengths()])
+        return replace(self, ids=np.concatenate([self.ids, other.ids]), lengths=lengths)
+
+    def _lengths(self) -> IntArray:
+        return np.ones(self.ids.size, np.int64) if self.lengths is None else self.lengths
+
+    def moments(self, where: npt.NDArray[np.bool_] | None = None) -> LengthMoments:
+        """Moments of the samples' lengths (of those ``where`` it is true)."""
+        if self.lengths is None:
+            ones = self.num_samples if where is None else int(np.count_nonzero(where))
+            return LengthMoments(ones, ones, ones, min(ones, 1))
+        return LengthMoments.of(self.lengths if where is None else self.lengths[where])
+
+    def row_of(self, position: int) -> int:
+        """Row of the file that holds the id at this position."""
+        if self.rows is not None:
+            return self.first_row + int(self.rows[position])
+        if self.lengths is None:
+            return self.first_row + position
+        return self.first_row + int(np.searchsorted(np.cumsum(self.lengths), position, side="right"))
+
+
+class DistinctBatches:
+    """Every distinct list once per so many rows of a file, whatever its row groups."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._waiting: IdBatch | None = None
+
+    def add(self, batch: IdBatch) -> Iterator[IdBatch]:
+        """What is whole by now."""
+        if self._waiting is not None and self._waiting.name != batch.name:
+            yield from self.rest()
+        whole = batch if self._waiting is None else self._waiting.followed_by(batch)
+        ready, self._waiting = whole.cut(whole.num_samples // self._batch_size * self._batch_size)
+        if ready.num_samples:
+            yield ready.distinct(self._batch_size)
+
+    def rest(self) -> Iterator[IdBatch]:
+        """What is left of the last file."""
+        if self._waiting is not None and self._waiting.num_samples:
+            yield self._waiting.distinct(self._batch_size)
+        self._waiting = None
+
+
+def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> None:
+    """Check that a file has a column of integers or lists of integers (of anything but nothing, for keys).
+
+    Raises:
+        DataError: the column is missing (lists those that are there) or of another type.
+    """
+    if source.schema.names.count(column) > 1:
+        raise DataError(f"{source.name}: has several columns called {column!r}; rename them")
+    if column not in source.schema.names:
+        raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
+    if role != "ids":
+        return
+    found = source.schema.field(column).type
+    inner = found.value_type if is_list(found) or pt.is_dictionary(found) else found
+    if not pt.is_integer(inner):
+        raise DataError(
+            f"{source.name}: column {column!r} holds {found}, not ids; expected integers or lists of integers"
+            " (encode texts and round floats before)"
+        )
+
+
+def read_ids(chunk: Chunk, column: str) -> IdBatch:
+    """Ids and lengths of a chunk.
+
+    Raises:
+        DataError: a null where an id belongs; names file and row.
+    """
+    return arrow_ids(chunk.table.column(column), chunk.source.name, column, chunk.first_row)
+
+
+def arrow_ids(data: pa.ChunkedArray, name: str, column: str, first_row: int) -> IdBatch:
+    """As :func:`read_ids`, of a column of any table."""
+    lengths: IntArray | None = None
+    values = data
+    if is_list(data.type):
+        lengths = np.asarray(pc.fill_null(pc.list_value_length(data), 0).to_numpy()).astype(np.int64)
+        values = pa.chunked_array([part.flatten() for part in data.chunks], type=data.type.value_type)
+    elif pt.is_dictionary(data.type):
+        values = data.cast(data.type.value_type)
+    if values.null_count:
+        nulls = np.flatnonzero(pc.is_null(values).to_numpy())
+        row = IdBatch(nulls, lengths, name, first_row).row_of(int(nulls[0]))
+        raise DataError(
+            f"{name}: column {column!r} has {nulls.size:,} null ids in the rows from {first_row:,} on,"
+            f" the first in row {row:,}; drop or fill them"
+        )
+    ids = values.chunk(0).to_numpy() if values.num_chunks == 1 else values.to_numpy()
+    return IdBatch(ids, lengths, name, first_row)
+
+
+def key_array(chunk: Chunk, column: str) -> pa.ChunkedArray:
+    """The sample keys of a chunk, as integers or as bytes.
+
+    Raises:
+        DataError: a null key; names file and row.
+    """
+    keys = chunk.table.column(column)
+    if keys.null_count:
+        row = chunk.first_row + int(np.flatnonzero(pc.is_null(keys).to_numpy())[0])
+        raise DataError(f"{chunk.source.name}: sample key {column!r} is null in row {row:,}; drop or fill such rows")
+    if pt.is_dictionary(keys.type):
+        keys = keys.cast(keys.type.value_type)
+    if pt.is_uint64(keys.type):
+        return keys
+    if pt.is_integer(keys.type) or pt.is_boolean(keys.type):
+        return keys.cast(pa.int64())
+    if pt.is_binary(keys.type) or pt.is_large_binary(keys.type):
+        return keys.cast(pa.large_binary())
+    return keys.cast(pa.large_string()).cast(pa.large_binary())
+
+
+def key_kind(source: ParquetSource, column: str) -> str:
+    """What kind of keys a file's column holds; files that are counted together must agree."""
+    found = source.schema.field(column).type
+    if pt.is_dictionary(found):
+        found = found.value_type
+    if pt.is_nested(found):
+        raise DataError(f"{source.name}: column {column!r} holds {found}; expected one key per row")
+    if pt.is_uint64(found):
+        return "unsigned integers"
+    if pt.is_integer(found) or pt.is_boolean(found):
+        return "integers"
+    return "binary" if pt.is_binary(found) or pt.is_large_binary(found) else "texts"

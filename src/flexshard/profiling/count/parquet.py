@@ -1,0 +1,204 @@
+"""Profiles of Parquet files: batches in, one :class:`AccessProfile` out."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from flexshard._internal import Chunk, ParquetSource, PathLike, check_finite, check_int, expand, read_chunks
+from flexshard.errors import DataError
+from flexshard.profiling.count.counter import IdCounter
+from flexshard.profiling.count.id_batches import DistinctBatches, IdBatch, check_column, key_array, key_kind, read_ids
+from flexshard.profiling.count.keyed_lengths import KeyedLengths, held_out
+from flexshard.profiling.holdout import Holdout
+from flexshard.profiling.moments import LengthMoments
+from flexshard.profiling.profile import AccessProfile
+
+__all__ = ["profile_parquet", "profile_parquet_by", "read_samples"]
+
+ProgressCallback = Callable[[int, int], None]
+
+
+def profile_parquet(
+    paths: PathLike | Sequence[PathLike],
+    *,
+    column: str,
+    num_rows: int | None,
+    hash: str | None,
+    sample_key: str | None,
+    holdout: float,
+    seed: int,
+    workers: int | None,
+    table: str,
+    distinct_batch: int | None,
+    progress: ProgressCallback | None,
+) -> AccessProfile:
+    """See :meth:`AccessProfile.from_parquet`."""
+    holdout, seed = check_finite(holdout, "holdout", DataError), check_int(seed, "seed", DataError, least=0)
+    if not 0 <= holdout < 1:
+        raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
+    if workers is not None:
+        workers = check_int(workers, "workers", DataError)
+    if distinct_batch is not None:
+        distinct_batch = check_int(distinct_batch, "distinct_batch", DataError)
+        if sample_key is not None or holdout:
+            raise DataError("distinct_batch counts rows of the file; it does not go with sample_key or holdout")
+    sources = _checked(paths, column)
+    columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
+    if sample_key is not None:
+        _check_keys(sources, sample_key)
+    counter = IdCounter(table, num_rows, hash)
+    held = np.zeros(counter.counts.size, np.int64) if holdout else None
+    seen, unseen = LengthMoments(), LengthMoments()
+    keyed = KeyedLengths(holdout, seed) if sample_key is not None else None
+    distinct = DistinctBatches(distinct_batch or 1)
+    for chunk in _with_progress(sources, columns, workers, progress):
+        batch = read_ids(chunk, column)
+        if distinct_batch is not None:
+            for part in distinct.add(batch):
+                counter.add(part)
+                seen += part.moments()
+            continue
+        if keyed is not None and sample_key is not None:
+            keyed.add(key_array(chunk, sample_key), batch.lengths)
+        if held is None:
+            counter.add(batch)
+            seen += batch.moments()
+            continue
+        apart = held_out(_sample_ids(chunk, sample_key), holdout, seed)
+        held = counter.add_apart(batch, held, apart if batch.lengths is None else np.repeat(apart, batch.lengths))
+        seen += batch.moments(~apart)
+        unseen += batch.moments(apart)
+    for part in distinct.rest():
+        counter.add(part)
+        seen += part.moments()
+    if keyed is not None:  # a sample may be spread over many rows of the files
+        seen, unseen = keyed.moments()
+    which = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
+    return counter.profile(seen, held=held, holdout=which, sample_key=sample_key, sample_keys=keyed)
+
+
+def profile_parquet_by(
+    paths: PathLike | Sequence[PathLike],
+    *,
+    column: str,
+    by: str,
+    num_rows: Mapping[str, int] | int | None,
+    workers: int | None,
+    progress: ProgressCallback | None,
+) -> dict[str, AccessProfile]:
+    """See :meth:`AccessProfile.from_parquet_by`."""
+    sources = _checked(paths, column)
+    _check_keys(sources, by)
+    counters: dict[str, IdCounter] = {}
+    lengths: dict[str, LengthMoments] = {}
+    samples = 0
+    for chunk in _with_progress(sources, [column, by], workers, progress):
+        batch = read_ids(chunk, column)
+        if batch.lengths is not None:
+            raise DataError(
+                f"{batch.name}: column {column!r} holds lists; told apart by {by!r}, ids must be one per row"
+            )
+        names = pc.dictionary_encode(key_array(chunk, by)).combine_chunks()
+        codes = names.indices.to_numpy()
+        samples += codes.size
+        order = np.argsort(codes, kind="stable")
+        ends = np.searchsorted(codes[order], np.arange(len(names.dictionary)), side="right")
+        start = 0
+        for code, end in enumerate(ends):
+            name, rows = _text(names.dictionary[code].as_py()), order[start:end]
+            start = int(end)
+            if name not in counters:
+                limit = num_rows.get(name) if isinstance(num_rows, Mapping) else num_rows
+                counters[name] = IdCounter(name, limit)
+                lengths[name] = LengthMoments()
+            counters[name].add(IdBatch(batch.ids[rows], None, batch.name, batch.first_row, rows))
+            lengths[name] += LengthMoments(rows.size, rows.size, rows.size, 1)
+    # A sample is a row of the file, for each table: it has one id of its own table and none of the others.
+    return {
+        name: counters[name].profile(lengths[name] + LengthMoments(samples - lengths[name].num_samples))
+        for name in sorted(counters, key=_natural)
+    }
+
+
+def _text(key: object) -> str:
+    return key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
+
+
+def _natural(name: str) -> tuple[int, int | str]:
+    return (0, int(name)) if name.isdecimal() else (1, name)
+
+
+def _check_keys(sources: Sequence[ParquetSource], column: str) -> None:
+    kinds: dict[str, str] = {}
+    for source in sources:
+        check_column(source, column, role="key")
+        kinds.setdefault(key_kind(source, column), source.name)
+    if len(kinds) > 1:
+        (kind, name), (other, file) = list(kinds.items())[:2]
+        raise DataError(f"column {column!r} holds {kind} in {name}, but {other} in {file}; write them alike")
+
+
+def _checked(paths: PathLike | Sequence[PathLike], column: str) -> list[ParquetSource]:
+    sources = expand(paths)
+    for source in sources:
+        check_column(source, column)
+    if not sum(source.num_rows for source in sources):
+        raise DataError(f"{sources[0].name}: no rows in {len(sources)} file(s); there is nothing to count")
+    return sources
+
+
+def _with_progress(
+    sources: Sequence[ParquetSource], columns: Sequence[str], workers: int | None, progress: ProgressCallback | None
+) -> Iterator[Chunk]:
+    """Chunks of all files, with a call of ``progress`` after each has been used."""
+    total, done = sum(source.num_rows for source in sources), 0
+    for chunk in read_chunks(sources, columns, workers or min(8, os.cpu_count() or 1)):
+        yield chunk
+        done += chunk.table.num_rows
+        if progress is not None:
+            progress(done, total)
+
+
+def _sample_ids(chunk: Chunk, sample_key: str | None) -> pa.ChunkedArray | npt.NDArray[np.uint64]:
+    """What tells a chunk's samples apart: their keys, or the file's name and their row in it."""
+    if sample_key is not None:
+        return key_array(chunk, sample_key)
+    rows = np.arange(chunk.first_row, chunk.first_row + chunk.table.num_rows, dtype=np.uint64)
+    return rows + (np.uint64(zlib.crc32(PurePath(chunk.source.name).name.encode())) << np.uint64(32))
+
+
+def read_samples(
+    paths: PathLike | Sequence[PathLike], column: str, *, limit: int | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids of consecutive samples, and how many each sample has.
+
+    Args:
+        paths, column: as for :meth:`AccessProfile.from_parquet`.
+        limit: most samples to read.
+
+    Returns:
+        ids, shape (accesses,), and lengths, shape (samples,).
+
+    Raises:
+        DataError: as :meth:`AccessProfile.from_parquet`.
+    """
+    sources = _checked(paths, column)
+    ids, lengths, number = [], [], 0
+    for chunk in read_chunks(sources, [column], 1):
+        batch = read_ids(chunk, column)
+        own = np.ones(batch.num_samples, np.int64) if batch.lengths is None else batch.lengths.astype(np.int64)
+        keep = own.size if limit is None else min(own.size, limit - number)
+        lengths.append(own[:keep])
+        ids.append(batch.ids[: int(own[:keep].sum())].astype(np.int64))
+        number += keep
+        if number == limit:
+            break
+    return np.concatenate(ids or [np.zeros(0, np.int64)]), np.concatenate(lengths or [np.zeros(0, np.int64)])

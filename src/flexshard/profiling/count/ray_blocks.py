@@ -1,0 +1,62 @@
+"""Profiles of Ray datasets: one partial profile per block, made where the block lies."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from flexshard.errors import DataError, MissingDependencyError
+from flexshard.profiling.count.counter import IdCounter
+from flexshard.profiling.count.id_batches import arrow_ids
+from flexshard.profiling.moments import LengthMoments
+from flexshard.profiling.profile import AccessProfile
+from flexshard.profiling.row_counts import RowCounts
+
+__all__ = ["profile_ray"]
+
+
+def profile_ray(dataset: Any, *, column: str, num_rows: int, hash: str | None, table: str) -> AccessProfile:
+    """See :meth:`AccessProfile.from_ray`."""
+    try:
+        import ray.data  # noqa: F401 - only to say in one line that it is missing
+    except ImportError as error:
+        raise MissingDependencyError("from_ray needs Ray; pip install 'flexshard[ray]'") from error
+    count = partial(_count_block, column=column, num_rows=num_rows, hash=hash, table=table)
+    partials = dataset.map_batches(count, batch_format="pyarrow", batch_size=None)
+    counts, lengths = np.zeros(num_rows, np.int64), LengthMoments()
+    for block in partials.iter_batches(batch_format="pyarrow", batch_size=None):
+        for record in block.to_pylist():
+            if record["error"]:
+                raise DataError(record["error"])
+            rows = np.frombuffer(record["rows"], np.int64)
+            counts[rows] += np.frombuffer(record["counts"], np.int64)
+            lengths += LengthMoments(*record["moments"])
+    return AccessProfile.from_row_counts(RowCounts.dense(counts), lengths.num_samples, num_rows, lengths, table=table)
+
+
+def _count_block(block: pa.Table, *, column: str, num_rows: int, hash: str | None, table: str) -> pa.Table:
+    """One record: the rows that a block reads, how often, and its moments; or what is wrong with it."""
+    record: dict[str, Any] = {"rows": b"", "counts": b"", "moments": [0, 0, 0, 0], "error": ""}
+    try:
+        if block.num_rows:
+            if column not in block.column_names:
+                raise DataError(f"the dataset has no column {column!r}; there are {', '.join(block.column_names)}")
+            batch = arrow_ids(block.column(column), "the dataset", column, 0)
+            if batch.ids.size and batch.ids.dtype.kind not in "iu":
+                raise DataError(f"column {column!r} of the dataset holds {batch.ids.dtype}, not ids")
+            counter = IdCounter(table, num_rows, hash)
+            counter.add(batch)
+            counter.check()
+            rows = np.flatnonzero(counter.counts)
+            moments = batch.moments()
+            record |= {
+                "rows": rows.astype(np.int64).tobytes(),
+                "counts": counter.counts[rows].tobytes(),
+                "moments": [moments.num_samples, moments.total, moments.total_squares, moments.maximum],
+            }
+    except DataError as error:
+        record["error"] = str(error)
+    return pa.Table.from_pylist([record])

@@ -1,0 +1,187 @@
+"""Profile files: Parquet that any tool reads, with what the counts mean in its key-value metadata."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flexshard._internal import DocumentFormat, PathLike, replacing
+from flexshard.errors import ProfileError
+from flexshard.profiling.holdout import Holdout
+from flexshard.profiling.moments import LengthMoments
+from flexshard.profiling.profile import AccessProfile
+from flexshard.profiling.row_counts import RowCounts
+
+__all__ = ["load_profile", "save_profile"]
+
+FORMAT = DocumentFormat(
+    "flexshard.profile", 1, "a profile", "profiles", ProfileError, "build one with 'flexshard profile'"
+)
+_BATCH = 1 << 20
+
+
+def save_profile(profile: AccessProfile, path: PathLike) -> None:
+    """See :meth:`AccessProfile.save`.
+
+    Profiles that know their rows have the columns ``row`` and ``count`` (and ``held_out``), hottest first; rows that
+    were never read are left out. Histograms have ``count`` and ``rows`` instead.
+    """
+    if profile.row_counts is None:
+        columns = {"count": profile.counts, "rows": profile.rows}
+    else:
+        rows, counts = profile.row_counts.ranked()
+        columns = {"row": rows, "count": counts}
+        if profile.row_counts.held is not None:
+            held = profile.row_counts.held.to_dense(profile.num_rows)
+            unseen = np.setdiff1d(np.flatnonzero(held), rows)
+            rows = np.concatenate([rows, unseen])
+            counts = np.concatenate([counts, np.zeros(unseen.size, np.int64)])
+            columns = {"row": rows, "count": counts, "held_out": held[rows]}
+    schema = pa.schema([(name, pa.int64()) for name in columns], metadata=FORMAT.to_metadata(_metadata(profile)))
+    with (
+        replacing(path) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        writer.write_table(pa.table(columns, schema=schema), row_group_size=_BATCH)
+
+
+def _metadata(profile: AccessProfile) -> dict[str, Any]:
+    lengths = profile.lengths
+    return {
+        "table": profile.table,
+        "num_rows": profile.num_rows,
+        "num_samples": profile.num_samples,
+        "num_accesses": profile.num_accesses,
+        "length_total": None if lengths is None else lengths.total,
+        "length_total_squares": None if lengths is None else lengths.total_squares,
+        "length_maximum": None if lengths is None else lengths.maximum,
+        "sample_key": profile.sample_key,
+        "held_out_samples": None if profile.holdout is None else profile.holdout.num_samples,
+        "held_out_share": None if profile.holdout is None else profile.holdout.share,
+        "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
+    }
+
+
+def load_profile(path: PathLike) -> AccessProfile:
+    """See :meth:`AccessProfile.load`."""
+    name = os.fspath(path)
+    table, meta = _read(name)
+    columns = {field: _column(name, table, field) for field in table.column_names}
+    if set(columns) not in ({"row", "count"}, {"row", "count", "held_out"}, {"count", "rows"}):
+        raise ProfileError(f"{name}: expected the columns row and count, or count and rows; found {', '.join(columns)}")
+    counts = columns["count"]
+    _ordered(name, counts)
+    lengths = None
+    moments = [meta[field] for field in ("length_total", "length_total_squares", "length_maximum")]
+    if any(moment is not None for moment in moments):
+        if None in moments or moments[0] != meta["num_accesses"] or min(moments) < 0:
+            raise ProfileError(f"{name}: metadata of lengths contradict each other; build the profile again")
+        lengths = LengthMoments(meta["num_samples"], *moments)
+    try:
+        if "rows" in columns:
+            profile = AccessProfile(
+                counts, columns["rows"], meta["num_rows"], meta["num_samples"], lengths, table=meta["table"], path=name
+            )
+        else:
+            profile = _with_rows(name, columns, meta, lengths)
+    except ProfileError as error:
+        raise error if str(error).startswith(name) else ProfileError(f"{name}: {error}") from None
+    if profile.num_accesses != meta["num_accesses"]:
+        raise ProfileError(
+            f"{name}: counts add up to {profile.num_accesses:,}, but its metadata says {meta['num_accesses']:,};"
+            " build the profile again"
+        )
+    return profile
+
+
+def _with_rows(
+    name: str, columns: dict[str, Any], meta: dict[str, Any], lengths: LengthMoments | None
+) -> AccessProfile:
+    rows, counts = columns["row"], columns["count"]
+    outside = np.flatnonzero((rows < 0) | (rows >= meta["num_rows"]))
+    if outside.size:
+        raise ProfileError(
+            f"{name}: row id {rows[outside[0]]} at position {outside[0]} is outside [0, {meta['num_rows']:,})"
+        )
+    in_order = np.sort(rows)
+    twice = np.flatnonzero(in_order[1:] == in_order[:-1])
+    if twice.size:
+        raise ProfileError(f"{name}: row id {in_order[twice[0]]} appears more than once")
+    ties = np.flatnonzero((counts[:-1] == counts[1:]) & (rows[:-1] > rows[1:]))
+    if ties.size:
+        raise ProfileError(f"{name}: rows of equal count must ascend, but do not at position {ties[0] + 1}")
+    return AccessProfile.from_row_counts(
+        RowCounts(counts, rows),
+        meta["num_samples"],
+        meta["num_rows"],
+        lengths,
+        held=RowCounts(columns["held_out"], rows) if "held_out" in columns else None,
+        holdout=_holdout(name, columns, meta),
+        table=meta["table"],
+        path=name,
+        sample_key=meta["sample_key"],
+    )
+
+
+def _holdout(name: str, columns: dict[str, Any], meta: dict[str, Any]) -> Holdout | None:
+    if "held_out" not in columns:
+        return None
+    samples, share, seed = meta["held_out_samples"], meta["held_out_share"], meta["held_out_seed"]
+    if samples is None or samples < 0 or not isinstance(share, (int, float)) or seed is None:
+        raise ProfileError(f"{name}: metadata do not say which samples were held out; build the profile again")
+    return Holdout(samples, np.zeros(0, np.int64), float(share), seed)
+
+
+def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
+    try:
+        with pq.ParquetFile(name, page_checksum_verification=True) as file:
+            table = file.read()
+    except FileNotFoundError as error:
+        raise ProfileError(f"{name}: no such file; build it with 'flexshard profile'") from error
+    except Exception as error:  # Arrow raises many kinds on damaged bytes
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ProfileError(f"{name}: not a readable Parquet file: {reason}") from error
+    meta = FORMAT.of_metadata(table.schema.metadata, name)
+    numbers = ("num_rows", "num_samples", "num_accesses")
+    optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples", "held_out_seed")
+    meta = dict.fromkeys((*optional, "held_out_share", "sample_key")) | meta
+    for field in (*numbers, *optional):
+        value = meta.get(field)
+        known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 126
+        if not (known or (field in optional and value is None)):
+            raise ProfileError(f"{name}: metadata field {field!r} must be a whole number, found {value!r}")
+    if not isinstance(meta["sample_key"], (str, type(None))):
+        raise ProfileError(f"{name}: metadata field 'sample_key' must be a text, found {meta['sample_key']!r}")
+    if not isinstance(meta.get("table"), str):
+        raise ProfileError(f"{name}: metadata field 'table' must be a text, found {meta.get('table')!r}")
+    return table, meta
+
+
+def _column(name: str, table: pa.Table, field: str) -> Any:
+    column = table.column(field)
+    if not pa.types.is_integer(column.type):
+        raise ProfileError(f"{name}: column {field!r} holds {column.type}; expected int64")
+    if column.null_count:
+        raise ProfileError(f"{name}: column {field!r} has {column.null_count} nulls")
+    # A private copy: Arrow's memory is read-only and would pin the whole file.
+    values = np.array(column.to_numpy(), dtype=np.int64)
+    least = 0
+    below = np.flatnonzero(values < least)
+    if below.size:
+        raise ProfileError(
+            f"{name}: column {field!r} has {values[below[0]]} at position {below[0]}; expected at least 0"
+        )
+    return values
+
+
+def _ordered(name: str, counts: Any) -> None:
+    unsorted = np.flatnonzero(counts[:-1] < counts[1:])
+    if unsorted.size:
+        k = int(unsorted[0])
+        raise ProfileError(
+            f"{name}: counts must not ascend, but position {k + 1} has {counts[k + 1]} after {counts[k]}; sort the file"
+        )

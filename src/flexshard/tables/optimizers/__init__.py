@@ -1,0 +1,1 @@
+"""Optimizers of tables: one file for each, and the registry of all."""

@@ -1,0 +1,28 @@
+"""Adagrad (Duchi, Hazan and Singer 2011)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flexshard.tables.optimizers.base import Optimizer, State, StepOptions
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Adagrad"]
+
+
+class Adagrad(Optimizer):
+    """``h += g²; w -= lr · g / (√h + eps)``, with a sum of squares per element."""
+
+    name = "adagrad"
+    torchrec = ("exact_adagrad", "adagrad")
+    fbgemm = "EXACT_ADAGRAD"
+    states = (State("momentum1", per_row=False),)
+
+    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+        """See the class."""
+        sums = state["momentum1"]
+        sums.addcmul_(gradient, gradient)
+        return gradient / sums.sqrt().add_(options.eps)

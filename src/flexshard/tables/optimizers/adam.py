@@ -1,0 +1,39 @@
+"""Adam (Kingma and Ba 2015), of the rows that a batch read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flexshard.tables.optimizers.base import Optimizer, State, StepOptions
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Adam"]
+
+
+class Adam(Optimizer):
+    """``m = β₁m + (1-β₁)g; v = β₂v + (1-β₂)g²; w -= lr · m̂ / (√v̂ + eps)``.
+
+    FBGEMM leaves rows alone that were not read, so a row without a gradient keeps its moments and its weights.
+    """
+
+    name = "adam"
+    torchrec = ("adam",)
+    fbgemm = "ADAM"
+    on_cpu = False
+    states = (State("exp_avg", per_row=False), State("exp_avg_sq", per_row=False))
+
+    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+        """See the class."""
+        import torch
+
+        beta1, beta2, step = options.beta1, options.beta2, options.step
+        touched = (gradient != 0).any(1, keepdim=True)
+        mean = state["exp_avg"].mul(beta1).add_(gradient, alpha=1 - beta1)
+        square = state["exp_avg_sq"].mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        for values, updated in ((state["exp_avg"], mean), (state["exp_avg_sq"], square)):
+            values.copy_(torch.where(touched, updated, values))
+        corrected = (square / (1 - beta2**step)).sqrt_().add_(options.eps)
+        return torch.where(touched, mean / (1 - beta1**step) / corrected, 0.0)

@@ -1,0 +1,28 @@
+"""Adagrad with one sum of squares per row, as DLRM trains its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flexshard.tables.optimizers.base import Optimizer, State, StepOptions
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RowwiseAdagrad"]
+
+
+class RowwiseAdagrad(Optimizer):
+    """``h += mean(g²); w -= lr · g / (√h + eps)``."""
+
+    name = "rowwise_adagrad"
+    torchrec = ("exact_row_wise_adagrad", "row_wise_adagrad")
+    fbgemm = "EXACT_ROWWISE_ADAGRAD"
+    states = (State("momentum1", per_row=True),)
+
+    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+        """See the class."""
+        sums = state["momentum1"]
+        sums.add_((gradient * gradient).mean(1, keepdim=True))
+        return gradient / sums.sqrt().add_(options.eps)

@@ -1,0 +1,26 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flexshard.tables.optimizers.base import Optimizer, StepOptions
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SGD"]
+
+
+class SGD(Optimizer):
+    """``w -= lr · g``."""
+
+    name = "sgd"
+    torchrec = ("exact_sgd", "sgd")
+    fbgemm = "EXACT_SGD"
+
+    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+        """The gradient."""
+        del state, options
+        return gradient

@@ -1,0 +1,143 @@
+"""An embedding table as planning sees it: sizes, what a replica costs, and how often rows are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard._internal import check_finite, check_int
+from flexshard.errors import TableError
+from flexshard.profiling import AccessProfile
+from flexshard.tables.data_types import DATA_TYPES
+from flexshard.tables.optimizers.registry import OPTIMIZERS
+
+__all__ = ["Table", "expected_distinct", "translation_bytes"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One embedding table.
+
+    Attributes:
+        name: as in the model.
+        rows: E.
+        dim: D.
+        profile: how often its rows are read.
+        dtype: of weights, activations and gradients ("float64", "float32", "float16", "bfloat16"); s bytes each.
+        optimizer: "sgd", "rowwise_adagrad", "adagrad", "adam" or "partial_rowwise_adam".
+        replication_multiplier: κ, bytes that a rank spends per byte of replicated weight. By default weights, dense
+            gradient and communication bucket (1 each) and the optimizer's state.
+        features: names of the features that look rows up.
+        dedup_factor: ids of a batch per id that deduplicated batches look up (RecD paper, section 4.2); of several
+            features, of all their ids together (:func:`combined_dedup_factor`). 1 if batches are not deduplicated, or
+            if the profile counts distinct lists alone.
+
+    Raises:
+        TableError: a field is out of range, or the profile is of a larger table.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    profile: AccessProfile
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
+    replication_multiplier: float | None = None
+    features: Sequence[str] = ()
+    dedup_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        where = f"table {self.name!r}"
+        if isinstance(self.features, str):
+            raise TableError(f"{where}: features must be a list of names, found the text {self.features!r}")
+        object.__setattr__(self, "features", tuple(self.features))
+        for field in ("rows", "dim"):
+            object.__setattr__(self, field, check_int(getattr(self, field), f"{where}: {field}", TableError))
+        if self.rows * self.dim > 1 << 60:
+            raise TableError(f"{where}: {self.rows:,} rows of {self.dim:,} are more than any cluster holds")
+        if self.dtype not in DATA_TYPES:
+            raise TableError(f"{where}: dtype must be one of {', '.join(DATA_TYPES)}, found {self.dtype!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise TableError(f"{where}: optimizer must be one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
+        if self.replication_multiplier is not None:
+            kappa = float(self.replication_multiplier)
+            if not 1 <= kappa < float("inf"):
+                raise TableError(f"{where}: replication_multiplier must be at least 1 (the weights), found {kappa}")
+            object.__setattr__(self, "replication_multiplier", kappa)
+        factor = check_finite(self.dedup_factor, f"{where}: dedup_factor", TableError)
+        if factor < 1:
+            raise TableError(f"{where}: dedup_factor must be at least 1 (nothing repeats), found {factor}")
+        object.__setattr__(self, "dedup_factor", factor)
+        if self.profile.num_rows > self.rows:
+            raise TableError(
+                f"{where}: has {self.rows:,} rows, but its profile is of {self.profile.num_rows:,};"
+                " use the profile of this table, or build it with the table's number of rows"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """D·s: bytes of one row's weights."""
+        return self.dim * DATA_TYPES[self.dtype].nbytes
+
+    @property
+    def state_multiplier(self) -> float:
+        """Bytes of optimizer state per byte of weight."""
+        return OPTIMIZERS[self.optimizer].state_bytes(self.dim) / self.row_bytes
+
+    @property
+    def kappa_replicated(self) -> float:
+        """κ of a row that has copies (g < U): weights, dense gradient, communication bucket, optimizer state."""
+        if self.replication_multiplier is not None:
+            return self.replication_multiplier
+        return 3.0 + self.state_multiplier
+
+    @property
+    def kappa_sharded(self) -> float:
+        """κ_U of a row without copies (g = U): weights and fused optimizer state."""
+        return 1.0 + self.state_multiplier
+
+    @property
+    def translation_bytes(self) -> int:
+        """What looking up where a row lives takes: a number of four bytes per row, of eight from 2^31 rows on."""
+        return translation_bytes(self.rows)
+
+    def reads(self, batch_size: int, *, index_dedup: bool = False) -> FloatArray:
+        """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
+        p = self.profile.counts / self.profile.num_samples
+        distinct = self.distinct_samples(batch_size)
+        return expected_distinct(p, distinct) if index_dedup else distinct * p
+
+    def distinct_samples(self, batch_size: int) -> float:
+        """B / DedupFactor: samples of a batch whose lists are looked up, each distinct one once."""
+        return batch_size / self.dedup_factor
+
+    def length_variation(self, batch_size: int) -> float | None:
+        """Standard deviation over mean of the ids of a rank's batch; None where the profile knows no lengths.
+
+        Distinct samples are taken as independent, so a batch varies less than a sample by the root of their number.
+        """
+        lengths = self.profile.lengths
+        if lengths is None or lengths.total == 0:
+            return None
+        return float(np.sqrt(lengths.variance / self.distinct_samples(batch_size)) / lengths.mean)
+
+
+def translation_bytes(rows: int) -> int:
+    """What looking up where a row lives takes for a table of so many rows."""
+    return rows * (4 if rows < 1 << 31 else 8)
+
+
+def expected_distinct(p: npt.ArrayLike, batch_size: float) -> FloatArray:
+    """Probability that a row is read at all in a batch: ``1 - (1-p)^B`` for p < 1, else 1.
+
+    Args:
+        p: expected appearances of a row in one sample.
+        batch_size: B.
+    """
+    values = np.asarray(p, dtype=np.float64)
+    return np.asarray(-np.expm1(batch_size * np.log1p(-np.minimum(values, 1.0 - 2**-53))))

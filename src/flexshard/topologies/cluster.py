@@ -1,0 +1,207 @@
+"""The cluster as the cost model sees it: levels of ranks, and what a collective costs at each.
+
+docs/files.md: the level of group size g holds the all-to-all inside groups of g consecutive ranks and the
+all-reduce across the U/g groups. Level 1 has no all-to-all, level U no all-reduce.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from flexshard._internal import bound, check_finite, check_int
+from flexshard.errors import ClusterError
+
+__all__ = ["Cluster", "CollectiveRate", "Level", "Source", "problem_of"]
+
+Source = Literal["datasheet", "measured", "fitted"]
+
+
+@dataclass(frozen=True)
+class CollectiveRate:
+    """Time of one call of a collective: ``alpha_seconds + bytes / bytes_per_s``.
+
+    Attributes:
+        alpha_seconds: latency, paid once per call.
+        bytes_per_s: *algorithm* bandwidth as nccl-tests defines it: the whole buffer of one rank, its own part
+            included, over the time.
+        source: where the two figures come from.
+        note: the figures' origin in words (a paper's table, a URL, a command), with its date.
+    """
+
+    alpha_seconds: float
+    bytes_per_s: float
+    source: Source = "measured"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise ClusterError(f"source must be one of {', '.join(get_args(Source))}, found {self.source!r}")
+        object.__setattr__(self, "alpha_seconds", check_finite(self.alpha_seconds, "alpha", ClusterError))
+        object.__setattr__(self, "bytes_per_s", check_finite(self.bytes_per_s, "beta", ClusterError))
+        if self.alpha_seconds < 0:
+            raise ClusterError(f"alpha must be a time of at least 0 s, found {self.alpha_seconds}")
+        if self.bytes_per_s <= 0:
+            raise ClusterError(f"beta must be a bandwidth above 0 B/s, found {self.bytes_per_s}")
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one call with a buffer of ``nbytes`` per rank."""
+        return self.alpha_seconds + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Level:
+    """Groups of ``group_size`` consecutive ranks, and the collectives in and across them."""
+
+    group_size: int
+    all_to_all: CollectiveRate | None = None
+    all_reduce: CollectiveRate | None = None
+
+    @property
+    def all_gather(self) -> CollectiveRate | None:
+        """Across the groups, derived from the all-reduce: a ring sends each byte of the result once, not twice."""
+        if self.all_reduce is None:
+            return None
+        rate = self.all_reduce
+        return CollectiveRate(
+            rate.alpha_seconds, 2 * rate.bytes_per_s, rate.source, f"twice the all-reduce: {rate.note}"
+        )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group_size", check_int(self.group_size, "group_size", ClusterError))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A GPU cluster: ranks in nested groups, memory per rank, and what collectives cost.
+
+    Attributes:
+        name: what people call it.
+        nodes: N.
+        ranks_per_node: W.
+        hbm_bytes: memory of one rank.
+        reserve_bytes: the part of it that embeddings must leave to everything else.
+        levels: innermost first; group sizes 1, ..., U, each dividing the next, W among them.
+
+    Raises:
+        ClusterError: the fields contradict each other; the message names the level.
+    """
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    hbm_bytes: float
+    reserve_bytes: float
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        for name in ("nodes", "ranks_per_node"):
+            object.__setattr__(self, name, check_int(getattr(self, name), name, ClusterError, least=0))
+        for name in ("hbm_bytes", "reserve_bytes"):
+            object.__setattr__(self, name, check_finite(getattr(self, name), name, ClusterError))
+        problem = problem_of(self)
+        if problem is not None:
+            raise ClusterError(f"cluster {self.name!r}: {problem[1]}")
+
+    @property
+    def world_size(self) -> int:
+        """U = W·N."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Group sizes of the levels, innermost (1) first."""
+        return tuple(level.group_size for level in self.levels)
+
+    def level(self, group_size: int) -> Level:
+        """The level with this group size.
+
+        Raises:
+            ClusterError: there is none.
+        """
+        for level in self.levels:
+            if level.group_size == group_size:
+                return level
+        raise ClusterError(
+            f"cluster {self.name!r} has no level with group size {group_size}; it has {list(self.group_sizes)}"
+        )
+
+    @classmethod
+    def preset(cls, name: str, nodes: int | None = None) -> Cluster:
+        """A shipped cluster, by name, with as many nodes as asked for.
+
+        Raises:
+            ClusterError: no such preset, or a number of nodes that it cannot have.
+        """
+        cluster: Cluster = bound(__package__, "Cluster.preset")(name, nodes)
+        return cluster
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster file (YAML, docs/files.md).
+
+        Raises:
+            ClusterError: unreadable, of another version, or contradicting itself; names file, line and field.
+        """
+        cluster: Cluster = bound(__package__, "Cluster.load")(path)
+        return cluster
+
+    @classmethod
+    def resolve(cls, name: str | os.PathLike[str]) -> Cluster:
+        """A cluster from what a person writes: a file, a preset, or ``preset:nodes``.
+
+        Raises:
+            ClusterError: none of the three.
+        """
+        cluster: Cluster = bound(__package__, "Cluster.resolve")(os.fspath(name))
+        return cluster
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a cluster file that :meth:`load` reads back to an equal cluster."""
+        bound(__package__, "Cluster.save")(self, path)
+
+
+def problem_of(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
+    """What is wrong with a cluster, as (field, sentence), or None."""
+    if cluster.nodes < 1:
+        return ("nodes",), f"nodes must be at least 1, found {cluster.nodes}"
+    if cluster.ranks_per_node < 1:
+        return ("ranks_per_node",), f"ranks_per_node must be at least 1, found {cluster.ranks_per_node}"
+    if cluster.hbm_bytes <= 0:
+        return ("memory",), f"memory must be above 0 bytes, found {cluster.hbm_bytes}"
+    if not 0 <= cluster.reserve_bytes < cluster.hbm_bytes:
+        return ("reserve",), f"reserve must be at least 0 and below memory, found {cluster.reserve_bytes:.0f} bytes"
+    return _level_problem(cluster)
+
+
+def _level_problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
+    world, sizes = cluster.world_size, cluster.group_sizes
+    if not sizes or sizes[0] != 1 or sizes[-1] != world:
+        ends = f"levels must start with group size 1 and end with all {world} ranks (nodes x ranks_per_node)"
+        return ("levels",), f"{ends}, found group sizes {list(sizes)}"
+    for index, level in enumerate(cluster.levels):
+        size, where = level.group_size, ("levels", index)
+        inner = sizes[index - 1] if index else 1
+        if index and size <= inner:
+            return where, f"group sizes must grow from level to level, found {size} after {inner}"
+        if size % inner:
+            return where, f"group size {size} is not a multiple of the inner level's {inner}"
+        if world % size:
+            return where, f"group size {size} does not divide the {world} ranks"
+        for kind, rate, needed in (
+            ("all_to_all", level.all_to_all, size > 1),
+            ("all_reduce", level.all_reduce, size < world),
+        ):
+            if needed and rate is None:
+                return where, f"the level of group size {size} needs {kind} (alpha and beta)"
+            if rate is not None and not needed:
+                reason = "has nobody to exchange with" if size == 1 else "has nobody to reduce with"
+                return (*where, kind), f"the level of group size {size} {reason}; remove its {kind}"
+    if cluster.ranks_per_node not in sizes:
+        return (
+            ("levels",),
+            f"levels must include the node, group size {cluster.ranks_per_node}, found group sizes {list(sizes)}",
+        )
+    return None

@@ -1,0 +1,166 @@
+"""Rows that a tensor-train table keeps densely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexshard.embeddings import TTEmbedding, TTEmbeddingBag
+from flexshard.errors import DataError, TableError
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad", "rowwise_adagrad"])
+def test_a_row_is_trained_in_one_place(optimizer: str | None) -> None:
+    torch.manual_seed(0)
+    table = TTEmbeddingBag(
+        900, 8, mode="sum", tt_ranks=4, std=1.0, optimizer=optimizer, learning_rate=0.1, hot_rows=6, padding_idx=3
+    )
+    before = table.to_dense()
+    table.pin_rows(torch.tensor([40, 3, 7, 40]))
+    assert table.hot is not None
+    assert table.hot.pinned.tolist() == [3, 7, 40]
+    assert torch.equal(table.to_dense(), before)
+    params = [*table.cores, table.hot.rows]
+
+    def step(ids: list[int]) -> torch.Tensor:
+        """What a step on some ids changes; shape (E,)."""
+        own = None if optimizer else torch.optim.SGD(table.parameters(), lr=0.1)
+        old = table.to_dense()
+        table.zero_grad()
+        table(torch.tensor(ids), torch.tensor([0, 2])).square().sum().backward()
+        if own is not None:
+            own.step()
+        return (table.to_dense() - old).abs().sum(1) > 0
+
+    cores = [core.detach().clone() for core in table.cores]
+    changed = step([7, 40, 7, 3])
+    assert changed.nonzero().flatten().tolist() == [7, 40]  # 3 is left out of bags
+    assert all(torch.equal(core, old) for core, old in zip(table.cores, cores, strict=True))
+    rows = table.hot.rows.detach().clone()
+    changed = step([8, 100])
+    assert changed[8]
+    assert changed[100]
+    assert torch.equal(table.hot.rows, rows)
+    assert all(param.grad is None for param in params) == (optimizer is not None)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_hot_rows_take_the_steps_of_a_dense_table(optimizer: str) -> None:
+    """All rows are hot, so the table is a dense one."""
+    torch.manual_seed(0)
+    table = TTEmbedding(20, 4, tt_ranks=2, std=1.0, optimizer=optimizer, learning_rate=0.1, hot_rows=20)
+    table.pin_rows(torch.arange(20))
+    dense_rows = table.to_dense().clone()
+    sums = torch.zeros(20, 4)
+    for _ in range(3):
+        ids = torch.randint(0, 20, (30,))
+        weight = dense_rows.clone().requires_grad_()
+        weight[ids].pow(3).sum().backward()
+        table(ids).pow(3).sum().backward()
+        gradient = weight.grad
+        assert gradient is not None
+        if optimizer == "sgd":
+            dense_rows -= 0.1 * gradient
+            continue
+        sums += gradient**2 if optimizer == "adagrad" else (gradient**2).mean(1, keepdim=True)
+        dense_rows -= 0.1 * gradient / (sums.sqrt() + 1e-8)
+    torch.testing.assert_close(table.to_dense(), dense_rows, atol=1e-5, rtol=1e-5)
+
+
+def test_hot_rows_follow_the_tables_learning_rate() -> None:
+    table = TTEmbedding(20, 4, tt_ranks=2, std=1.0, optimizer="sgd", learning_rate=0.1, hot_rows=1)
+    table.pin_rows(torch.tensor([3]))
+    for rate in (0.1, 0.01):  # a schedule sets it
+        table.learning_rate = rate
+        before = table.rows(torch.tensor([3])).detach()
+        table(torch.tensor([3])).sum().backward()
+        torch.testing.assert_close(before - table.rows(torch.tensor([3])).detach(), torch.full((1, 4), rate))
+
+
+def test_hot_rows_are_folded_back() -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(3000, 8, tt_ranks=16, std=1.0, hot_rows=50, padding_idx=1)
+    hot = torch.arange(0, 500, 10)
+    table.pin_rows(hot)
+    assert table.hot is not None
+    with torch.no_grad():
+        table.hot.rows += 0.5 * torch.randn_like(table.hot.rows)
+    wanted, others = table.rows(hot).detach(), table.to_dense()
+    found = table.unpin_rows(steps=200)
+    assert found.before > 0.3
+    assert found.after < 0.1 * found.before
+    assert found.others < 0.1
+    assert table.hot.pinned.numel() == 0
+    error = (table.rows(hot).detach() - wanted).norm() / wanted.norm()
+    assert float(error) == pytest.approx(found.after, rel=1e-3)
+    still = torch.ones(3000, dtype=torch.bool)
+    still[hot] = False
+    assert float((table.to_dense() - others)[still].norm() / others[still].norm()) < 0.3
+
+
+def test_what_leaves_the_hot_rows_is_folded_and_what_stays_is_kept() -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(500, 8, tt_ranks=8, std=1.0, hot_rows=4, optimizer="adagrad", learning_rate=0.1)
+    table.pin_rows(torch.tensor([1, 2, 3]))
+    assert table.hot is not None
+    table(torch.tensor([1, 2, 3, 3])).sum().backward()
+    rows, sums = table.rows(torch.tensor([2, 3])), table.hot.sums.clone()
+    slots = table.hot.find(torch.tensor([2, 3]))[1]
+    found = table.pin_rows(torch.tensor([2, 3, 400]))
+    assert found is not None
+    assert found.after <= found.before
+    assert torch.equal(table.rows(torch.tensor([2, 3])), rows)
+    assert torch.equal(table.hot.find(torch.tensor([2, 3]))[1], slots), "what stays, stays in its slot"
+    assert torch.equal(table.hot.sums[slots], sums[slots])
+    assert table.hot.sums.any(1).sum() == 2
+    again = TTEmbedding(500, 8, tt_ranks=8, hot_rows=4, optimizer="adagrad")
+    again.load_state_dict(table.state_dict())
+    assert torch.equal(again.to_dense(), table.to_dense())
+    table.decompose_(torch.randn(500, 8))
+    assert table.hot.pinned.numel() == 0
+    with pytest.raises(TableError, match="5 rows to pin are more than hot_rows=4"):
+        table.pin_rows(torch.arange(5))
+    with pytest.raises(TableError, match="must be pinned"):
+        table.unpin_rows(torch.tensor([9]))
+    with pytest.raises(DataError, match="id 500 is outside"):
+        table.pin_rows(torch.tensor([500]))
+    with pytest.raises(TableError, match="more than hot_rows=0"):
+        TTEmbedding(500, 8, tt_ranks=8).pin_rows(torch.tensor([1]))
+
+
+def test_a_lookup_is_of_one_state_of_the_hot_rows() -> None:
+    for optimizer in (None, "sgd"):
+        table = TTEmbedding(1000, 16, tt_ranks=8, std=1.0, hot_rows=4, optimizer=optimizer)
+        table.pin_rows(torch.tensor([5]))
+        rows = table(torch.tensor([5]))
+        table.pin_rows(torch.tensor([3, 5]))
+        with pytest.raises(TableError, match="hot rows were changed between a lookup and its backward pass"):
+            rows.sum().backward()
+    table = TTEmbedding(1000, 16, tt_ranks=8, std=1.0, hot_rows=4, optimizer="adagrad")
+    table.pin_rows(torch.tensor([5]))
+    first, second = table(torch.tensor([5])), table(torch.tensor([5]))
+    first.sum().backward()
+    assert table.hot is not None
+    rows = table.hot.rows.detach().clone()
+    with pytest.raises(TableError, match="look up all ids of a step at once"):
+        second.sum().backward()
+    assert torch.equal(table.hot.rows, rows)
+
+
+def test_a_row_that_stays_hot_keeps_what_torchs_optimizer_remembers_of_it() -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(1000, 16, tt_ranks=8, std=1.0, hot_rows=4)
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+    table.pin_rows(torch.tensor([5, 9]))
+    for _ in range(5):
+        optimizer.zero_grad()
+        table(torch.tensor([5])).sum().backward()
+        optimizer.step()
+    table.pin_rows(torch.tensor([3, 5]))
+    before = table.rows(torch.tensor([3, 5])).detach()
+    optimizer.zero_grad()
+    (0 * table(torch.tensor([3, 5]))).sum().backward()
+    optimizer.step()
+    moved = (table.rows(torch.tensor([3, 5])) - before).abs().mean(1)
+    assert moved[1] > 0.05  # Adam's momentum goes on with the row it is of
+    assert moved[0] < 1e-6

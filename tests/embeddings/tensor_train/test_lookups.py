@@ -1,0 +1,226 @@
+"""Lookups in tensor-train tables against the dense product of their cores."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn import functional
+
+from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
+from flexshard.embeddings.tensor_train.products import levels_of
+from tests.embeddings.tensor_train.products import dense, each_backend
+
+SHAPES = st.integers(2, 4).flatmap(
+    lambda d: st.tuples(
+        st.lists(st.integers(1, 5), min_size=d, max_size=d),
+        st.lists(st.integers(1, 3), min_size=d, max_size=d),
+        st.integers(1, 4),
+        st.integers(0, 3),
+    )
+)
+
+
+BAGS = {
+    "data": st.data(),
+    "case": SHAPES,
+    "mode": st.sampled_from(["sum", "mean"]),
+    "layout": st.sampled_from(["offsets", "last", "2d"]),
+}
+
+
+Case = tuple[list[int], list[int], int, int]
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@given(**BAGS)
+@settings(max_examples=60)
+def test_bags_are_those_of_the_dense_product_and_so_are_gradients(
+    backend: str, data: st.DataObject, case: Case, mode: str, layout: str
+) -> None:
+    check_bags(backend, data, case, mode, layout)
+
+
+@given(**BAGS)
+@settings(max_examples=15)
+def test_bags_are_those_of_the_dense_product_with_triton(
+    data: st.DataObject, case: Case, mode: str, layout: str
+) -> None:
+    check_bags("triton", data, case, mode, layout)
+
+
+def check_bags(backend: str, data: st.DataObject, case: Case, mode: str, layout: str) -> None:
+    p, q, rank, spare = case
+    pytest.importorskip(backend)
+    rows = max(prod(p) - spare, 1)
+    padding = data.draw(st.sampled_from([None, 0, rows - 1]))
+    table = TTEmbeddingBag(
+        rows,
+        prod(q),
+        mode=mode,
+        tt_ranks=rank,
+        row_factors=p,
+        dim_factors=q,
+        std=1.0,
+        padding_idx=padding,
+        include_last_offset=layout == "last",
+        backend=backend,
+    )
+    cores = [core.detach().double().requires_grad_() for core in table.cores]
+    lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    if layout == "2d":
+        lengths = [3] * len(lengths)
+    count = sum(lengths)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=count, max_size=count)), dtype=torch.long)
+    ends = torch.cumsum(torch.tensor([0, *lengths]), 0)
+    offsets = {"offsets": ends[:-1], "last": ends, "2d": None}[layout]
+    given_ids = ids.view(-1, 3) if layout == "2d" else ids
+    weights = None
+    if mode == "sum" and data.draw(st.booleans()):
+        weights = torch.rand(given_ids.shape, requires_grad=True)
+    found = table(given_ids, offsets, weights)
+    other = None if weights is None else weights.detach().double().requires_grad_()
+    expected = functional.embedding_bag(
+        given_ids,
+        dense(cores, rows),
+        offsets,
+        mode=mode,
+        per_sample_weights=other,
+        include_last_offset=layout == "last",
+        padding_idx=padding,
+    )
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(found.shape)
+    found.backward(upstream)
+    expected.backward(upstream.double())
+    for own, core in zip(table.cores, cores, strict=True):
+        gradient = torch.zeros_like(own) if own.grad is None else own.grad
+        reference = torch.zeros_like(core) if core.grad is None else core.grad
+        scale = max(float(reference.abs().max()), 1.0)
+        torch.testing.assert_close(gradient.double() / scale, reference / scale, atol=1e-5, rtol=1e-5)
+    if weights is not None and other is not None and count:
+        assert weights.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(weights.grad.double(), other.grad, atol=1e-5, rtol=1e-5)
+
+
+@each_backend
+def test_sequences_are_nn_embeddings(backend: str) -> None:
+    table = TTEmbedding(1000, 16, tt_ranks=5, std=1.0, padding_idx=-1, backend=backend)
+    ids = torch.randint(0, 1000, (7, 3, 2))
+    ids[0, 0, 0] = 999
+    expected = table.to_dense()[ids]
+    assert torch.allclose(table(ids), expected, atol=1e-6)
+    assert torch.allclose(table.rows(ids), expected, atol=1e-6)
+    table(torch.full((4,), 999)).sum().backward()  # the padding row alone
+    assert all(core.grad is not None and not core.grad.any() for core in table.cores)
+    assert table(torch.zeros(0, dtype=torch.long)).shape == (0, 16)
+
+
+@given(st.sampled_from([2, 3, 4]), st.integers(1, 5), st.lists(st.integers(0, 59), min_size=1, max_size=30))
+@settings(max_examples=30)
+def test_sequences_have_the_gradients_of_the_dense_product(cores: int, rank: int, ids: list[int]) -> None:
+    torch.manual_seed(len(ids))
+    for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        table = TTEmbedding(60, 12, tt_ranks=rank, cores=cores, std=1.0, dtype=dtype)
+        reference = [core.detach().double().requires_grad_() for core in table.cores]
+        upstream = torch.randn(len(ids), 12).to(dtype)
+        table(torch.tensor(ids)).backward(upstream)
+        dense(reference, 60)[torch.tensor(ids)].backward(upstream.double())
+        for own, core in zip(table.cores, reference, strict=True):
+            assert own.grad is not None
+            assert core.grad is not None
+            scale = max(float(core.grad.abs().max()), 1.0)
+            torch.testing.assert_close(own.grad.double() / scale, core.grad / scale, atol=close, rtol=close)
+
+
+def test_dense_rows_are_the_product_of_the_slices() -> None:
+    table = TTEmbedding(60, 12, row_factors=[3, 4, 5], dim_factors=[2, 3, 2], tt_ranks=[4, 5], std=1.0)
+    torch.testing.assert_close(table.to_dense(), dense(list(table.cores), 60).detach(), atol=1e-6, rtol=1e-5)
+    one, two, three = (core.detach() for core in table.cores)
+    row = 2 * 20 + 1 * 5 + 3  # digits 2, 1, 3
+    by_hand = torch.einsum("qr,rst,tu->qsu", one[2, 0], two[1], three[3, :, :, 0]).flatten()
+    torch.testing.assert_close(table.to_dense()[row], by_hand, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(1 << 24) + 1, 39_979_771, 10**12])
+def test_digits_are_exact_where_single_precision_is_not(rows: int) -> None:
+    """The published code divides in float32, and maps 0.2 % of rows wrongly above 2^24."""
+    shape = TTShape.choose(rows, 64, 8)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.unique(torch.cat([torch.randint(0, rows, (5000,), generator=generator), torch.tensor([0, rows - 1])]))
+    levels = levels_of(ids, shape)
+    p, level = shape.row_factors, levels.inner[0]
+    digits = torch.cat([torch.full((end - start,), digit) for digit, start, end in level.runs])
+    for n in range(0, ids.numel(), 97):
+        i = int(ids[levels.place[n]])
+        assert int(levels.digit[n]) == i % p[2]
+        place = int(levels.parent[n])
+        assert (int(level.parent[place]), int(digits[place])) == (i // p[2] // p[1], i // p[2] % p[1])
+    wrong = (ids.float() / p[2]).floor().long() != ids // p[2]
+    assert rows < 1 << 25 or wrong.any()  # what this test would catch
+
+
+@each_backend
+def test_the_same_batch_gives_the_same_bits(backend: str) -> None:
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        rows = 200 if backend == "triton" else 5000
+        table = TTEmbedding(rows, 16, tt_ranks=8, backend=backend)
+        table(torch.randint(0, rows, (4 * rows // 5,))).sin().sum().backward()
+        return [core.grad for core in table.cores if core.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
+def test_bfloat16_cores() -> None:
+    table = TTEmbeddingBag(1000, 16, tt_ranks=8, mode="sum", std=1.0, dtype=torch.bfloat16)
+    found = table(torch.arange(40).view(8, 5))
+    assert found.dtype == torch.bfloat16
+    found.float().sum().backward()
+    assert table.cores[0].grad is not None
+    assert table.cores[0].grad.dtype == torch.bfloat16
+    whole = TTEmbeddingBag(1000, 16, tt_ranks=8, mode="sum", std=1.0)
+    with torch.no_grad():
+        for a, b in zip(whole.cores, table.cores, strict=True):
+            a.copy_(b)
+    torch.testing.assert_close(found.float(), whole(torch.arange(40).view(8, 5)), atol=0.1, rtol=0.05)
+
+
+@each_backend
+def test_weights_and_autocast(backend: str) -> None:
+    table = TTEmbeddingBag(30, 8, tt_ranks=4, mode="sum", dtype=torch.bfloat16, backend=backend)
+    found = table(torch.arange(9), torch.tensor([0, 4]), torch.rand(9))
+    assert found.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        TTEmbedding(30, 8, tt_ranks=4, backend=backend)(torch.arange(9)).sum().backward()
+    none = TTEmbeddingBag(30, 8, tt_ranks=4, backend=backend)(
+        torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    )
+    assert none.shape == (0, 8)
+
+
+@each_backend
+def test_cores_in_any_layout_and_frozen_ones(backend: str) -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(90, 24, row_factors=[3, 5, 6], dim_factors=[2, 3, 4], tt_ranks=4, std=1.0, backend=backend)
+    expected = dense([core.detach() for core in table.cores], 90)
+    table.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(table(torch.arange(90)).detach(), expected, atol=1e-5, rtol=1e-5)
+    for optimizer in ("sgd", "adagrad", "rowwise_adagrad"):
+        fused = TTEmbedding(50, 4, tt_ranks=2, std=1.0, optimizer=optimizer, learning_rate=0.1, backend=backend)
+        fused.cores[0].requires_grad_(False)
+        before = [core.detach().clone() for core in fused.cores]
+        fused(torch.arange(6)).sum().backward()
+        changed = [not torch.equal(core, old) for core, old in zip(fused.cores, before, strict=True)]
+        assert changed == [False, True, True]
+
+
+def test_the_padding_row_is_zeros_and_stays_so() -> None:
+    table = TTEmbedding(100, 8, tt_ranks=2, std=1.0, padding_idx=7, optimizer="sgd", learning_rate=0.1)
+    for _ in range(2):
+        assert not table(torch.tensor([7, 7])).any()
+        assert not table.to_dense()[7].any()
+        table(torch.arange(20)).sum().backward()

@@ -1,0 +1,168 @@
+"""Tensor-train tables in training: updates within backward, frozen cores, what autograd can do with a lookup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flexshard.embeddings import TTEmbedding, TTEmbeddingBag
+from flexshard.errors import TableError
+from tests.embeddings.tensor_train.products import each_backend
+
+
+@each_backend
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_fused_updates_are_those_of_the_optimizer_after_backward(backend: str, optimizer: str) -> None:
+    torch.manual_seed(0)
+    make: Any = lambda how: TTEmbeddingBag(  # noqa: E731
+        500, 8, mode="sum", tt_ranks=4, std=1.0, optimizer=how, learning_rate=0.1, eps=1e-8, backend=backend
+    )
+    fused, plain = make(optimizer), make(None)
+    plain.load_state_dict({k: v for k, v in fused.state_dict().items() if not k.startswith("sum_")})
+    steps: Any = {
+        "sgd": lambda: torch.optim.SGD(plain.parameters(), lr=0.1),
+        "adagrad": lambda: torch.optim.Adagrad(plain.parameters(), lr=0.1, eps=1e-8),
+        "rowwise_adagrad": lambda: None,
+    }[optimizer]()
+    sums = [torch.zeros(core.shape[0]) for core in plain.cores]
+    for step in range(5):
+        ids = torch.randint(0, 500, (30,), generator=torch.Generator().manual_seed(step))
+        offsets = torch.arange(0, 30, 3)
+        for table in (fused, plain):
+            table(ids, offsets).square().mean().backward()
+        assert all(core.grad is None for core in fused.cores)
+        if steps is not None:
+            steps.step()
+            steps.zero_grad()
+        else:
+            with torch.no_grad():
+                for core, total in zip(plain.cores, sums, strict=True):
+                    assert core.grad is not None
+                    total += core.grad.square().flatten(1).mean(1)
+                    scale = total.sqrt() + 1e-8
+                    core -= torch.where(total > 0, 0.1 / scale, 0.0).view(-1, 1, 1, 1) * core.grad
+                    core.grad = None
+    for a, b in zip(fused.cores, plain.cores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_it_trains_as_a_part_of_a_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TTEmbeddingBag(2000, 8, tt_ranks=8, std=0.3, mode="mean"), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    ids = torch.randint(0, 2000, (256, 6))
+    labels = (ids.float().mean(1) > 1000).float()
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = functional.binary_cross_entropy_with_logits(model(ids).squeeze(1), labels)
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.3
+
+
+def test_a_fused_table_is_looked_up_once_per_step() -> None:
+    table = TTEmbedding(30, 8, tt_ranks=4, optimizer="sgd", std=1.0)
+    ids = torch.arange(9)
+    with pytest.raises(TableError, match="updated by its sgd optimizer between a lookup and its backward pass"):
+        (table(ids).sum() + table(ids + 3).sum()).backward()
+
+
+@each_backend
+def test_a_frozen_table_stays_as_it_is(backend: str) -> None:
+    table = TTEmbedding(30, 8, tt_ranks=4, optimizer="sgd", std=1.0, backend=backend)
+    before = table.to_dense()
+    head = nn.Linear(8, 1)
+    table.requires_grad_(False)
+    head(table(torch.arange(9))).sum().backward()
+    assert torch.equal(table.to_dense(), before)
+    assert not table(torch.arange(9)).requires_grad
+    table.requires_grad_(True)
+    head(table(torch.arange(9))).sum().backward()
+    assert not torch.equal(table.to_dense(), before)
+
+
+def test_states_stay_in_float32_and_start_anew() -> None:
+    table = TTEmbedding(30, 8, tt_ranks=4, optimizer="adagrad", std=1.0).to(torch.bfloat16)
+    table(torch.arange(9)).float().sum().backward()
+    assert table.sum_0.dtype == torch.float32
+    assert table.sum_0.any()
+    table.decompose_(torch.randn(30, 8))
+    assert not table.sum_0.any()
+
+
+def test_cores_changed_between_forward_and_backward_are_noticed() -> None:
+    table = TTEmbedding(30, 8, tt_ranks=4)
+    found = table(torch.arange(9)).sum()
+    with torch.no_grad():
+        table.cores[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    table = TTEmbedding(30, 8, tt_ranks=4)
+    gradients = torch.autograd.grad(table(torch.arange(9)).square().sum(), list(table.cores), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_activation_checkpoints(optimizer: str | None) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    ids = torch.arange(50)
+    tables = []
+    for how in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
+        torch.manual_seed(0)
+        table = TTEmbedding(1000, 16, tt_ranks=8, std=1.0, optimizer=optimizer)
+        scale = torch.ones(1, requires_grad=True)
+        work = lambda x, table=table: (table(ids) * x).square().sum()  # noqa: E731
+        (checkpoint(work, scale, **how) if how else work(scale)).backward()
+        tables.append(table)
+    for other in tables[1:]:
+        for a, b in zip(tables[0].cores, other.cores, strict=True):
+            torch.testing.assert_close(b, a)
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(b.grad, a.grad)
+
+
+@each_backend
+def test_graphs_that_are_kept_and_saved_tensors_that_are_copied(backend: str) -> None:
+    table = TTEmbedding(300, 16, tt_ranks=8, std=1.0, backend=backend)
+    ids, other = torch.arange(50), torch.arange(30, 90)
+    rows = table(ids)
+    rows.square().sum().backward(retain_graph=True)
+    once = [core.grad.clone() for core in table.cores if core.grad is not None]
+    table(other).sum().backward()
+    table.zero_grad()
+    rows.square().sum().backward()
+    for core, gradient in zip(table.cores, once, strict=True):
+        torch.testing.assert_close(core.grad, gradient)
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            found = table(ids)
+        table.zero_grad()
+        found.square().sum().backward()
+        for core, gradient in zip(table.cores, once, strict=True):
+            torch.testing.assert_close(core.grad, gradient)
+
+
+def test_gradients_that_arrive_sparse() -> None:
+    torch.manual_seed(0)
+    bags, rows = TTEmbeddingBag(100, 8, tt_ranks=2, mode="sum"), TTEmbedding(100, 8, tt_ranks=2)
+    ids = torch.arange(6)
+    for table, arguments, count in ((bags, (ids, torch.tensor([0, 3])), 2), (rows, (ids,), 6)):
+        upstream = torch.zeros(count, 8)
+        upstream[1] = torch.arange(8.0)
+        found = []
+        for gradient in (upstream, upstream.to_sparse(1)):
+            table.zero_grad()
+            table(*arguments).backward(gradient)
+            found.append([core.grad.clone() for core in table.cores if core.grad is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert found[0][0].any()
