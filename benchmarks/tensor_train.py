@@ -252,7 +252,7 @@ def print_suffix(ids: torch.Tensor, rounds: int) -> None:
     products = [laid[0].new_empty(size) for size in product_sizes(levels, table.shape)]
     rows = forward_rows(levels, table.shape, laid, products=products, compiled=True)
     out = rows.view(distinct.numel(), 16, 4)
-    arguments = (products[-1], levels.parent, laid[-1], levels.digit, levels.place, out)
+    arguments = (products[-1], levels.parent, laid[-1], levels.digit, levels.row_index, out)
 
     def expression(
         prefixes: torch.Tensor, parent: torch.Tensor, core: torch.Tensor, digit: torch.Tensor

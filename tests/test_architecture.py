@@ -177,6 +177,25 @@ def test_values_name_files_that_have_their_methods() -> None:
             assert callable(getattr(importlib.import_module(f"flexshard.{room}.{file}"), function)), method
 
 
+def test_every_command_is_registered() -> None:
+    from flexshard.cli.commands import COMMANDS
+
+    files = (SOURCE / "cli" / "commands").glob("*.py")
+    assert sorted(file.stem for file in files if "@app.command(" in file.read_text()) == sorted(COMMANDS)
+
+
+def test_optimizers_are_told_apart_by_what_they_say_of_themselves() -> None:
+    """Whoever compares names has to be found and changed for each new one; tensor trains have kernels of a few."""
+    names = set(tables.OPTIMIZERS)
+    for file in FILES:
+        if file.parent.name in ("optimizers", "tensor_train"):
+            continue
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Compare):
+                compared = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)} & names
+                assert not compared, f"{file.relative_to(SOURCE)}:{node.lineno} compares {sorted(compared)}"
+
+
 def test_links_at_the_root_lead_into_the_package() -> None:
     root = SOURCE.parents[1]
     for name in ("planner", "costmodels", "topologies", "executors"):

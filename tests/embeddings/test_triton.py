@@ -17,7 +17,7 @@ from triton.compiler import ASTSource, compile
 from flexshard.embeddings.tensor_train import triton_kernels as kernels
 
 FLOATS = "left weight out upstream gradient state prefixes core rows to_prefixes values".split()
-WHOLE = "index tile_group tile_first ends starts parent digit place order".split()
+WHOLE = "index tile_group tile_first ends starts parent digit row_index order".split()
 TYPES = {name: "*fp32" for name in FLOATS} | {name: "*i64" for name in WHOLE} | {"rate": "fp32", "eps": "fp32"}
 TABLE = {"Q": 16, "q": 4, "BQ": 16, "Bq": 4, "BK": 32}
 CASES = [

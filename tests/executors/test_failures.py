@@ -278,3 +278,21 @@ def test_a_planner_needs_something_to_plan_with() -> None:
 
     with pytest.raises(JobError, match="needs a plan, or profiles, a cluster and a batch_size"):
         FlexShardPlanner(profiles={})
+
+
+@pytest.mark.parametrize("how", ["fused_params", "in the model"])
+def test_optimizers_whose_memory_is_not_known_are_not_planned_as_others(how: str) -> None:
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+
+    model, fused, name = models.new_model(), {"optimizer": EmbOptimType.LAMB}, "lamb"
+    if how == "in the model":
+        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+        apply_optimizer_in_backward(torch.optim.RMSprop, model.wide.parameters(), {"lr": 0.1})
+        fused, name = {"optimizer": EmbOptimType.EXACT_SGD}, "RMSprop"
+    profiles = {table: models.profile_of(table) for _, table in models.table_names()}
+    planner = FlexShardPlanner(profiles=profiles, cluster=models.small_cluster(1, 2), batch_size=24)
+    with pytest.raises(
+        PlanError, match=rf"table '\w+': optimizer {name} is none that plans are made for; use one of sgd"
+    ):
+        planner.plan(model, [FlexShardEmbeddingCollectionSharder(fused)])

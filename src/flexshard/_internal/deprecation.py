@@ -32,15 +32,15 @@ def renamed_keywords(
     Raises:
         TypeError: a keyword that has neither, or that is given by both names.
     """
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for keyword, value in given.items():
         if keyword not in names:
             raise TypeError(f"{owner}() got an unexpected keyword argument {keyword!r}")
-        if names[keyword] in {*found, *present}:
+        if names[keyword] in {*renamed, *present}:
             raise TypeError(f"{owner}() got {names[keyword]!r} by two names")
         _warn(f"{owner}({keyword}=...) is {names[keyword]}=... now", 4)
-        found[names[keyword]] = value
-    return found
+        renamed[names[keyword]] = value
+    return renamed
 
 
 def _warn(message: str, level: int) -> None:

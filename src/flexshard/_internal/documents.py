@@ -137,10 +137,10 @@ def read_json(path: PathLike, kind: DocumentFormat, *, digest: Callable[[Body], 
         return body
     written = body.pop("fingerprint", None)
     try:
-        found = digest(body)
+        stored_digest = digest(body)
     except (KeyError, TypeError, AttributeError, ValueError):
-        found = None
-    if found != written:
+        stored_digest = None
+    if stored_digest != written:
         raise kind.error_type(
             f"{path}: its content does not match its fingerprint; it was edited or damaged: {kind.remedy}"
         )
@@ -157,8 +157,8 @@ def format_of(path: PathLike, error_type: type[FlexShardError]) -> str | None:
         document = json.loads(read_text(path, error_type))
     except (ValueError, RecursionError):
         return None
-    found = document.get("format") if isinstance(document, dict) else None
-    return found if isinstance(found, str) else None
+    name = document.get("format") if isinstance(document, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def decode(cls: type[ValueT], body: Any, where: str, kind: DocumentFormat) -> ValueT:

@@ -42,12 +42,12 @@ def first_rows(columns: Sequence[tuple[npt.NDArray[Any], IntArray]], rows: int) 
     wrong = np.flatnonzero(~same)
     if not wrong.size:
         return first
-    found = np.empty(wrong.size, np.int64)
+    matches = np.empty(wrong.size, np.int64)
     full = np.zeros(wrong.size, np.uint64)
     for values, offsets in columns:
         _hash_whole(values, offsets, wrong, full)
-    _probe(full, np.zeros(1 << max(4, (2 * wrong.size - 1).bit_length()), np.uint64), found)
-    first[wrong] = wrong[found]
+    _probe(full, np.zeros(1 << max(4, (2 * wrong.size - 1).bit_length()), np.uint64), matches)
+    first[wrong] = wrong[matches]
     same[wrong] = True
     for values, offsets in columns:
         _compare(values, offsets, wrong, first, same)
@@ -74,12 +74,12 @@ def _hash_ends(values, offsets, hashes, both):  # type: ignore[no-untyped-def] #
 
 @numba.njit(cache=True)
 def _hash_whole(values, offsets, rows, hashes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    for place in range(rows.size):
-        begin, stop = offsets[rows[place]], offsets[rows[place] + 1]
-        h = _mixed(hashes[place], np.uint64(stop - begin))
+    for index in range(rows.size):
+        begin, stop = offsets[rows[index]], offsets[rows[index] + 1]
+        h = _mixed(hashes[index], np.uint64(stop - begin))
         for position in range(begin, stop):
             h = _mixed(h, np.uint64(values[position]))
-        hashes[place] = h
+        hashes[index] = h
 
 
 @numba.njit(cache=True)
@@ -89,17 +89,17 @@ def _probe(hashes, table, first):  # type: ignore[no-untyped-def] # pragma: no c
     mask = np.uint64(table.size - 1)
     for row in range(hashes.size):
         tag = hashes[row] & high
-        place = (hashes[row] >> np.uint64(7)) & mask
+        slot = (hashes[row] >> np.uint64(7)) & mask
         while True:
-            entry = table[place]
+            entry = table[slot]
             if entry == 0:
-                table[place] = tag | np.uint64(row + 1)
+                table[slot] = tag | np.uint64(row + 1)
                 first[row] = row
                 break
             if entry & high == tag:
                 first[row] = np.int64(entry & ~high) - 1
                 break
-            place = (place + np.uint64(1)) & mask
+            slot = (slot + np.uint64(1)) & mask
 
 
 @numba.njit(cache=True)
@@ -124,8 +124,8 @@ def _compare(values, offsets, rows, first, same):  # type: ignore[no-untyped-def
 def gather(values, offsets, rows, taken):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Values of these rows, one after the other, into ``taken``."""
     end = 0
-    for place in range(rows.size):
-        begin, size = offsets[rows[place]], offsets[rows[place] + 1] - offsets[rows[place]]
+    for index in range(rows.size):
+        begin, size = offsets[rows[index]], offsets[rows[index] + 1] - offsets[rows[index]]
         source, target = values[begin : begin + size], taken[end : end + size]
         for position in range(size):
             target[position] = source[position]

@@ -103,10 +103,10 @@ def distinct_rows(*columns: JaggedArray, compiled: bool | None = None) -> Distin
     for column in columns:
         for values in (column.values, column.weights):
             if values is not None:
-                found = _codes(_binary(values, column.offsets))
+                column_codes = _codes(_binary(values, column.offsets))
                 # Features that change together have the same codes: nothing to combine.
-                if not any(np.array_equal(found, other) for other in codes):
-                    codes.append(found)
+                if not any(np.array_equal(column_codes, other) for other in codes):
+                    codes.append(column_codes)
     both = codes[0]
     for other in codes[1:]:
         both = _codes(pa.array(both.astype(np.int64) << 32 | other))
@@ -131,7 +131,7 @@ def _as_unsigned(values: AnyArray) -> AnyArray:
 
 
 def _codes(array: pa.Array) -> npt.NDArray[np.int32]:
-    """Number of the distinct value at every place, in order of first appearance."""
+    """Number of the distinct value at every position, in order of first appearance."""
     return np.asarray(array.dictionary_encode().indices.to_numpy())
 
 
@@ -163,12 +163,12 @@ def _joined(
         return np.concatenate([_taken(values, offsets, rows) for values, offsets in columns])
     sizes = [int(each.sum()) for each in lengths]
     # Arrow keeps the pages of buffers that are given back; NumPy would fault new ones in for every batch.
-    found: AnyArray = np.frombuffer(pa.allocate_buffer(sum(sizes) * kind.itemsize), kind)
+    buffer: AnyArray = np.frombuffer(pa.allocate_buffer(sum(sizes) * kind.itemsize), kind)
     start = 0
     for (values, offsets), size in zip(columns, sizes, strict=True):
-        kernels.gather(_as_unsigned(values), offsets, rows, _as_unsigned(found[start : start + size]))
+        kernels.gather(_as_unsigned(values), offsets, rows, _as_unsigned(buffer[start : start + size]))
         start += size
-    return found
+    return buffer
 
 
 def _taken(values: AnyArray, offsets: IntArray, rows: IntArray) -> AnyArray:
@@ -215,8 +215,8 @@ def jagged_of_arrow(
             " (encode texts before)"
         )
     if values.null_count:
-        place = int(np.flatnonzero(pc.is_null(values).to_numpy(zero_copy_only=False))[0])
-        row = int(np.searchsorted(offsets, place, side="right")) - 1
+        position = int(np.flatnonzero(pc.is_null(values).to_numpy(zero_copy_only=False))[0])
+        row = int(np.searchsorted(offsets, position, side="right")) - 1
         raise DataError(f"{where}: column {name!r} has a null id in row {first_row + row:,}; drop or fill it")
     flat = values.to_numpy(zero_copy_only=False)
     return JaggedArray(flat.astype(np.int64) if flat.dtype.kind == "u" else flat, offsets)
@@ -264,7 +264,7 @@ def _reversed(rows: JaggedArray) -> AnyArray:
 def _overlaps(values: AnyArray, offsets: IntArray, max_shift: int) -> IntArray:
     """How many values at the start of each row are, in order, the last ones of the row before."""
     lengths = np.diff(offsets)
-    found = np.zeros(lengths.size, np.int64)
+    overlaps = np.zeros(lengths.size, np.int64)
     pairs = np.flatnonzero((lengths[1:] > 0) & (lengths[:-1] > 0)) + 1
     longest = int(lengths.max(initial=0))
     for shift in range(min(max_shift + 1, longest)):
@@ -281,9 +281,9 @@ def _overlaps(values: AnyArray, offsets: IntArray, max_shift: int) -> IntArray:
         ends = np.cumsum(size)
         same = np.concatenate([[0], np.cumsum(values[before] == values[after])])
         equal = same[ends] - same[ends - size] == size
-        found[candidates[equal]] = size[equal]
-        pairs = pairs[found[pairs] == 0]
-    return found
+        overlaps[candidates[equal]] = size[equal]
+        pairs = pairs[overlaps[pairs] == 0]
+    return overlaps
 
 
 def _counting(sizes: IntArray) -> IntArray:

@@ -25,7 +25,7 @@ def lazy_exports(
 
     Args:
         package: its full name.
-        modules: the names that each module gives; modules by their place in the room, or in full ("flexshard. ...").
+        modules: the names that each module gives; modules by their path in the room, or in full ("flexshard. ...").
         deprecated: "module:name" (or "package:name") that an old name stands for now, for one more release.
 
     The ``__getattr__`` raises MissingDependencyError for a name that needs TorchRec or torch where that is not there.
@@ -76,8 +76,8 @@ def bound(room: str, method: str) -> Callable[..., Any]:
         method: such as "Plan.save".
     """
     module, _, function = importlib.import_module(room).VALUE_METHODS[method].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{room}.{module}"), function)
-    return found
+    bound_function: Callable[..., Any] = getattr(importlib.import_module(f"{room}.{module}"), function)
+    return bound_function
 
 
 def version_of(distribution: str) -> str:

@@ -90,17 +90,17 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
     listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not listed:
         raise DataError("no data files were given")
-    found: list[ParquetSource] = []
+    sources: list[ParquetSource] = []
     for entry in listed:
         text = os.fspath(entry)
         filesystem, matches = _match_url(text) if "://" in text else (None, _match_local(text))
         if not matches:
             raise DataError(f"{text}: {_nothing(text)}")
-        found += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
-    twice = first_repeated(source.name for source in found)
+        sources += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
+    twice = first_repeated(source.name for source in sources)
     if twice is not None:
         raise DataError(f"{twice}: is given twice, and would be counted twice")
-    return found
+    return sources
 
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:

@@ -96,10 +96,10 @@ def located(path: PathLike, tree: yaml.Node, loc: Location) -> str:
     """``file:line: field`` of a place in a YAML tree; the nearest parent's line where the field itself is missing."""
     node, line = tree, tree.start_mark.line
     for part in loc:
-        found = _child(node, part)
-        if found is None:
+        child = _child(node, part)
+        if child is None:
             break
-        node, line = found
+        node, line = child
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     return f"{path}:{line + 1}" + (f": {field}" if field else "")
 

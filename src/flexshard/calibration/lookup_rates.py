@@ -87,13 +87,13 @@ def calibrate(
 
     for ids, bags in sample_batches(distinct[0].num_embeddings, batch_size, seed, bag_lengths[distinct[0]]):
         least_seconds([train_step(distinct[0], ids, bags, device)], rounds, device)  # wakes the machine up
-    found, all_work, all_seconds = [], [], []
+    shape_rates, all_work, all_seconds = [], [], []
     for shape in distinct:
         batches = list(sample_batches(shape.num_embeddings, batch_size, seed, bag_lengths[shape]))
         work = [TTWork.of(shape, TTReads.of(ids, bags, shape)).array for ids, bags in batches]
         seconds = least_seconds([train_step(shape, ids, bags, device) for ids, bags in batches], rounds, device)
         tick()
-        found.append(ShapeRates(shape.row_factors, shape.dim_factors, shape.tt_ranks, fit_rates(work, seconds)))
+        shape_rates.append(ShapeRates(shape.row_factors, shape.dim_factors, shape.tt_ranks, fit_rates(work, seconds)))
         all_work += work
         all_seconds += seconds
     dense_work, dense_seconds = [], []
@@ -101,11 +101,11 @@ def calibrate(
         batches = list(sample_batches(_DENSE_ROWS, batch_size, seed))
         dense_work += [[1.0, ids.size, ids.size * dim] for ids, _ in batches]
         table = _dense_table(dim, device)
-        dense_seconds += least_seconds([_dense_step(table, dim, *own, device) for own in batches], rounds, device)
+        dense_seconds += least_seconds([_dense_step(table, dim, *sample, device) for sample in batches], rounds, device)
         tick()
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}, "
     machine += datetime.date.today().isoformat()
-    return TTRates(machine, fit_rates(all_work, all_seconds), fit_rates(dense_work, dense_seconds), tuple(found))
+    return TTRates(machine, fit_rates(all_work, all_seconds), fit_rates(dense_work, dense_seconds), tuple(shape_rates))
 
 
 def sample_batches(rows: int, batch_size: int, seed: int, length: float = 20.0) -> Iterator[tuple[np.ndarray, int]]:
@@ -148,10 +148,10 @@ def train_step(shape: TTShape, ids: np.ndarray, bags: int, device: torch.device 
 def _dense_table(dim: int, device: torch.device | str) -> torch.nn.Module:
     """A table in FBGEMM, as TorchRec has it."""
     on_cpu = torch.device(device).type == "cpu"
-    place = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
+    location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
     unit = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
     return SplitTableBatchedEmbeddingBagsCodegen(
-        [(_DENSE_ROWS, dim, place, unit)],
+        [(_DENSE_ROWS, dim, location, unit)],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=1e-6,
         pooling_mode=PoolingMode.SUM,

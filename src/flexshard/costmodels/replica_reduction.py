@@ -64,6 +64,6 @@ def sparse_reduction(cluster: Cluster, group_size: int, nbytes: float, overlap: 
     rate = cluster.level(group_size).all_gather
     assert rate is not None
     twice = replace(rate, alpha_seconds=2 * rate.alpha_seconds)
-    own: tuple[CollectiveKind, int] = ("all_gather", group_size)
-    hidden = overlap.get(own, overlap.get(("all_reduce", group_size), 0.0))
-    return collective("all_gather", group_size, twice, nbytes, {own: hidden})
+    gather: tuple[CollectiveKind, int] = ("all_gather", group_size)
+    hidden = overlap.get(gather, overlap.get(("all_reduce", group_size), 0.0))
+    return collective("all_gather", group_size, twice, nbytes, {gather: hidden})

@@ -28,8 +28,8 @@ class PhaseCurve:
 
     def seconds(self, rows: float) -> float:
         """At so many rows."""
-        place = min(max(bisect_left([point[0] for point in self.points], rows), 1), len(self.points) - 1)
-        (few, short), (many, long) = self.points[place - 1], self.points[place]
+        index = min(max(bisect_left([point[0] for point in self.points], rows), 1), len(self.points) - 1)
+        (few, short), (many, long) = self.points[index - 1], self.points[index]
         return max(short + (long - short) * (rows - few) / (many - few), 0.0)
 
 

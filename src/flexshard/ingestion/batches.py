@@ -64,15 +64,15 @@ class Rows:
 
 def row_groups(sources: Sequence[ParquetSource], columns: Sequence[str]) -> list[RowGroup]:
     """All row groups, in order, of which some columns will be read."""
-    found = []
+    groups = []
     for source in sources:
         first = 0
         with source.open() as file:
             for number, rows in enumerate(source.group_rows):
                 nbytes = _compressed_bytes(file.metadata.row_group(number), columns)
-                found.append(RowGroup(source, number, first, rows, nbytes))
+                groups.append(RowGroup(source, number, first, rows, nbytes))
                 first += rows
-    return found
+    return groups
 
 
 def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> None:
@@ -127,13 +127,13 @@ def fill_batches(
 
 def _within(origins: Sequence[tuple[int, str, int]], begin: int, end: int) -> tuple[tuple[int, str, int], ...]:
     """Origins of rows ``begin`` to ``end``, counted from ``begin``."""
-    found = []
+    pieces = []
     ends = [start for start, _, _ in origins[1:]] + [end]
     for (start, where, row), stop in zip(origins, ends, strict=True):
         first = max(start, begin)
         if first < min(stop, end):
-            found.append((first - begin, where, row + first - start))
-    return tuple(found)
+            pieces.append((first - begin, where, row + first - start))
+    return tuple(pieces)
 
 
 def _compressed_bytes(group: Any, columns: Sequence[str]) -> int:

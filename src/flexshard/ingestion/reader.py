@@ -90,7 +90,7 @@ class SessionBatch(Pipelineable):
 class SessionReader(IterableDataset[SessionBatch]):
     """Batches of a Parquet dataset for a DataLoader (with ``batch_size=None``), or for a plain loop.
 
-    Row groups are dealt in turn to the ranks of a job, and to the DataLoader's workers of each; batches follow the
+    Row groups go in turn to the ranks of a job, and to the DataLoader's workers of each; batches follow the
     order of the files, so that of a dataset that ``flexshard cluster-sessions`` wrote they hold whole sessions.
     """
 
@@ -176,10 +176,10 @@ class SessionReader(IterableDataset[SessionBatch]):
         groups = self._groups
         if self.shuffle:
             order = np.random.default_rng([self.seed, int(self._epoch)]).permutation(len(groups))
-            groups = [groups[place] for place in order.tolist()]
-        own = groups[self.rank * workers + number :: self.world_size * workers]
+            groups = [groups[index] for index in order.tolist()]
+        local_groups = groups[self.rank * workers + number :: self.world_size * workers]
         before: _Last | None = None
-        for rows in fill_batches(own, self._columns, self.batch_size, drop_last=self.drop_last):
+        for rows in fill_batches(local_groups, self._columns, self.batch_size, drop_last=self.drop_last):
             if self.session is not None:
                 before = _check_order(rows, self.session, self.time, before)
             yield self._batch(rows)

@@ -76,10 +76,10 @@ class _PerFeature(nn.Module):
             return _batch(keys, *self.change(batch.values(), batch.lengths(), batch.weights_or_none()), stride)
         ends = batch.offset_per_key()
         parts = []
-        for place, key in enumerate(keys):
-            own, rows = slice(ends[place], ends[place + 1]), slice(place * stride, (place + 1) * stride)
-            weights = None if batch.weights_or_none() is None else batch.weights()[own]
-            part = (batch.values()[own], batch.lengths()[rows], weights)
+        for index, key in enumerate(keys):
+            span, rows = slice(ends[index], ends[index + 1]), slice(index * stride, (index + 1) * stride)
+            weights = None if batch.weights_or_none() is None else batch.weights()[span]
+            part = (batch.values()[span], batch.lengths()[rows], weights)
             parts.append(self.change(*part) if key in self.features else part)
         values, lengths, each = zip(*parts, strict=True)
         weights = None if each[0] is None else torch.cat(each)
@@ -153,10 +153,10 @@ class MapIds(_PerFeature):
         """See the class."""
         if not self.known.numel():
             return torch.full_like(values, self.default), lengths, weights
-        place = torch.searchsorted(self.known, values.long()).clamp(max=self.known.numel() - 1)
-        found = torch.where(self.known[place] == values, self.target[place], self.default)
+        index = torch.searchsorted(self.known, values.long()).clamp(max=self.known.numel() - 1)
+        mapped = torch.where(self.known[index] == values, self.target[index], self.default)
         most = max(int(self.target.abs().max()), abs(self.default))
-        return _like(found, values, most), lengths, weights
+        return _like(mapped, values, most), lengths, weights
 
 
 class SortIds(_PerFeature):
@@ -193,11 +193,11 @@ class Truncate(_PerFeature):
         self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See the class."""
-        place = torch.arange(values.numel(), device=values.device)
-        place = place - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
+        position = torch.arange(values.numel(), device=values.device)
+        position = position - torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
         if self.keep == "last":
-            place = torch.repeat_interleave(lengths, lengths) - 1 - place
-        kept = place < self.length
+            position = torch.repeat_interleave(lengths, lengths) - 1 - position
+        kept = position < self.length
         return values[kept], lengths.clamp(max=self.length), None if weights is None else weights[kept]
 
 
@@ -230,19 +230,19 @@ class DropFeatures(nn.Module):
 
     def forward(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """See the class."""
-        kept = [place for place, key in enumerate(batch.keys()) if key not in self.features]
+        kept = [index for index, key in enumerate(batch.keys()) if key not in self.features]
         if len(kept) == len(batch.keys()):
             return batch
         ends, stride = batch.offset_per_key(), int(batch.stride())
 
         def parts(tensor: torch.Tensor) -> torch.Tensor:
-            pieces = [tensor[ends[place] : ends[place + 1]] for place in kept]
+            pieces = [tensor[ends[index] : ends[index + 1]] for index in kept]
             return torch.cat(pieces) if pieces else tensor[:0]
 
-        lengths = [batch.lengths()[place * stride : (place + 1) * stride] for place in kept]
+        lengths = [batch.lengths()[index * stride : (index + 1) * stride] for index in kept]
         weights = batch.weights_or_none()
         return _batch(
-            [batch.keys()[place] for place in kept],
+            [batch.keys()[index] for index in kept],
             parts(batch.values()),
             torch.cat(lengths) if lengths else batch.lengths()[:0],
             None if weights is None else parts(weights),
@@ -256,9 +256,9 @@ def _batch(
     return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights, stride=stride)
 
 
-def _like(found: torch.Tensor, values: torch.Tensor, most: int) -> torch.Tensor:
+def _like(result: torch.Tensor, values: torch.Tensor, most: int) -> torch.Tensor:
     """In the ids' own type, if that holds the largest."""
-    return found.to(values.dtype) if most <= torch.iinfo(values.dtype).max else found
+    return result.to(values.dtype) if most <= torch.iinfo(values.dtype).max else result
 
 
 def _rows_of(lengths: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ def alternatives_of(
     spare_bytes = limit - instance.held_bytes - float(chosen_memory.sum())
     used = allocation.any(axis=0)
     elsewhere = (allocation > 0).sum(axis=0) - (allocation > 0) > 0
-    found: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
+    choices: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
     for levels in instance.level_subsets(tiers):
         other, _ = allocate(instance, levels, price if price > 0 else 1e-30)
         seconds, memory = instance.per_table(other)
@@ -32,12 +32,12 @@ def alternatives_of(
         for index in np.flatnonzero(differs).tolist():
             sizes = tuple(int(g) for g in instance.group_sizes[other[index] > 0])
             priced = float(added_seconds[index] + price * added_memory[index])
-            best = found[index].get(sizes)
+            best = choices[index].get(sizes)
             if best is None or priced < best.priced_seconds:
-                found[index][sizes] = Alternative(
+                choices[index][sizes] = Alternative(
                     sizes, float(added_seconds[index]), float(added_memory[index]), priced, bool(fits[index])
                 )
     return [
         tuple(sorted(entries.values(), key=lambda entry: (entry.priced_seconds, entry.group_sizes))[:keep])
-        for entries in found
+        for entries in choices
     ]

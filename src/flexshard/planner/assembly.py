@@ -19,7 +19,7 @@ __all__ = ["closed_form_baselines", "table_plans"]
 
 def closed_form_baselines(instance: Instance, limit: float) -> dict[str, Cost]:
     """The four closed-form baselines; the paper's at the same budget, or at the least that they can have."""
-    found = {
+    baselines = {
         "row_wise": instance.cost(instance.uniform(instance.cluster.world_size)),
         "data_parallel": instance.cost(instance.uniform(1)),
     }
@@ -28,8 +28,8 @@ def closed_form_baselines(instance: Instance, limit: float) -> dict[str, Cost]:
             allocation = solve_published(instance, limit, tiers)
         except BudgetError as error:
             allocation = solve_published(instance, error.least_bytes, tiers)
-        found[f"paper_{tiers}_tier"] = instance.cost(allocation)
-    return found
+        baselines[f"paper_{tiers}_tier"] = instance.cost(allocation)
+    return baselines
 
 
 def table_plans(

@@ -102,8 +102,8 @@ def pareto(
     ]
     neutral = _point(instance, instance.uniform(world), "row_wise")
     neutral_plan = solve_instance(instance, instance.cost(instance.uniform(world)).memory_bytes, tiers)
-    found = [*_envelope(instance, subsets, curves), _point(instance, neutral_plan.allocation)]
-    frontier = _frontier([*found, *_between(instance, _frontier(found), tiers)])
+    points = [*_envelope(instance, subsets, curves), _point(instance, neutral_plan.allocation)]
+    frontier = _frontier([*points, *_between(instance, _frontier(points), tiers)])
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
         tuple(frontier),

@@ -169,10 +169,10 @@ def _tiers(tiers: int, method: Method) -> int:
 def _tables(tables: Sequence[Table]) -> tuple[Table, ...]:
     if isinstance(tables, Table) or not all(isinstance(table, Table) for table in tables):
         raise JobError("tables must be a list of Table")
-    found = tuple(tables)
-    if not found:
+    listed = tuple(tables)
+    if not listed:
         raise JobError("there are no tables to plan")
-    twice = first_repeated(table.name for table in found)
+    twice = first_repeated(table.name for table in listed)
     if twice is not None:
         raise JobError(f"table {twice!r} is given twice; tables need distinct names")
-    return found
+    return listed

@@ -31,5 +31,5 @@ def solve_program(model: Any, *, gap: float, time_limit_seconds: float) -> Outco
     status = int(getattr(result, "status", result))
     if status == -1:
         return "infeasible"
-    found = getattr(result, "has_solution", status in (0, 1))
-    return "solution" if found else "nothing"
+    has_solution = getattr(result, "has_solution", status in (0, 1))
+    return "solution" if has_solution else "nothing"

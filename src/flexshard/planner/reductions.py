@@ -86,8 +86,8 @@ REDUCTIONS: dict[str, Reduction] = {one.name: one for one in (Dense(), Sparse(),
 
 def _replicated(instance: Instance, allocation: Allocation) -> BoolArray:
     """Tiers that hold rows with copies; shape (T, G)."""
-    found: BoolArray = (allocation > 0) & (instance.group_sizes < instance.cluster.world_size)
-    return found
+    replicated: BoolArray = (allocation > 0) & (instance.group_sizes < instance.cluster.world_size)
+    return replicated
 
 
 def cost_with_reductions(instance: Instance, allocation: Allocation, sparse: BoolArray) -> Cost:
@@ -111,16 +111,16 @@ def _reductions(
 ) -> tuple[Collective, ...]:
     """Collectives that bring one level's gradients together; ``touched`` as :func:`_touched` gives it."""
     size, rows = int(instance.group_sizes[level]), allocation[:, level]
-    found = []
+    document = []
     if (rows[~sparse] > 0).any():
         rate = instance.cluster.level(size).all_reduce
         assert rate is not None
         reduced = float(instance.row_bytes[~sparse] @ rows[~sparse]) / size
-        found.append(collective("all_reduce", size, rate, reduced, instance.overlap))
+        document.append(collective("all_reduce", size, rate, reduced, instance.overlap))
     if sparse.any():
         gathered = _gathered_bytes(instance, touched, sparse, size)
-        found.append(sparse_reduction(instance.cluster, size, gathered, instance.overlap))
-    return tuple(found)
+        document.append(sparse_reduction(instance.cluster, size, gathered, instance.overlap))
+    return tuple(document)
 
 
 def _touched(instance: Instance, allocation: Allocation, level: int) -> FloatArray:

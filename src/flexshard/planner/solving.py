@@ -45,7 +45,7 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         whole_batches = decide(problem.without_deduplication())
         baselines["without_deduplication"] = whole_batches.predicted
         placed = _beside(placed, whole_batches.table_plans())
-    found, settings = decision.placement, decision.settings(problem)
+    placement, settings = decision.placement, decision.settings(problem)
     return Plan(
         cluster=problem.cluster,
         settings=settings,
@@ -53,9 +53,9 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         predicted=decision.predicted,
         baselines=baselines,
         # Two orders of one sum may differ in the last bit; a bound above the cost would read as a contradiction.
-        lower_bound_seconds=min(found.lower_bound_seconds, decision.predicted.exposed_seconds),
-        memory_price_seconds_per_gib=found.price * units.GIB,
-        next_gib_seconds=found.next_gib_seconds,
+        lower_bound_seconds=min(placement.lower_bound_seconds, decision.predicted.exposed_seconds),
+        memory_price_seconds_per_gib=placement.price * units.GIB,
+        next_gib_seconds=placement.next_gib_seconds,
         job_digest=job_digest(decision.instance, settings),
     )
 
@@ -107,9 +107,9 @@ def decide(problem: Problem) -> Decision:
     """Place the rows of a problem; raises as :func:`solve`."""
     instance = build_instance(problem)
     limit = limit_of(problem, instance)
-    found = problem.method.place(instance, limit, problem.tiers)
-    sparse = problem.reduction.sparse_tiers(instance, found.allocation)
-    return Decision(instance, limit, found, sparse, cost_with_reductions(instance, found.allocation, sparse))
+    placement = problem.method.place(instance, limit, problem.tiers)
+    sparse = problem.reduction.sparse_tiers(instance, placement.allocation)
+    return Decision(instance, limit, placement, sparse, cost_with_reductions(instance, placement.allocation, sparse))
 
 
 def _beside(placed: Mapping[str, TablePlan], undeduplicated: Mapping[str, TablePlan]) -> dict[str, TablePlan]:

@@ -1,4 +1,4 @@
-"""Where ids are translated to the places of their rows, and what that takes of a rank's memory."""
+"""Where ids are translated to the locations of their rows, and what that takes of a rank's memory."""
 
 from __future__ import annotations
 

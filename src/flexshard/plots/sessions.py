@@ -14,7 +14,7 @@ from flexshard.plots.style import STYLE, plain, save
 __all__ = ["plot_duplication", "plot_sessions"]
 
 
-def plot_sessions(found: Duplication, path: PathLike) -> None:
+def plot_sessions(duplication: Duplication, path: PathLike) -> None:
     """Samples per session, in the dataset and in a batch: Figure 3 of the RecD paper.
 
     Raises:
@@ -24,8 +24,8 @@ def plot_sessions(found: Duplication, path: PathLike) -> None:
         figure = Figure(figsize=(8.5, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         for axes, sizes, where in (
-            (left, found.session_sizes, "the dataset"),
-            (right, found.batch_session_sizes, f"a batch of {found.batch_size:,}"),
+            (left, duplication.session_sizes, "the dataset"),
+            (right, duplication.batch_session_sizes, f"a batch of {duplication.batch_size:,}"),
         ):
             largest = max(int(sizes.max(initial=1)), 1)
             edges = np.unique(np.round(np.geomspace(1, largest + 1, 40)))
@@ -45,7 +45,7 @@ def plot_sessions(found: Duplication, path: PathLike) -> None:
         save(figure, path)
 
 
-def plot_duplication(found: Duplication, path: PathLike) -> None:
+def plot_duplication(duplication: Duplication, path: PathLike) -> None:
     """Exact and partial duplication of each feature, the most first: Figure 4 of the RecD paper.
 
     Raises:
@@ -55,12 +55,12 @@ def plot_duplication(found: Duplication, path: PathLike) -> None:
         figure = Figure(figsize=(8.5, 3.8), layout="constrained")
         both = figure.subplots(1, 2, sharey=True)
         for axes, number, what in ((both[0], 0, "exact"), (both[1], 1, "partial")):
-            features = sorted(found.features, key=lambda one: -getattr(one, what))
+            features = sorted(duplication.features, key=lambda one: -getattr(one, what))
             shares = [100 * getattr(one, what) for one in features]
             few = len(features) <= 12
             axes.bar(range(len(shares)), shares, 0.8 if few else 1.0, color="lightgray", edgecolor="black", lw=0.6)
             for weighted, style in ((False, "--"), (True, ":")):
-                mean = 100 * found.overall(weighted=weighted)[number]
+                mean = 100 * duplication.overall(weighted=weighted)[number]
                 of = "ids (by length)" if weighted else "features"
                 axes.axhline(mean, color="black", ls=style, lw=1.2, label=f"all {of}: {mean:.1f} %")
             if few:

@@ -26,14 +26,14 @@ def plot_reduction(reductions: Mapping[str, tuple[float, float]], path: PathLike
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(max(4.0, 1.6 + 1.3 * len(reductions)), 4.2), layout="constrained")
         axes = figure.add_subplot()
-        places = np.arange(len(reductions))
+        positions = np.arange(len(reductions))
         for offset, (label, hatch) in enumerate((("predicted", ""), ("observed", "//"))):
             heights = [100 * pair[offset] for pair in reductions.values()]
             bars = axes.bar(
-                places + 0.38 * offset, heights, 0.36, label=label, hatch=hatch, color="white", edgecolor="black"
+                positions + 0.38 * offset, heights, 0.36, label=label, hatch=hatch, color="white", edgecolor="black"
             )
             axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
-        axes.set_xticks(places + 0.19, list(reductions))
+        axes.set_xticks(positions + 0.19, list(reductions))
         axes.set_ylabel("global all-to-all bytes saved\nagainst row-wise, %")
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)

@@ -192,7 +192,7 @@ class AccessProfile(CountedAccesses):
             hash: "splitmix64" to fold raw 64-bit ids into ``num_rows``.
             sample_key: column whose distinct values are the samples (a session, a user); by default a sample is a
                 row of the file. Lengths per key are kept in memory while counting.
-            holdout: share of the samples to keep unseen, by a hash of their key or place, and to measure on.
+            holdout: share of the samples to keep unseen, by a hash of their key or row, and to measure on.
             seed: of that hash.
             workers: files or row groups decoded at once; by default the number of processors, at most 8.
             table: name of the profile; the column's by default.

@@ -19,7 +19,7 @@ def choose_row_factors(num_embeddings: int, cores: int) -> tuple[int, ...]:
         num_embeddings: E.
         cores: d.
     """
-    found: list[int] = []
+    factors: list[int] = []
     rest = num_embeddings
     for left in range(cores, 0, -1):
         root = max(round(rest ** (1.0 / left)), 1)
@@ -27,9 +27,9 @@ def choose_row_factors(num_embeddings: int, cores: int) -> tuple[int, ...]:
             root += 1
         while root > 1 and (root - 1) ** left >= rest:
             root -= 1
-        found.append(root)
+        factors.append(root)
         rest = -(-rest // root)
-    return tuple(sorted(found))
+    return tuple(sorted(factors))
 
 
 def choose_dim_factors(embedding_dim: int, cores: int) -> tuple[int, ...]:
@@ -45,9 +45,9 @@ def choose_dim_factors(embedding_dim: int, cores: int) -> tuple[int, ...]:
         nonlocal best
         if left == 1:
             if rest >= least:
-                found = (*chosen, rest)
-                if best is None or sum(found) < sum(best):
-                    best = found
+                factors = (*chosen, rest)
+                if best is None or sum(factors) < sum(best):
+                    best = factors
             return
         factor = least
         while factor**left <= rest:
@@ -58,10 +58,10 @@ def choose_dim_factors(embedding_dim: int, cores: int) -> tuple[int, ...]:
     search(embedding_dim, 1, cores, ())
     assert best is not None
     # Largest in the middle: the first and last cores meet the ids one by one.
-    order = sorted(range(cores), key=lambda place: (abs(2 * place - cores + 1), place))
+    order = sorted(range(cores), key=lambda core: (abs(2 * core - cores + 1), core))
     placed = [1] * cores
-    for place, factor in zip(order, sorted(best, reverse=True), strict=True):
-        placed[place] = factor
+    for core, factor in zip(order, sorted(best, reverse=True), strict=True):
+        placed[core] = factor
     return tuple(placed)
 
 

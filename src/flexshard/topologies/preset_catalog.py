@@ -98,9 +98,9 @@ class Preset:
 
     def figures(self) -> list[tuple[str, str, str, str]]:
         """Every figure of the preset as (field, value, source, date)."""
-        found: list[tuple[str, str, str, str]] = []
-        _collect("", self.spec.model_dump(), found)
-        return found
+        figures: list[tuple[str, str, str, str]] = []
+        _collect("", self.spec.model_dump(), figures)
+        return figures
 
     def hardware(self, nodes: int) -> Hardware:
         """The hardware of a cluster of so many nodes."""
@@ -189,19 +189,19 @@ def _int_of(figure: Figure) -> int:
     return int(figure.value)
 
 
-def _collect(path: str, value: Any, found: list[tuple[str, str, str, str]]) -> None:
+def _collect(path: str, value: Any, figures: list[tuple[str, str, str, str]]) -> None:
     if isinstance(value, list):
         value = {str(entry.get("group_size")): entry for entry in value}
     if not isinstance(value, dict):
         return
     if "source" in value and "value" in value:
-        found.append((path, str(value["value"]), value["source"], value["date"]))
+        figures.append((path, str(value["value"]), value["source"], value["date"]))
     elif "alpha" in value and "beta" in value:
         figure = f"{units.format_seconds(value['alpha'])}, {units.format_bandwidth(value['beta'])}"
-        found.append((path, figure, f"{value['source']}: {value['note']}", ""))
+        figures.append((path, figure, f"{value['source']}: {value['note']}", ""))
     else:
         for key, child in value.items():
-            _collect(f"{path}.{key}".lstrip("."), child, found)
+            _collect(f"{path}.{key}".lstrip("."), child, figures)
 
 
 @cache

@@ -155,7 +155,7 @@ def test_digits_are_exact_where_single_precision_is_not(rows: int) -> None:
     p, level = shape.row_factors, levels.inner[0]
     digits = torch.cat([torch.full((end - start,), digit) for digit, start, end in level.runs])
     for n in range(0, ids.numel(), 97):
-        i = int(ids[levels.place[n]])
+        i = int(ids[levels.row_index[n]])
         assert int(levels.digit[n]) == i % p[2]
         place = int(levels.parent[n])
         assert (int(level.parent[place]), int(digits[place])) == (i // p[2] // p[1], i // p[2] % p[1])

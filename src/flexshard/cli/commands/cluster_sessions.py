@@ -43,7 +43,7 @@ def cluster_sessions_command(
     if keep_by == "sample" and keep >= 1:
         raise DataError("--keep-by says what --keep keeps; give --keep a share too")
     with working("clustering"):
-        found = ingestion.cluster_sessions(
+        clustered = ingestion.cluster_sessions(
             data,
             output,
             session=session,
@@ -56,30 +56,30 @@ def cluster_sessions_command(
             memory=memory,
             ray=ray,
         )
-    emit(_clustered_document(found), as_json=as_json, text=_clustered_text(found))
+    emit(_clustered_document(clustered), as_json=as_json, text=_clustered_text(clustered))
 
 
-def _clustered_document(found: Clustered) -> dict[str, Any]:
-    return {**asdict(found), "path": str(found.path)} | {
-        "samples_per_session": found.samples_per_session,
-        "samples_per_session_read": found.samples_per_session_read,
-        "storage_ratio": found.storage_ratio,
+def _clustered_document(clustered: Clustered) -> dict[str, Any]:
+    return {**asdict(clustered), "path": str(clustered.path)} | {
+        "samples_per_session": clustered.samples_per_session,
+        "samples_per_session_read": clustered.samples_per_session_read,
+        "storage_ratio": clustered.storage_ratio,
     }
 
 
-def _clustered_text(found: Clustered) -> RenderableType:
+def _clustered_text(clustered: Clustered) -> RenderableType:
     grid = new_grid("Clustered by session", [""], ["rows", "sessions", "samples per session", "bytes"])
-    read = (found.rows_read, found.sessions_read, found.samples_per_session_read, found.bytes_before)
-    kept = (found.rows, found.sessions, found.samples_per_session, found.bytes_after)
+    read = (clustered.rows_read, clustered.sessions_read, clustered.samples_per_session_read, clustered.bytes_before)
+    kept = (clustered.rows, clustered.sessions, clustered.samples_per_session, clustered.bytes_after)
     for name, (rows, sessions, mean, nbytes) in (("before", read), ("after", kept)):
         grid.add_row(name, f"{rows:,}", f"{sessions:,}", f"{mean:.2f}", units.format_bytes(nbytes))
     lines = []
-    if found.rows < found.rows_read:
-        for by, (rows, sessions) in found.kept_by.items():
+    if clustered.rows < clustered.rows_read:
+        for by, (rows, sessions) in clustered.kept_by.items():
             mean = rows / sessions if sessions else 0.0
             lines.append(f"downsampling by {by} keeps {rows:,} rows and {mean:.2f} samples per session")
-    files = f"{len(found.files)} file{'s' * (len(found.files) > 1)}"
-    last = f"storage {found.storage_ratio:.2f} times smaller; written to {found.path} ({files})"
+    files = f"{len(clustered.files)} file{'s' * (len(clustered.files) > 1)}"
+    last = f"storage {clustered.storage_ratio:.2f} times smaller; written to {clustered.path} ({files})"
     from rich.console import Group
 
     return Group(grid, *lines, last)

@@ -10,7 +10,7 @@ import typer
 from flexshard import topologies, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, app
-from flexshard.cli.commands.cluster_grid import cluster_grid
+from flexshard.cli.cluster_grid import cluster_grid
 from flexshard.cli.terminal import emit, say
 
 

@@ -48,7 +48,7 @@ def _compare_observed(files: list[Path], row_wise: Path | None, output: Path | N
     against = None if row_wise is None else executors.Observation.load(row_wise)
     pairs = list(zip(files[::2], files[1::2], strict=True))
     alike = first_repeated(plan.stem for plan, _ in pairs) is not None
-    found = {}
+    comparisons = {}
     for plan, observed in pairs:
         try:
             comparison = executors.compare_observed(
@@ -56,14 +56,16 @@ def _compare_observed(files: list[Path], row_wise: Path | None, output: Path | N
             )
         except DataError as error:
             raise DataError(str(error) if str(observed) in str(error) else f"{observed}: {error}") from error
-        found[str(plan) if alike else plan.stem] = comparison
+        comparisons[str(plan) if alike else plan.stem] = comparison
     if output is not None:
-        plots.plot_reduction({name: (c.reduction_predicted, c.reduction_observed) for name, c in found.items()}, output)
-    for name, comparison in found.items():
+        plots.plot_reduction(
+            {name: (c.reduction_predicted, c.reduction_observed) for name, c in comparisons.items()}, output
+        )
+    for name, comparison in comparisons.items():
         if not as_json:
             say(f"{name}:")
             say(comparison.grid())
     if as_json:
-        emit({name: c.document() for name, c in found.items()}, as_json=True, text="")
+        emit({name: c.document() for name, c in comparisons.items()}, as_json=True, text="")
     elif output is not None:
         say(f"written to {output}")

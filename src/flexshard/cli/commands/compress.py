@@ -37,30 +37,30 @@ def compress_command(
     if budget is not None:
         spec = replace(spec, budget=planner.parse_budget(budget))
     with working("choosing tables"):
-        found = spec.compress(costmodels.TTRates.load(rates), hashed=hashed)
-    if plan is not None and found.plan is None:
+        decision = spec.compress(costmodels.TTRates.load(rates), hashed=hashed)
+    if plan is not None and decision.plan is None:
         raise JobError(f"{plan}: every table is compressed, so there is no plan to write; leave --plan out")
-    if plan is not None and found.plan is not None:
-        found.plan.save(plan)
-    found.save(output)
-    emit(found.document(), as_json=as_json, text=_grid(found))
+    if plan is not None and decision.plan is not None:
+        decision.plan.save(plan)
+    decision.save(output)
+    emit(decision.document(), as_json=as_json, text=_grid(decision))
     if not as_json:
         say(f"written to {output}" + (f" and {plan}" if plan is not None else ""))
 
 
-def _grid(found: CompressionPlan) -> Grid:
+def _grid(decision: CompressionPlan) -> Grid:
     headings = ("memory", "lookups", "communication", "loss", "times smaller")
     grid = new_grid("How tables are held, per rank and iteration", ["table", "as"], headings)
-    for table in found.tables.values():
-        own = table.option
-        smaller = "" if own.shape is None else f"{own.shape.compression:.0f}"
-        times = (units.format_seconds(own.compute_seconds), units.format_seconds(own.comm_seconds))
-        loss = "" if own.shape is None else f"{own.loss:.4g}"
-        grid.add_row(table.name, own.name, units.format_bytes(own.memory_bytes), *times, loss, smaller)
-    gap = found.step_seconds - found.lower_bound_seconds
+    for table in decision.tables.values():
+        option = table.option
+        smaller = "" if option.shape is None else f"{option.shape.compression:.0f}"
+        times = (units.format_seconds(option.compute_seconds), units.format_seconds(option.comm_seconds))
+        loss = "" if option.shape is None else f"{option.loss:.4g}"
+        grid.add_row(table.name, option.name, units.format_bytes(option.memory_bytes), *times, loss, smaller)
+    gap = decision.step_seconds - decision.lower_bound_seconds
     grid.caption = (
-        f"{units.format_bytes(found.memory_bytes)} of {units.format_bytes(found.budget_bytes)} per rank; a step of"
-        f" lookups and communication takes {units.format_seconds(found.step_seconds)}, and no choice within the budget"
-        f" takes {units.format_seconds(gap)} less"
+        f"{units.format_bytes(decision.memory_bytes)} of {units.format_bytes(decision.budget_bytes)} per rank; a step"
+        f" of lookups and communication takes {units.format_seconds(decision.step_seconds)}, and no choice within the"
+        f" budget takes {units.format_seconds(gap)} less"
     )
     return grid

@@ -20,15 +20,15 @@ def diff_command(
     as_json: AsJson = False,
 ) -> None:
     """Say which rows move between two plans, and how many bytes."""
-    found = planner.diff(planner.Plan.load(before), planner.Plan.load(after))
+    changes = planner.diff(planner.Plan.load(before), planner.Plan.load(after))
     grid = new_grid("Moves", ["table"], ["from group", "to group", "positions", "rows", "weights"])
-    for move in found.moves:
+    for move in changes.moves:
         positions = f"{move.first_position:,} to {move.first_position + move.rows - 1:,}"
         ends = ["-" if size is None else str(size) for size in (move.source, move.target)]
         grid.add_row(move.table, *ends, positions, f"{move.rows:,}", units.format_bytes(move.nbytes))
     note = "".join(
         f"\n{name}: the two plans order rows by different profiles, so equal positions may be other rows."
-        for name in found.reranked
+        for name in changes.reranked
     )
-    grid.caption = f"{found.rows:,} rows, {units.format_bytes(found.nbytes)} move{note}"
-    emit(found.document(), as_json=as_json, text=grid)
+    grid.caption = f"{changes.rows:,} rows, {units.format_bytes(changes.nbytes)} move{note}"
+    emit(changes.document(), as_json=as_json, text=grid)

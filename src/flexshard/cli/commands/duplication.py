@@ -33,46 +33,47 @@ def duplication_command(
 ) -> None:
     """Say how much of a dataset its sessions repeat, and which features to deduplicate together."""
     with working("measuring"):
-        found = ingestion.measure_duplication(data, session=session, features=feature, batch_size=batch_size)
-        names = [one.feature for one in found.features]
+        duplication = ingestion.measure_duplication(data, session=session, features=feature, batch_size=batch_size)
+        names = [one.feature for one in duplication.features]
         groups = ingestion.suggest_groups(data, features=names, batch_size=batch_size, threshold=threshold)
     pictures = []
     if output is not None:
         folder = make_folder(output)
         pictures = [folder / "sessions.png", folder / "duplication.png"]
-        plots.plot_sessions(found, pictures[0])
-        plots.plot_duplication(found, pictures[1])
-    document = _duplication_document(found) | {"groups": groups, "pictures": [str(path) for path in pictures]}
-    emit(document, as_json=as_json, text=_duplication_text(found, groups, pictures))
+        plots.plot_sessions(duplication, pictures[0])
+        plots.plot_duplication(duplication, pictures[1])
+    document = _duplication_document(duplication) | {"groups": groups, "pictures": [str(path) for path in pictures]}
+    emit(document, as_json=as_json, text=_duplication_text(duplication, groups, pictures))
 
 
-def _duplication_document(found: Duplication) -> dict[str, Any]:
+def _duplication_document(duplication: Duplication) -> dict[str, Any]:
     return {
-        "rows": found.rows,
-        "sessions": int(found.session_sizes.size),
-        "batch_size": found.batch_size,
-        "samples_per_session": found.samples_per_session,
-        "samples_per_session_in_batch": found.samples_per_session_in_batch,
-        "features": [asdict(one) for one in found.features],
+        "rows": duplication.rows,
+        "sessions": int(duplication.session_sizes.size),
+        "batch_size": duplication.batch_size,
+        "samples_per_session": duplication.samples_per_session,
+        "samples_per_session_in_batch": duplication.samples_per_session_in_batch,
+        "features": [asdict(one) for one in duplication.features],
         "overall": {
-            name: dict(zip(("exact", "partial"), found.overall(weighted=weighted), strict=True))
+            name: dict(zip(("exact", "partial"), duplication.overall(weighted=weighted), strict=True))
             for name, weighted in (("by_feature", False), ("by_length", True))
         },
     }
 
 
-def _duplication_text(found: Duplication, groups: list[list[str]], pictures: list[Path]) -> RenderableType:
+def _duplication_text(duplication: Duplication, groups: list[list[str]], pictures: list[Path]) -> RenderableType:
     title = (
-        f"{found.rows:,} rows of {found.session_sizes.size:,} sessions: {found.samples_per_session:.2f} per session,"
-        f" {found.samples_per_session_in_batch:.2f} in a batch of {found.batch_size:,}"
+        f"{duplication.rows:,} rows of {duplication.session_sizes.size:,} sessions:"
+        f" {duplication.samples_per_session:.2f} per session,"
+        f" {duplication.samples_per_session_in_batch:.2f} in a batch of {duplication.batch_size:,}"
     )
     numbers = ["length", "exact", "partial", "d", "DedupFactor predicted", "measured"]
     grid = new_grid(title, ["feature"], numbers)
-    for one in found.features:
+    for one in duplication.features:
         shares = (f"{share:.1%}" for share in (one.exact, one.partial, one.same))
         grid.add_row(one.feature, f"{one.avg_length:.1f}", *shares, f"{one.predicted:.2f}", f"{one.measured:.2f}")
     for name, weighted in (("all features", False), ("all ids (by length)", True)):
-        grid.add_row(name, "", *(f"{share:.1%}" for share in found.overall(weighted=weighted)), "", "", "")
+        grid.add_row(name, "", *(f"{share:.1%}" for share in duplication.overall(weighted=weighted)), "", "", "")
     listed = ", ".join(f"[{', '.join(group)}]" for group in groups) or "none is above the threshold"
     lines: list[RenderableType] = [grid, f"groups to deduplicate: {listed}"]
     if pictures:

@@ -9,7 +9,7 @@ import typer
 
 from flexshard import calibration, topologies, units
 from flexshard.cli.app import AsJson, app
-from flexshard.cli.commands.cluster_grid import cluster_grid
+from flexshard.cli.cluster_grid import cluster_grid
 from flexshard.cli.terminal import emit
 
 
@@ -29,15 +29,15 @@ def measure_command(
     as_json: AsJson = False,
 ) -> None:
     """Time the collectives of this cluster and fit alpha and beta; run it under torchrun."""
-    with calibration.process_group() as place:
+    with calibration.process_group() as member:
         cluster = calibration.measure_cluster(
             name=name,
-            memory_bytes=units.parse_bytes(memory) if memory is not None else place.device_memory_bytes(),
+            memory_bytes=units.parse_bytes(memory) if memory is not None else member.device_memory_bytes(),
             reserve_bytes=units.parse_bytes(reserve),
-            ranks_per_node=place.ranks_per_node if ranks_per_node is None else ranks_per_node,
+            ranks_per_node=member.ranks_per_node if ranks_per_node is None else ranks_per_node,
             sizes=[int(units.parse_bytes(size)) for size in sizes.split(",")],
             repeats=repeats,
         )
-        if place.rank == 0:
+        if member.rank == 0:
             cluster.save(output)
             emit(topologies.cluster_document(cluster), as_json=as_json, text=cluster_grid(cluster))

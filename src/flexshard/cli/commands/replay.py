@@ -63,7 +63,7 @@ def replay_command(
 
 
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
-    found = {}
+    values = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or (name not in plan.tables and len(plan.tables) == 1 and what == "profile"):
@@ -72,16 +72,16 @@ def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
                 raise JobError(f"--{what} {text}: the plan has {len(plan.tables)} tables; write TABLE={text}")
             name = next(iter(plan.tables))
         plan.table(name)
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _ranking_files(plan: Plan, folder: Path, given: list[str]) -> dict[str, Path]:
-    found = {name: Path(path) for name, path in _by_table(plan, given, "profile").items()}
+    files = {name: Path(path) for name, path in _by_table(plan, given, "profile").items()}
     for name, table in plan.tables.items():
-        if name not in found and table.profile_path is not None and len(table.tiers) > 1:
-            found[name] = folder / table.profile_path
-    return found
+        if name not in files and table.profile_path is not None and len(table.tiers) > 1:
+            files[name] = folder / table.profile_path
+    return files
 
 
 def _document(result: Replay) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def fit_rates(work: Sequence[npt.ArrayLike], seconds: Sequence[float]) -> tuple[
         raise DataError(f"rates are fitted to times above 0, one for each amount of work; found {times.tolist()}")
     shares = amounts / times[:, None]
     scale = np.maximum(shares.max(axis=0), np.finfo(np.float64).tiny)
-    found, _ = nnls(shares / scale, np.ones(len(times)))
-    return tuple((found / scale).tolist())
+    scaled_rates, _ = nnls(shares / scale, np.ones(len(times)))
+    return tuple((scaled_rates / scale).tolist())
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ class TTRates:
     shapes: tuple[ShapeRates, ...] = ()
 
     def __post_init__(self) -> None:
-        own = [(self.step, WORK), (self.dense, DENSE), *((shape.step, WORK) for shape in self.shapes)]
-        for rates, names in own:
+        fitted = [(self.step, WORK), (self.dense, DENSE), *((shape.step, WORK) for shape in self.shapes)]
+        for rates, names in fitted:
             if len(rates) != len(names):
                 raise DataError(f"rates are of {', '.join(names)}; found {len(rates)} numbers")
 
     def step_seconds(self, shape: TTShape, reads: TTReads) -> float:
         """Forward, backward and update of one batch."""
         wanted = (shape.row_factors, shape.dim_factors, shape.tt_ranks)
-        own = next((r.step for r in self.shapes if (r.row_factors, r.dim_factors, r.tt_ranks) == wanted), self.step)
-        return float(TTWork.of(shape, reads).array @ np.array(own))
+        rates = next((r.step for r in self.shapes if (r.row_factors, r.dim_factors, r.tt_ranks) == wanted), self.step)
+        return float(TTWork.of(shape, reads).array @ np.array(rates))
 
     def dense_seconds(self, reads: float, dim: int) -> float:
         """Forward, backward and update of ``reads`` rows of a dense table."""

@@ -37,11 +37,11 @@ class TTReads:
     def of(cls, ids: npt.ArrayLike, bags: float, shape: TTShape) -> TTReads:
         """Counted on a batch; ids of shape (n,)."""
         rest = np.unique(np.asarray(ids, np.int64))
-        found = [float(rest.size)]
+        distinct = [float(rest.size)]
         for factor in reversed(shape.row_factors[1:]):
             rest = np.unique(rest // factor)
-            found.append(float(rest.size))
-        return cls(float(np.size(ids)), bags, tuple(found[::-1]))
+            distinct.append(float(rest.size))
+        return cls(float(np.size(ids)), bags, tuple(distinct[::-1]))
 
     @classmethod
     def expected(cls, table: Table, batch_size: int, shape: TTShape, *, hashed: bool = False) -> TTReads:
@@ -58,14 +58,14 @@ class TTReads:
         p, distinct = profile.counts / profile.num_samples, table.distinct_samples(batch_size)
         unread = -distinct * np.log1p(-np.minimum(p, 1.0 - 2**-53))  # -log of the chance that a batch has it not
         missed = float(profile.rows @ np.exp(-unread) + table.rows - profile.rows_read) / table.rows
-        found = []
+        prefixes = []
         for size in (prod(shape.row_factors[k:]) for k in range(1, shape.cores)):
             if hashed:
-                found.append(-(-table.rows // size) * (1.0 - missed ** min(size, table.rows)))
+                prefixes.append(-(-table.rows // size) * (1.0 - missed ** min(size, table.rows)))
             else:
-                found.append(_ordered_prefixes(unread, profile.rows, size))
-        found.append(float(expected_distinct(p, distinct) @ profile.rows))
-        return cls(distinct * profile.avg_length, float(batch_size), tuple(found))
+                prefixes.append(_ordered_prefixes(unread, profile.rows, size))
+        prefixes.append(float(expected_distinct(p, distinct) @ profile.rows))
+        return cls(distinct * profile.avg_length, float(batch_size), tuple(prefixes))
 
 
 def _ordered_prefixes(unread: FloatArray, rows: npt.NDArray[np.int64], size: int) -> float:

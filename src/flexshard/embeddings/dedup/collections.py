@@ -71,10 +71,10 @@ def _distinct(sequence: DedupedJagged | JaggedTensor) -> JaggedTensor:
 
 
 @torch.fx.wrap
-def _expanded(found: Any, shared: DedupedJagged | None) -> Any:
+def _expanded(result: Any, shared: DedupedJagged | None) -> Any:
     """A module's outputs, for every sample."""
     if shared is None:
-        return found
+        return result
     rows = int(shared.lengths.numel())
 
     def expand(output: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def _expanded(found: Any, shared: DedupedJagged | None) -> Any:
             raise DataError(f"the module returned shape {tuple(output.shape)} for {rows} distinct rows")
         return output.index_select(0, shared.inverse)
 
-    return pytree.tree_map_only(torch.Tensor, expand, found)
+    return pytree.tree_map_only(torch.Tensor, expand, result)
 
 
 class DedupedEmbeddingCollection(nn.Module):
@@ -104,8 +104,8 @@ class DedupedEmbeddingCollection(nn.Module):
 
 # What is wrapped stays whole where a pipeline traces the model to find out what its lookups are given.
 @torch.fx.wrap
-def _by_feature(features: InverseKeyedJaggedTensor, found: Any) -> dict[str, DedupedJagged | JaggedTensor]:
-    return {name: _deduped(features, name, embeddings) for name, embeddings in found.items()}
+def _by_feature(features: InverseKeyedJaggedTensor, outputs: Any) -> dict[str, DedupedJagged | JaggedTensor]:
+    return {name: _deduped(features, name, embeddings) for name, embeddings in outputs.items()}
 
 
 def _deduped(features: InverseKeyedJaggedTensor, name: str, embeddings: JaggedTensor) -> DedupedJagged | JaggedTensor:
@@ -146,13 +146,13 @@ class DedupedEmbeddingBagCollection(nn.Module):
             DataError: a table whose features are in different groups, or a group with no table.
         """
         super().__init__()
-        place = {key: number for number, group in enumerate(groups) for key in group}
+        group_of = {key: number for number, group in enumerate(groups) for key in group}
         twice = first_repeated(key for group in groups for key in group)
         if twice is not None:
             raise DataError(f"feature {twice!r} is named twice in the groups; a feature belongs to one group")
         tables_of: dict[int, list[Any]] = {}
         for table in tables:
-            homes = {place.get(feature, -1) for feature in table.feature_names}
+            homes = {group_of.get(feature, -1) for feature in table.feature_names}
             if len(homes) > 1:
                 raise DataError(
                     f"table {table.name!r} has features of different groups, {', '.join(table.feature_names)}; put them"
@@ -166,8 +166,8 @@ class DedupedEmbeddingBagCollection(nn.Module):
         self._process_group = process_group
         self.collections = nn.ModuleDict(
             {
-                _name(number): EmbeddingBagCollection(tables=own, is_weighted=is_weighted, device=device)
-                for number, own in sorted(tables_of.items())
+                _name(number): EmbeddingBagCollection(tables=group_tables, is_weighted=is_weighted, device=device)
+                for number, group_tables in sorted(tables_of.items())
             }
         )
 
@@ -192,9 +192,9 @@ class DedupedEmbeddingBagCollection(nn.Module):
 
 @torch.fx.wrap
 def _check_same_groups(features: InverseKeyedJaggedTensor, groups: list[list[str]], plain: bool) -> None:
-    found = [group.keys for group in features.groups]
-    if found != groups:
-        raise DataError(f"the batch has groups {found}, the collection {groups}")
+    batch_groups = [group.keys for group in features.groups]
+    if batch_groups != groups:
+        raise DataError(f"the batch has groups {batch_groups}, the collection {groups}")
     if plain and features.plain is None:
         raise DataError("the batch has no plain features, but the collection has tables of such")
 
@@ -213,10 +213,10 @@ def _side_by_side(features: InverseKeyedJaggedTensor, asked: dict[str, Any]) -> 
     keys: list[str] = []
     dims: list[int] = []
     values: list[torch.Tensor] = []
-    for name, found in asked.items():
-        pooled = found.values()
-        keys += found.keys()
-        dims += found.length_per_key()
+    for name, rows in asked.items():
+        pooled = rows.values()
+        keys += rows.keys()
+        dims += rows.length_per_key()
         number = _number(name)
         values.append(pooled if number < 0 else pooled.index_select(0, features.groups[number].inverse))
     return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat(values, dim=1))

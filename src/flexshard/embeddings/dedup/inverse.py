@@ -84,13 +84,13 @@ class InverseKeyedJaggedTensor(Pipelineable):
         """
         self.groups = tuple(groups)
         self.plain = plain
-        own = [key for group in self.groups for key in group.keys] + ([] if plain is None else list(plain.keys()))
-        self._keys = list(own if keys is None else keys)
-        twice = first_repeated(own)
+        all_keys = [key for group in self.groups for key in group.keys] + ([] if plain is None else list(plain.keys()))
+        self._keys = list(all_keys if keys is None else keys)
+        twice = first_repeated(all_keys)
         if twice is not None:
             raise DataError(f"feature {twice!r} is in the batch twice; a feature belongs to one group")
-        if sorted(self._keys) != sorted(own):
-            raise DataError(f"keys {self._keys} are not the features of the batch, {own}")
+        if sorted(self._keys) != sorted(all_keys):
+            raise DataError(f"keys {self._keys} are not the features of the batch, {all_keys}")
         sizes = {int(group.inverse.numel()) for group in self.groups} | (
             {plain.stride()} if plain is not None else set()
         )
@@ -145,15 +145,15 @@ class InverseKeyedJaggedTensor(Pipelineable):
         cls, columns: Mapping[str, JaggedArray], groups: Groups, lengths: torch.dtype, device: torch.device
     ) -> InverseKeyedJaggedTensor:
         """The distinct rows of each group, and the other columns as they are."""
-        found = []
+        groups_made = []
         for group in groups:
-            own = {key: columns[key] for key in group}
-            same = distinct_rows(*own.values())
-            jagged = keyed(own, lengths, device, rows=same.first)
-            found.append(DedupedGroup(jagged, torch.from_numpy(same.inverse).to(device)))
+            group_columns = {key: columns[key] for key in group}
+            same = distinct_rows(*group_columns.values())
+            jagged = keyed(group_columns, lengths, device, rows=same.first)
+            groups_made.append(DedupedGroup(jagged, torch.from_numpy(same.inverse).to(device)))
         grouped = {key for group in groups for key in group}
         rest = {key: column for key, column in columns.items() if key not in grouped}
-        return cls(found, keyed(rest, lengths, device) if rest else None, list(columns))
+        return cls(groups_made, keyed(rest, lengths, device) if rest else None, list(columns))
 
     @classmethod
     def from_rows(
@@ -212,15 +212,15 @@ class InverseKeyedJaggedTensor(Pipelineable):
         """
         groups, keys = [], []
         for group in self.groups:
-            found = transform(group.jagged)
-            if found.stride() != group.num_distinct and found.keys():
+            result = transform(group.jagged)
+            if result.stride() != group.num_distinct and result.keys():
                 raise DataError(
-                    f"a transform of {group.keys} returned {found.stride()} rows for {group.num_distinct}; it must"
+                    f"a transform of {group.keys} returned {result.stride()} rows for {group.num_distinct}; it must"
                     " keep them"
                 )
-            if found.keys():
-                groups.append(DedupedGroup(found, group.inverse))
-                keys += list(found.keys())
+            if result.keys():
+                groups.append(DedupedGroup(result, group.inverse))
+                keys += list(result.keys())
         plain = None if self.plain is None else transform(self.plain)
         if plain is not None and plain.keys():
             if plain.stride() != self._stride:
@@ -258,8 +258,8 @@ class InverseKeyedJaggedTensor(Pipelineable):
         group = self.group_of(key)
         if group is None:
             return 1.0
-        rows, place = group.num_distinct, group.keys.index(key)
-        lengths = group.jagged.lengths()[place * rows : (place + 1) * rows]  # jagged[key] has no batches of no rows
+        rows, index = group.num_distinct, group.keys.index(key)
+        lengths = group.jagged.lengths()[index * rows : (index + 1) * rows]  # jagged[key] has no batches of no rows
         kept = int(lengths.sum())
         return int(lengths[group.inverse].sum()) / kept if kept else 1.0
 
@@ -278,9 +278,9 @@ class InverseKeyedJaggedTensor(Pipelineable):
         self, device: torch.device | str, non_blocking: bool = False, data_copy_stream: Any = None
     ) -> InverseKeyedJaggedTensor:
         """On another device (or itself, if it is there)."""
-        place = torch.device(device)
+        target = torch.device(device)
         with _stream(data_copy_stream):
-            return self._each(lambda tensor: tensor.to(place, non_blocking=non_blocking))
+            return self._each(lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
     def pin_memory(self) -> InverseKeyedJaggedTensor:
         """In page-locked memory, from which copies to a GPU overlap other work."""

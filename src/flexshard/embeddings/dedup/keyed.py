@@ -57,12 +57,12 @@ def columns_of(features: KeyedJaggedTensor) -> dict[str, JaggedArray]:
     if features.weights_or_none() is not None:
         held = features.weights().detach().cpu()
         weights = (held.view(torch.int16) if held.dtype == torch.bfloat16 else held).numpy()  # NumPy has no bfloat16
-    found = {}
-    for place, key in enumerate(features.keys()):
-        own = slice(ends[place], ends[place + 1])
-        each = lengths[place * stride : (place + 1) * stride]
-        found[key] = JaggedArray.of(values[own], each, None if weights is None else weights[own])
-    return found
+    columns = {}
+    for index, key in enumerate(features.keys()):
+        part = slice(ends[index], ends[index + 1])
+        each = lengths[index * stride : (index + 1) * stride]
+        columns[key] = JaggedArray.of(values[part], each, None if weights is None else weights[part])
+    return columns
 
 
 def arrow_columns(
@@ -80,7 +80,7 @@ def arrow_columns(
     if weights and set(weights) != set(names):
         without = next(iter(set(names) ^ set(weights)))
         raise DataError(f"{where}: feature {without!r} has no weights or is none of the keys; all have them or none")
-    found = {}
+    columns = {}
     for name in names:
         column = jagged_of_arrow(table.column(name), name, where=where, first_row=first_row)
         if column.values.dtype.kind != "i":
@@ -97,8 +97,8 @@ def arrow_columns(
                     f" of {name!r} in row {first_row + row:,}"
                 )
             column = JaggedArray(column.values, column.offsets, other.values.astype(np.float32, copy=False))
-        found[name] = JaggedArray(column.values.astype(np.int64, copy=False), column.offsets, column.weights)
-    return found
+        columns[name] = JaggedArray(column.values.astype(np.int64, copy=False), column.offsets, column.weights)
+    return columns
 
 
 def lists_of_rows(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> pa.Array:
@@ -108,9 +108,9 @@ def lists_of_rows(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> pa.
         DataError: a row has something else there; names it.
     """
     lists = [row.get(name) for row in rows]
-    found = _integers(lists)
-    if found is not None:
-        return found
+    values = _integers(lists)
+    if values is not None:
+        return values
     for number, one in enumerate(lists):
         if _integers([one]) is None:
             raise DataError(f"the rows: feature {name!r} of row {number:,} is {one!r}, not a list of ids")
@@ -119,10 +119,10 @@ def lists_of_rows(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> pa.
 
 def _integers(lists: Sequence[Sequence[int] | None]) -> pa.Array | None:
     try:
-        found = pa.array(lists)  # its own type, since Arrow would cut floats
-        inner = found.type.value_type if is_list(found.type) else found.type
-        if pt.is_null(found.type) or (is_list(found.type) and (pt.is_integer(inner) or pt.is_null(inner))):
-            return found.cast(pa.large_list(pa.int64()))
+        array = pa.array(lists)  # its own type, since Arrow would cut floats
+        inner = array.type.value_type if is_list(array.type) else array.type
+        if pt.is_null(array.type) or (is_list(array.type) and (pt.is_integer(inner) or pt.is_null(inner))):
+            return array.cast(pa.large_list(pa.int64()))
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         pass
     return None
@@ -179,12 +179,12 @@ def in_order(parts: Sequence[KeyedJaggedTensor], keys: Sequence[str], stride: in
     values, lengths, weights = {}, {}, {}
     for part in parts:
         ends = part.offset_per_key()
-        for place, key in enumerate(part.keys()):
-            own = slice(ends[place], ends[place + 1])
-            values[key] = part.values()[own]
-            lengths[key] = part.lengths()[place * stride : (place + 1) * stride]
+        for index, key in enumerate(part.keys()):
+            span = slice(ends[index], ends[index + 1])
+            values[key] = part.values()[span]
+            lengths[key] = part.lengths()[index * stride : (index + 1) * stride]
             if part.weights_or_none() is not None:
-                weights[key] = part.weights()[own]
+                weights[key] = part.weights()[span]
     return KeyedJaggedTensor(
         keys=list(keys),
         values=torch.cat([values[key] for key in keys]),

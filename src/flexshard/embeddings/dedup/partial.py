@@ -46,14 +46,14 @@ class PartialJaggedTensor:
         kept = rows.take(same.first)
         buffer, starts = shared_runs(kept, newest=newest, max_shift=max_shift)
         device = lists.values().device
-        found = (buffer, starts[same.inverse], rows.lengths)
-        values, begins, lengths = (torch.from_numpy(np.array(array)).to(device) for array in found)
+        parts = (buffer, starts[same.inverse], rows.lengths)
+        values, begins, lengths = (torch.from_numpy(np.array(array)).to(device) for array in parts)
         return cls(values, begins, lengths)
 
     def to_jagged(self) -> JaggedTensor:
         """Every sample's own list; gradients of what lists share add up."""
-        places = run_places(self.starts, self.lengths)
-        return JaggedTensor(self.values.index_select(0, places), lengths=self.lengths)
+        indices = run_places(self.starts, self.lengths)
+        return JaggedTensor(self.values.index_select(0, indices), lengths=self.lengths)
 
     def with_values(self, values: torch.Tensor) -> PartialJaggedTensor:
         """The same lists of other values, such as the embeddings of the buffer's ids; shape (N, ...)."""

@@ -29,5 +29,5 @@ def run_places(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Places of runs, one after the other: of each ``lengths`` from ``starts`` on."""
     total = int(lengths.sum())  # waits for the device, as every op of unknown size does
     shift = starts - (torch.cumsum(lengths, 0) - lengths)
-    places = torch.repeat_interleave(shift, lengths, output_size=total)
-    return places + torch.arange(total, device=places.device, dtype=places.dtype)
+    indices = torch.repeat_interleave(shift, lengths, output_size=total)
+    return indices + torch.arange(total, device=indices.device, dtype=indices.dtype)

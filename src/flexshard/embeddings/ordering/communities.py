@@ -139,9 +139,9 @@ def community_order(graph: IndexGraph, cold: int, *, seed: int) -> IntArray:
     if not rows.size:
         return np.arange(cold)
     igraph.set_random_number_generator(random.Random(seed))
-    found = igraph.Graph(n=rows.size, edges=compact.reshape(-1, 2))
+    companions = igraph.Graph(n=rows.size, edges=compact.reshape(-1, 2))
     member = np.full(cold, -1, np.int64)
-    member[rows] = found.community_multilevel(weights=graph.counts.tolist()).membership
+    member[rows] = companions.community_multilevel(weights=graph.counts.tolist()).membership
     if graph.companions.size:
         member[cold - graph.companions.shape[0] :] = _joined(member, graph.companions)
     # Communities in order of their hottest row, whose position is the least.

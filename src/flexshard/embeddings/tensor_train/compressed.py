@@ -32,9 +32,9 @@ class _Compressed(nn.Module):
         self._names: list[tuple[str, str, str | None, int]] = []  # as before, feature, table or None, dimension
         self._features = {config.name: list(config.feature_names) for config in configs if config.name in tables}
         self._inner: dict[str, str] = {}  # name as before to the name that the remaining collection gives
-        for config, own in zip(configs, names, strict=True):
-            mine = own if config.name in tables else next(inner)
-            for name, feature, now in zip(own, config.feature_names, mine, strict=True):
+        for config, feature_names in zip(configs, names, strict=True):
+            mine = feature_names if config.name in tables else next(inner)
+            for name, feature, now in zip(feature_names, config.feature_names, mine, strict=True):
                 table = config.name if config.name in tables else None
                 self._names.append((name, feature, table, config.embedding_dim))
                 self._inner[name] = now
@@ -57,8 +57,8 @@ class CompressedEmbeddingCollection(_Compressed):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Embeddings by feature, as the collection gave them."""
-        found = {} if self.collection is None else self.collection(features)
-        return _sequences(self, features, found)
+        dense_outputs = {} if self.collection is None else self.collection(features)
+        return _sequences(self, features, dense_outputs)
 
 
 class CompressedEmbeddingBagCollection(_Compressed):
@@ -78,12 +78,12 @@ class CompressedEmbeddingBagCollection(_Compressed):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings by feature, in the order in which the collection gave them."""
-        found = None if self.collection is None else self.collection(features)
-        return _pooled(self, features, found)
+        dense_outputs = None if self.collection is None else self.collection(features)
+        return _pooled(self, features, dense_outputs)
 
 
 @torch.fx.wrap
-def _sequences(module: Any, features: KeyedJaggedTensor, found: Any) -> dict[str, JaggedTensor]:
+def _sequences(module: Any, features: KeyedJaggedTensor, dense_outputs: Any) -> dict[str, JaggedTensor]:
     # A table that several features share is looked up once, so that it is updated once.
     rows: dict[tuple[str, str], torch.Tensor] = {}
     for table, keys in module._features.items():
@@ -93,24 +93,24 @@ def _sequences(module: Any, features: KeyedJaggedTensor, found: Any) -> dict[str
     result = {}
     for name, feature, table, _ in module._names:
         if table is None:
-            result[name] = found[module._inner[name]]
+            result[name] = dense_outputs[module._inner[name]]
         else:
-            own = features[feature]
-            ids = own.values() if module._need_indices else None  # where the collection puts them
-            result[name] = JaggedTensor(rows[table, feature], lengths=own.lengths(), weights=ids)
+            jagged = features[feature]
+            ids = jagged.values() if module._need_indices else None  # where the collection puts them
+            result[name] = JaggedTensor(rows[table, feature], lengths=jagged.lengths(), weights=ids)
     return result
 
 
 @torch.fx.wrap
-def _pooled(module: Any, features: KeyedJaggedTensor, found: Any) -> KeyedTensor:
-    others = {} if found is None else found.to_dict()
+def _pooled(module: Any, features: KeyedJaggedTensor, dense_outputs: Any) -> KeyedTensor:
+    others = {} if dense_outputs is None else dense_outputs.to_dict()
     rows: dict[tuple[str, str], torch.Tensor] = {}
     for table, keys in module._features.items():
-        own = [features[key] for key in keys]
-        lengths = torch.cat([part.lengths() for part in own])
+        ids = [features[key] for key in keys]
+        lengths = torch.cat([part.lengths() for part in ids])
         offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
-        weights = torch.cat([part.weights() for part in own]) if module._is_weighted else None
-        pooled = module.tables[table](torch.cat([part.values() for part in own]), offsets, weights).float()
+        weights = torch.cat([part.weights() for part in ids]) if module._is_weighted else None
+        pooled = module.tables[table](torch.cat([part.values() for part in ids]), offsets, weights).float()
         rows |= {(table, key): part for key, part in zip(keys, pooled.chunk(len(keys)), strict=True)}
     values = []
     for name, feature, table, _ in module._names:

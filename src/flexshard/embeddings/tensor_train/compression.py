@@ -56,7 +56,7 @@ def compress(
     Raises:
         TableError: a name that no table has, or that several have; arguments that a tensor train cannot have.
     """
-    places = {
+    tables_by_path = {
         (path, config.name): (module, config)
         for path, module in model.named_modules()
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
@@ -67,33 +67,33 @@ def compress(
         paths.setdefault(id(module), []).append(path)
     wanted: dict[str, dict[str, Any]] = {}  # by path: the arguments of each table
     for name, how in tables.items():
-        found = [key for key in places if name in (key[1], f"{key[0]}.{key[1]}")]
-        if not found:
-            raise TableError(f"the model has no table {name!r}; it has {', '.join(_known(places))}")
-        if len(found) > 1:
-            raise TableError(f"several tables are called {name!r}: {', '.join(_known(found))}; give one in full")
-        path, own = found[0]
-        if own in wanted.get(path, {}):
+        matches = [key for key in tables_by_path if name in (key[1], f"{key[0]}.{key[1]}")]
+        if not matches:
+            raise TableError(f"the model has no table {name!r}; it has {', '.join(_known(tables_by_path))}")
+        if len(matches) > 1:
+            raise TableError(f"several tables are called {name!r}: {', '.join(_known(matches))}; give one in full")
+        path, table = matches[0]
+        if table in wanted.get(path, {}):
             raise TableError(f"table {name!r} is named twice")
         if isinstance(how, TTShape):
             how = {"tt_ranks": how.tt_ranks, "row_factors": how.row_factors, "dim_factors": how.dim_factors}
         if not isinstance(how, (int, Mapping)):
             raise TableError(f"table {name!r} takes a rank or arguments of TTEmbeddingBag, found {how!r}")
-        wanted.setdefault(path, {})[own] = {"tt_ranks": how} if isinstance(how, int) else dict(how)
-    made = {path: _compressed(model.get_submodule(path), own, path, decompose) for path, own in wanted.items()}
+        wanted.setdefault(path, {})[table] = {"tt_ranks": how} if isinstance(how, int) else dict(how)
+    made = {path: _compressed(model.get_submodule(path), table, path, decompose) for path, table in wanted.items()}
     for path, (module, _) in made.items():  # all of them, now that none has failed
         module.train(model.get_submodule(path).training)
-        for place in paths[id(model.get_submodule(path))]:
-            if place:
-                parent, _, own_name = place.rpartition(".")
+        for module_path in paths[id(model.get_submodule(path))]:
+            if module_path:
+                parent, _, own_name = module_path.rpartition(".")
                 setattr(model.get_submodule(parent), own_name, module)
             else:
                 model = module
     return model, [entry for _, report in made.values() for entry in report]
 
 
-def _known(places: Any) -> list[str]:
-    return [f"{path}.{name}" if path else name for path, name in places]
+def _known(keys: Any) -> list[str]:
+    return [f"{path}.{name}" if path else name for path, name in keys]
 
 
 def _configs(module: nn.Module) -> list[Any]:

@@ -62,15 +62,16 @@ class CoreOptimizer:
         if state is None:
             values.add_(gradient.to(values.dtype), alpha=-self.learning_rate)
             return
-        change = self.change(gradient, state)
+        change = self.change(gradient, values, state)
         values.sub_(change.mul_(self.learning_rate).to(values.dtype))
 
-    def change(self, gradient: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def change(self, gradient: torch.Tensor, values: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """What Adagrad takes off, divided by the learning rate; of the gradient's shape. Updates the state in place."""
         flat = gradient.flatten(1)
         sums = state.unsqueeze(1) if state.dim() == 1 else state.flatten(1)
-        found = OPTIMIZERS[self.name].change(flat, {"momentum1": sums}, StepOptions(eps=self.eps))
-        return found.view(gradient.shape)
+        weight, options = values.float().flatten(1), StepOptions(eps=self.eps)
+        change = OPTIMIZERS[self.name].change(flat, weight, {"momentum1": sums}, options)
+        return change.view(gradient.shape)
 
 
 def at_least_0(value: float, name: str) -> float:

@@ -88,12 +88,12 @@ class _Unfolding:
     def _block(self, first: slice, others: slice) -> torch.Tensor:
         """Some first digits by some of the other digits; shape (digits · q_1, others · q_2 ...)."""
         digits, count = first.stop - first.start, others.stop - others.start
-        found = self._weight.new_zeros(digits, count, self._weight.shape[1], dtype=torch.float32)
-        for place, digit in enumerate(range(first.start, first.stop)):
+        block = self._weight.new_zeros(digits, count, self._weight.shape[1], dtype=torch.float32)
+        for index, digit in enumerate(range(first.start, first.stop)):
             start = min(digit * self._tail + others.start, self._weight.shape[0])
             rows = self._weight[start : min(digit * self._tail + others.stop, self._weight.shape[0])]
-            found[place, : rows.shape[0]] = rows
-        return found.view(digits, count, self._q, self._rest).transpose(1, 2).reshape(digits * self._q, -1)
+            block[index, : rows.shape[0]] = rows
+        return block.view(digits, count, self._q, self._rest).transpose(1, 2).reshape(digits * self._q, -1)
 
     def halved(self, tt_rank: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
         """As :func:`_halved`, the rest of shape (tt_rank, p_2 ..., q_2 ...); and the squares of the table."""
@@ -119,10 +119,10 @@ class _Unfolding:
             for part in parts:
                 block = self._block(part, every).double()
                 gram += block.t() @ block
-            values, own = _largest(gram, tt_rank)
+            values, eigenvectors = _largest(gram, tt_rank)
             scale, inverse = _roots(values)
-            vectors = torch.cat([self._block(part, every) @ (own * inverse).float() for part in parts])
-            rest = (own * scale).t().float()
+            vectors = torch.cat([self._block(part, every) @ (eigenvectors * inverse).float() for part in parts])
+            rest = (eigenvectors * scale).t().float()
         total = float(gram.diagonal().sum())
         return vectors, rest, total - float(values.sum()), total
 

@@ -74,19 +74,19 @@ class HotRows(nn.Module):
     @torch.no_grad()
     def fill(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Pin these ids, ascending, and no others; those that were pinned before keep the optimizer's state."""
-        stays, place = self.find(ids)
+        stays, slot = self.find(ids)
         free = torch.ones(self.capacity, dtype=torch.bool, device=self.ids.device)
-        free[place[stays]] = False
+        free[slot[stays]] = False
         spare = free.nonzero().flatten()
         count, fresh = ids.numel(), int((~stays).sum())
-        place = place.clone()
-        place[~stays] = spare[:fresh]
+        slot = slot.clone()
+        slot[~stays] = spare[:fresh]
         if hasattr(self, "sums"):
             self.sums[spare] = 0
         self.rows[spare] = 0
-        self.rows[place] = rows.to(self.rows.dtype)
+        self.rows[slot] = rows.to(self.rows.dtype)
         self.ids[:count], self.ids[count:] = ids, _UNUSED
-        self.places[:count], self.places[count:] = place, spare[fresh:]
+        self.places[:count], self.places[count:] = slot, spare[fresh:]
         self.changes += 1
 
     @torch.no_grad()
@@ -118,9 +118,9 @@ class HotRows(nn.Module):
             )
         optimizer = self._optimizer
         if optimizer is None:
-            found = torch.zeros_like(self.rows)
-            found[slots] = gradient
-            return found
+            to_rows = torch.zeros_like(self.rows)
+            to_rows[slots] = gradient
+            return to_rows
         optimizer.check_alone()
         self.changes += 1
         if self.rows.requires_grad:

@@ -32,7 +32,7 @@ class Level:
     """Distinct prefixes of one level, in order of their last digit.
 
     Attributes:
-        parent: place of each one's prefix in the level before; shape (n,).
+        parent: index of each one's prefix in the level before; shape (n,).
         digit: its last digit; shape (n,).
     """
 
@@ -49,17 +49,17 @@ class Level:
 
 @dataclass(frozen=True)
 class Levels:
-    """What distinct ids have in common; ids in order of their prefix's place.
+    """What distinct ids have in common; ids in order of their prefix's index.
 
     Attributes:
         inner: levels 2 to d - 1.
-        place: of each id among the distinct ones, ascending; shape (u,).
-        parent: place of each id's prefix in the last inner level (the first digit itself with two cores); shape (u,).
+        row_index: of each id among the distinct ones, ascending; shape (u,).
+        parent: index of each id's prefix in the last inner level (the first digit itself with two cores); shape (u,).
         digit: last digit of each id; shape (u,).
     """
 
     inner: tuple[Level, ...]
-    place: torch.Tensor
+    row_index: torch.Tensor
     parent: torch.Tensor
     digit: torch.Tensor
 
@@ -77,25 +77,25 @@ def levels_of(ids: torch.Tensor, shape: TTShape) -> Levels:
     """Prefixes of distinct ids, ascending, in exact integer arithmetic; shape (u,), int64."""
     below = [prod(shape.row_factors[k + 1 :]) for k in range(shape.cores)]
     inner: list[Level] = []
-    place: torch.Tensor | None = None  # of the distinct prefixes of the level before, in ascending order
+    row_index: torch.Tensor | None = None  # of the distinct prefixes of the level before, in ascending order
     before: torch.Tensor | None = None
     for k in range(1, shape.cores - 1):
         # Ids ascend, so prefixes do, and the distinct ones are where they change.
         prefixes = torch.unique_consecutive(ids.div(below[k], rounding_mode="floor"))
         above = prefixes.div(shape.row_factors[k], rounding_mode="floor")
-        parent = above if before is None or place is None else place[torch.searchsorted(before, above)]
+        parent = above if before is None or row_index is None else row_index[torch.searchsorted(before, above)]
         digit = prefixes - above * shape.row_factors[k]
         order = torch.argsort(digit, stable=True)
         inner.append(Level(parent[order], digit[order]))
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
+        row_index = torch.empty_like(order)
+        row_index[order] = torch.arange(order.numel(), device=order.device)
         before = prefixes
     above = ids.div(shape.row_factors[-1], rounding_mode="floor")
     digit = ids - above * shape.row_factors[-1]
-    if before is None or place is None:
+    if before is None or row_index is None:
         order, parent = torch.argsort(above, stable=True), above
     else:
-        parent = place[torch.searchsorted(before, above)]
+        parent = row_index[torch.searchsorted(before, above)]
         order = torch.argsort(parent, stable=True)
     return Levels(tuple(inner), order, parent[order], digit[order])
 
@@ -128,21 +128,21 @@ def forward_rows(
     height = prod(shape.dim_factors[:-1])
     rows = before.new_empty(levels.parent.numel(), height, shape.dim_factors[-1])
     for k, level in enumerate(levels.inner[:-1], start=1):
-        found = before.new_empty(sizes[k - 1]) if products is None else products[k - 1]
+        product = before.new_empty(sizes[k - 1]) if products is None else products[k - 1]
         for digit, start, end in level.runs:
-            _product(before[level.parent[start:end]], cores[k][digit], found[start:end])
-        before = found
+            _product(before[level.parent[start:end]], cores[k][digit], product[start:end])
+        before = product
     if not levels.inner:
-        suffix_products(before, levels.parent, last, levels.digit, levels.place, rows, compiled=compiled)
+        suffix_products(before, levels.parent, last, levels.digit, levels.row_index, rows, compiled=compiled)
         return rows.flatten(1)
     level, core = levels.inner[-1], cores[-2]
     most = max((end - start for _, start, end in level.runs), default=0)
     kept = products[-1] if products is not None else before.new_empty(most, *sizes[-1][1:])
     for digit, start, end, ids in levels.blocks:
-        own = kept[start:end] if products is not None else kept[: end - start]
-        _product(before[level.parent[start:end]], core[digit], own)
+        part = kept[start:end] if products is not None else kept[: end - start]
+        _product(before[level.parent[start:end]], core[digit], part)
         parent = levels.parent[ids] - start
-        suffix_products(own, parent, last, levels.digit[ids], levels.place[ids], rows, compiled=compiled)
+        suffix_products(part, parent, last, levels.digit[ids], levels.row_index[ids], rows, compiled=compiled)
     return rows.flatten(1)
 
 
@@ -155,19 +155,19 @@ def suffix_products(
     parent: torch.Tensor,
     last: torch.Tensor,
     digit: torch.Tensor,
-    place: torch.Tensor,
+    row_index: torch.Tensor,
     rows: torch.Tensor,
     *,
     compiled: bool,
 ) -> None:
-    """``rows[place[n]] = prefixes[parent[n]] @ last[digit[n]].T`` for every distinct id n."""
+    """``rows[row_index[n]] = prefixes[parent[n]] @ last[digit[n]].T`` for every distinct id n."""
     if compiled:
         from flexshard.embeddings.tensor_train import suffix_kernels
 
-        suffix_kernels.suffix_forward(*_arrays(prefixes, parent, last, digit, place, rows))
+        suffix_kernels.suffix_forward(*_arrays(prefixes, parent, last, digit, row_index, rows))
         return
     for chosen in _chunks(parent):
-        rows[place[chosen]] = torch.bmm(prefixes[parent[chosen]], last[digit[chosen]].transpose(1, 2))
+        rows[row_index[chosen]] = torch.bmm(prefixes[parent[chosen]], last[digit[chosen]].transpose(1, 2))
 
 
 def backward_rows(
@@ -192,28 +192,28 @@ def backward_rows(
     first, last = cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1), cores[-1]
     upstream = gradient.reshape(-1, prod(shape.dim_factors[:-1]), shape.dim_factors[-1]).contiguous()
     to_last = torch.zeros_like(last)
-    found: list[torch.Tensor | None] = [to_last]
+    to_cores: list[torch.Tensor | None] = [to_last]
     if not levels.inner:
         to_before = torch.zeros_like(first)
         _suffix_back(
-            first, levels.parent, last, levels.digit, levels.place, upstream, to_before, to_last, compiled=compiled
+            first, levels.parent, last, levels.digit, levels.row_index, upstream, to_before, to_last, compiled=compiled
         )
         return [to_before.view(cores[0].shape), to_last]
     before = [first, *products[:-1]]
-    level, own = levels.inner[-1], products[-1]
+    level, product = levels.inner[-1], products[-1]
     to_before, slices = torch.zeros_like(before[-1]), _Slices(cores[-2], len(cores) - 2, step)
     most = max((end - start for _, start, end in level.runs), default=0)
-    block = own.new_empty(most, *own.shape[1:])
+    block = product.new_empty(most, *product.shape[1:])
     for digit, start, end, ids in levels.blocks:
         to_own = block[: end - start].zero_()
         parent = levels.parent[ids] - start
         _suffix_back(
-            own[start:end], parent, last, levels.digit[ids], levels.place[ids], upstream, to_own, to_last,
+            product[start:end], parent, last, levels.digit[ids], levels.row_index[ids], upstream, to_own, to_last,
             compiled=compiled,
         )  # fmt: skip
         _product_back(before[-1], level.parent[start:end], cores[-2][digit], to_own, to_before, slices.of(digit))
         slices.done(digit)
-    found.append(slices.gradient)
+    to_cores.append(slices.gradient)
     for k in range(len(levels.inner) - 1, 0, -1):
         level, to_own = levels.inner[k - 1], to_before
         to_before, slices = torch.zeros_like(before[k - 1]), _Slices(cores[k], k, step)
@@ -221,9 +221,9 @@ def backward_rows(
             parent = level.parent[start:end]
             _product_back(before[k - 1], parent, cores[k][digit], to_own[start:end], to_before, slices.of(digit))
             slices.done(digit)
-        found.append(slices.gradient)
-    found.append(to_before.view(cores[0].shape))
-    return found[::-1]
+        to_cores.append(slices.gradient)
+    to_cores.append(to_before.view(cores[0].shape))
+    return to_cores[::-1]
 
 
 class _Slices:
@@ -253,9 +253,9 @@ def _product_back(
     to_core: torch.Tensor,
 ) -> None:
     left = before[parent]
-    own = upstream.view(left.shape[0] * left.shape[1], -1)
-    torch.mm(left.flatten(0, 1).t(), own, out=to_core)
-    to_before.index_add_(0, parent, torch.mm(own, core.t()).view_as(left))
+    to_product = upstream.view(left.shape[0] * left.shape[1], -1)
+    torch.mm(left.flatten(0, 1).t(), to_product, out=to_core)
+    to_before.index_add_(0, parent, torch.mm(to_product, core.t()).view_as(left))
 
 
 def _suffix_back(
@@ -263,7 +263,7 @@ def _suffix_back(
     parent: torch.Tensor,
     last: torch.Tensor,
     digit: torch.Tensor,
-    place: torch.Tensor,
+    row_index: torch.Tensor,
     upstream: torch.Tensor,
     to_prefixes: torch.Tensor,
     to_last: torch.Tensor,
@@ -273,13 +273,13 @@ def _suffix_back(
     if compiled:
         from flexshard.embeddings.tensor_train import suffix_kernels
 
-        arrays = _arrays(prefixes, parent, last, digit, place, upstream, to_prefixes, to_last)
+        arrays = _arrays(prefixes, parent, last, digit, row_index, upstream, to_prefixes, to_last)
         suffix_kernels.suffix_backward(*arrays)
         return
     for chosen in _chunks(parent):
-        above, own = digit[chosen], upstream[place[chosen]]
-        to_prefixes.index_add_(0, parent[chosen], torch.bmm(own, last[above]))
-        to_last.index_add_(0, above, torch.bmm(own.transpose(1, 2), prefixes[parent[chosen]]))
+        above, gradients = digit[chosen], upstream[row_index[chosen]]
+        to_prefixes.index_add_(0, parent[chosen], torch.bmm(gradients, last[above]))
+        to_last.index_add_(0, above, torch.bmm(gradients.transpose(1, 2), prefixes[parent[chosen]]))
 
 
 def _chunks(ids: torch.Tensor, size: int = 256) -> Iterator[slice]:

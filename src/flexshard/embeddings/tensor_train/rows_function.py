@@ -167,12 +167,14 @@ class TTRows(torch.autograd.Function):
             else:
                 compiled = ctx.backend == "numba"
                 step = context.slice_step()
-                found = backward_rows(gradient.float(), levels, shape, laid, products, compiled=compiled, step=step)
-                last = found[-1]
-                found[-1] = None if last is None else last.transpose(1, 2)
+                gradients_of_cores = backward_rows(
+                    gradient.float(), levels, shape, laid, products, compiled=compiled, step=step
+                )
+                last = gradients_of_cores[-1]
+                gradients_of_cores[-1] = None if last is None else last.transpose(1, 2)
                 shaped = [
                     None if local is None else local.reshape(core.shape)
-                    for local, core in zip(found, context.cores, strict=True)
+                    for local, core in zip(gradients_of_cores, context.cores, strict=True)
                 ]
                 context.buffer.give_back(products)
         if optimizer is not None:
@@ -185,14 +187,14 @@ class TTRows(torch.autograd.Function):
 
 def _products(context: RowsContext, levels: Levels, laid: Sequence[torch.Tensor], backend: str) -> list[torch.Tensor]:
     """Products of prefixes once more."""
-    found = context.buffer.take(product_sizes(levels, context.shape), laid[0])
+    products = context.buffer.take(product_sizes(levels, context.shape), laid[0])
     if backend == "triton":
         from flexshard.embeddings.tensor_train import triton_products
 
-        triton_products.forward_rows(levels, context.shape, laid, products=found)
+        triton_products.forward_rows(levels, context.shape, laid, products=products)
     else:
-        forward_rows(levels, context.shape, laid, products=found, compiled=backend == "numba")
-    return found
+        forward_rows(levels, context.shape, laid, products=products, compiled=backend == "numba")
+    return products
 
 
 def _backward_triton(
@@ -210,11 +212,11 @@ def _backward_triton(
     if optimizer is not None and within:
         rate, eps = optimizer.learning_rate, optimizer.eps
         update = triton_products.Update(optimizer.name, cores, context.states, rate, eps)
-    found = triton_products.backward_rows(gradient, levels, context.shape, laid, products, update=update)
+    gradients = triton_products.backward_rows(gradient, levels, context.shape, laid, products, update=update)
     if update is not None:
         for core in context.cores:
             torch.autograd.graph.increment_version(core)
-    return list(found)
+    return list(gradients)
 
 
 def laid_cores(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Compiled suffix of a tensor train: products of prefixes with the last core, per distinct id, and back.
 
 Four columns (or rows) at a time, so that what they share is loaded once. Legend: n ids; P prefixes of shape (Q, r);
-the core of shape (p, q, r); rows and gradients of shape (u, Q, q), those of id n at ``place[n]``.
+the core of shape (p, q, r); rows and gradients of shape (u, Q, q), those of id n at ``row_index[n]``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["suffix_backward", "suffix_forward"]
 
 
 @numba.njit(cache=True, fastmath=True)
-def suffix_forward(prefixes, parent, core, digit, place, rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """``rows[place[n]] = prefixes[parent[n]] @ core[digit[n]].T``."""
+def suffix_forward(prefixes, parent, core, digit, row_index, rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """``rows[row_index[n]] = prefixes[parent[n]] @ core[digit[n]].T``."""
     q, r, size = core.shape[1], core.shape[2], prefixes.shape[1]
     zero = prefixes.dtype.type(0)
     for n in range(parent.size):
-        left, right, out = prefixes[parent[n]], core[digit[n]], rows[place[n]]
+        left, right, out = prefixes[parent[n]], core[digit[n]], rows[row_index[n]]
         for a in range(size):
             for c in range(0, q - q % 4, 4):
                 t0, t1, t2, t3 = zero, zero, zero, zero
@@ -36,11 +36,11 @@ def suffix_forward(prefixes, parent, core, digit, place, rows):  # type: ignore[
 
 
 @numba.njit(cache=True, fastmath=True)
-def suffix_backward(prefixes, parent, core, digit, place, gradient, to_prefixes, to_core):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def suffix_backward(prefixes, parent, core, digit, row_index, gradient, to_prefixes, to_core):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Adds the gradients of :func:`suffix_forward` to ``to_prefixes`` and ``to_core``, in order of n."""
     q, r, size = core.shape[1], core.shape[2], prefixes.shape[1]
     for n in range(parent.size):
-        left, right, g = prefixes[parent[n]], core[digit[n]], gradient[place[n]]
+        left, right, g = prefixes[parent[n]], core[digit[n]], gradient[row_index[n]]
         to_left, to_right = to_prefixes[parent[n]], to_core[digit[n]]
         for a in range(size):
             for c in range(0, q - q % 4, 4):

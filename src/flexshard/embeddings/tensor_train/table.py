@@ -162,16 +162,16 @@ class TTTable(nn.Module):
         Raises:
             TableError: a table of another shape, or with numbers that are not finite.
         """
-        found, _ = decompose(weight, self.shape)
+        cores, _ = decompose(weight, self.shape)
         self._forget()
         wrong = total = 0.0
         with torch.no_grad():
-            for core, own in zip(self.cores, found, strict=True):
-                core.copy_(own)
+            for core, values in zip(self.cores, cores, strict=True):
+                core.copy_(values)
             for start in range(0, self.num_embeddings, _CHUNK):
                 part = weight[start : start + _CHUNK].detach().double()
-                own = self._rows(torch.arange(start, start + part.shape[0], device=self.cores[0].device))
-                wrong += float(((own.double() - part.to(own.device)) ** 2).sum())
+                rows = self._rows(torch.arange(start, start + part.shape[0], device=self.cores[0].device))
+                wrong += float(((rows.double() - part.to(rows.device)) ** 2).sum())
                 total += float((part**2).sum())
         return (wrong / total) ** 0.5 if total else 0.0
 
@@ -311,14 +311,14 @@ class TTTable(nn.Module):
         return [getattr(self, f"sum_{k}") for k in range(self.shape.cores)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        found: list[tuple[int, ...]] = []
-        while f"{prefix}cores.{len(found)}" in state_dict:
-            found.append(tuple(state_dict[f"{prefix}cores.{len(found)}"].shape))
-        own = [tuple(core.shape) for core in self.cores]
-        if found and found != own:
+        given_shapes: list[tuple[int, ...]] = []
+        while f"{prefix}cores.{len(given_shapes)}" in state_dict:
+            given_shapes.append(tuple(state_dict[f"{prefix}cores.{len(given_shapes)}"].shape))
+        shapes = [tuple(core.shape) for core in self.cores]
+        if given_shapes and given_shapes != shapes:
             raise TableError(
-                f"{prefix or 'the table'}: a checkpoint with cores of shape {found} does not load into cores of shape"
-                f" {own}; make the table with the same factors and TT ranks"
+                f"{prefix or 'the table'}: a checkpoint with cores of shape {given_shapes} does not load into cores of"
+                f" shape {shapes}; make the table with the same factors and TT ranks"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -21,17 +21,17 @@ __all__ = [
 
 
 @triton.jit
-def settle(acc, place, valid, gradient, weight, state, rate, eps, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def settle(acc, offset, valid, gradient, weight, state, rate, eps, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write a gradient, or change what it is of."""
     if MODE == 0:
-        tl.store(gradient + place, acc, mask=valid)
+        tl.store(gradient + offset, acc, mask=valid)
     elif MODE == 1:
-        tl.store(weight + place, tl.load(weight + place, mask=valid, other=0.0) - rate * acc, mask=valid)
+        tl.store(weight + offset, tl.load(weight + offset, mask=valid, other=0.0) - rate * acc, mask=valid)
     else:
-        total = tl.load(state + place, mask=valid, other=0.0) + acc * acc
-        tl.store(state + place, total, mask=valid)
+        total = tl.load(state + offset, mask=valid, other=0.0) + acc * acc
+        tl.store(state + offset, total, mask=valid)
         step = rate * acc / (tl.sqrt(total) + eps)
-        tl.store(weight + place, tl.load(weight + place, mask=valid, other=0.0) - step, mask=valid)
+        tl.store(weight + offset, tl.load(weight + offset, mask=valid, other=0.0) - step, mask=valid)
 
 
 @triton.jit
@@ -80,18 +80,18 @@ def grouped_outer(  # type: ignore[no-untyped-def]
         )
         b = tl.load(upstream + row[:, None] * C + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
         acc += tl.dot(a, b, input_precision="ieee")
-    place = group * K * C + k[:, None] * C + c[None, :]
-    settle(acc, place, (k < K)[:, None] & (c < C)[None, :], gradient, weight, state, rate, eps, MODE)
+    offset = group * K * C + k[:, None] * C + c[None, :]
+    settle(acc, offset, (k < K)[:, None] & (c < C)[None, :], gradient, weight, state, rate, eps, MODE)
 
 
 @triton.jit
 def suffix_forward(  # type: ignore[no-untyped-def]
-    prefixes, parent, core, digit, place, rows, r,
+    prefixes, parent, core, digit, row_index, rows, r,
     Q: tl.constexpr, q: tl.constexpr, BQ: tl.constexpr, Bq: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``rows[place[n]] = prefixes[parent[n]] @ core[digit[n]].T``; one program per id."""
+    """``rows[row_index[n]] = prefixes[parent[n]] @ core[digit[n]].T``; one program per id."""
     n = tl.program_id(0)
-    above, last, to = tl.load(parent + n), tl.load(digit + n), tl.load(place + n)
+    above, last, to = tl.load(parent + n), tl.load(digit + n), tl.load(row_index + n)
     a, c = tl.arange(0, BQ), tl.arange(0, Bq)
     acc = tl.zeros((BQ, Bq), tl.float32)
     for start in range(0, r, BK):
@@ -108,7 +108,7 @@ def suffix_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def suffix_to_prefixes(  # type: ignore[no-untyped-def]
-    upstream, starts, core, digit, place, to_prefixes, r,
+    upstream, starts, core, digit, row_index, to_prefixes, r,
     Q: tl.constexpr, q: tl.constexpr, BQ: tl.constexpr, Bq: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of prefixes; one program walks through the ids below one, which follow each other."""
@@ -116,7 +116,7 @@ def suffix_to_prefixes(  # type: ignore[no-untyped-def]
     a, c, k = tl.arange(0, BQ), tl.arange(0, Bq), tl.program_id(1) * BK + tl.arange(0, BK)
     acc = tl.zeros((BQ, BK), tl.float32)
     for n in range(tl.load(starts + prefix), tl.load(starts + prefix + 1)):
-        last, of = tl.load(digit + n), tl.load(place + n)
+        last, of = tl.load(digit + n), tl.load(row_index + n)
         g = tl.load(
             upstream + of * Q * q + a[:, None] * q + c[None, :], mask=(a < Q)[:, None] & (c < q)[None, :], other=0.0
         )
@@ -129,7 +129,7 @@ def suffix_to_prefixes(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def suffix_to_core(  # type: ignore[no-untyped-def]
-    upstream, order, starts, prefixes, parent, place, gradient, weight, state, rate, eps, r,
+    upstream, order, starts, prefixes, parent, row_index, gradient, weight, state, rate, eps, r,
     Q: tl.constexpr, q: tl.constexpr, BQ: tl.constexpr, Bq: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the last core, laid out as the parameter (p, r, q); one program per digit and part of r."""
@@ -138,7 +138,7 @@ def suffix_to_core(  # type: ignore[no-untyped-def]
     acc = tl.zeros((Bq, BK), tl.float32)
     for j in range(tl.load(starts + last), tl.load(starts + last + 1)):
         n = tl.load(order + j)
-        above, of = tl.load(parent + n), tl.load(place + n)
+        above, of = tl.load(parent + n), tl.load(row_index + n)
         g = tl.load(
             upstream + of * Q * q + a[:, None] * q + c[None, :], mask=(a < Q)[:, None] & (c < q)[None, :], other=0.0
         )

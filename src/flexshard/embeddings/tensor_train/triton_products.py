@@ -59,14 +59,23 @@ def forward_rows(
 ) -> torch.Tensor:
     """As :func:`flexshard.embeddings.tensor_train.products.forward_rows`; ``products`` are always kept."""
     before = cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1)
-    for k, (level, found) in enumerate(zip(levels.inner, products, strict=True), start=1):
-        _multiply(before, level.parent, cores[k], found, level, shape.row_factors[k], transposed=False)
-        before = found
+    for k, (level, product) in enumerate(zip(levels.inner, products, strict=True), start=1):
+        _multiply(before, level.parent, cores[k], product, level, shape.row_factors[k], transposed=False)
+        before = product
     height, width, tt_rank = prod(shape.dim_factors[:-1]), shape.dim_factors[-1], shape.tt_ranks[-1]
     rows = before.new_empty(levels.parent.numel(), height, width)
     if levels.parent.numel():
         kernels.suffix_forward[(levels.parent.numel(),)](
-            before, levels.parent, cores[-1], levels.digit, levels.place, rows, tt_rank, height, width, **_tiles(shape)
+            before,
+            levels.parent,
+            cores[-1],
+            levels.digit,
+            levels.row_index,
+            rows,
+            tt_rank,
+            height,
+            width,
+            **_tiles(shape),
         )
     return rows.flatten(1)
 
@@ -91,33 +100,33 @@ def backward_rows(
     )
     upstream = gradient.reshape(-1, height, width).contiguous()
     prefixes = products[-1] if products else cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1)
-    own = prefixes.new_empty(prefixes.shape)
+    to_product = prefixes.new_empty(prefixes.shape)
     tiles, sink = _tiles(shape), _Sink(shape, cores, update)
     count = prefixes.shape[0]
     if count:
         grid = (count, triton.cdiv(tt_rank, tiles["BK"]))
         starts = _starts(levels.parent, count)
         kernels.suffix_to_prefixes[grid](
-            upstream, starts, cores[-1], levels.digit, levels.place, own, tt_rank, height, width, **tiles
+            upstream, starts, cores[-1], levels.digit, levels.row_index, to_product, tt_rank, height, width, **tiles
         )
     order = torch.argsort(levels.digit, stable=True)
     grid = (shape.row_factors[-1], triton.cdiv(tt_rank, tiles["BK"]))
     starts = _starts(levels.digit[order], shape.row_factors[-1])
     kernels.suffix_to_core[grid](
-        upstream, order, starts, prefixes, levels.parent, levels.place, *sink.of(last), tt_rank, height, width, **tiles,
-        MODE=sink.mode,
+        upstream, order, starts, prefixes, levels.parent, levels.row_index, *sink.of(last), tt_rank, height, width,
+        **tiles, MODE=sink.mode,
     )  # fmt: skip
     sink.done(last)
     for k in range(len(levels.inner), 0, -1):
         level = levels.inner[k - 1]
         before = products[k - 2] if k > 1 else cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1)
         to_left = before.new_empty(level.parent.numel(), *before.shape[1:])
-        _multiply(own, None, cores[k], to_left, level, shape.row_factors[k], transposed=True)
+        _multiply(to_product, None, cores[k], to_left, level, shape.row_factors[k], transposed=True)
         h, inside, outside = before.shape[1], cores[k].shape[1], cores[k].shape[2]
         bk, bc = _block(inside, 32), _block(outside, 64)
         grid3 = (shape.row_factors[k], triton.cdiv(inside, bk), triton.cdiv(outside, bc))
         kernels.grouped_outer[grid3](
-            before, level.parent, own, _starts(level.digit, shape.row_factors[k]), *sink.of(k), inside, outside,
+            before, level.parent, to_product, _starts(level.digit, shape.row_factors[k]), *sink.of(k), inside, outside,
             H=h, BM=32, BK=bk, BC=bc, MODE=sink.mode,
         )  # fmt: skip
         sink.done(k)
@@ -126,9 +135,9 @@ def backward_rows(
         starts = _starts(level.parent[order], before.shape[0])
         size = h * before.shape[2]
         block = _block(size, 256)
-        own = before.new_empty(before.shape)
+        to_product = before.new_empty(before.shape)
         first = k == 1
-        arguments, mode = (sink.of(0), sink.mode) if first else ((own, own, own, 0.0, 0.0), _KEEP)
+        arguments, mode = (sink.of(0), sink.mode) if first else ((to_product, to_product, to_product, 0.0, 0.0), _KEEP)
         if before.shape[0]:
             kernels.segment_sum[(before.shape[0], triton.cdiv(size, block))](
                 to_left, order, starts, *arguments, size, BLOCK=block, MODE=mode
@@ -136,7 +145,7 @@ def backward_rows(
         if first:
             sink.done(0)
     if not levels.inner:
-        sink.take(0, own)
+        sink.take(0, to_product)
     return sink.gradients
 
 
@@ -156,8 +165,8 @@ class _Sink:
         update = self._update
         if self.mode == _KEEP or update is None:
             size = (self._shape.row_factors[k], self._bounds[k], self._shape.dim_factors[k], self._bounds[k + 1])
-            found = self._found[k] = self._like[k].new_empty(size)
-            return found, found, found, 0.0, 0.0
+            buffer = self._found[k] = self._like[k].new_empty(size)
+            return buffer, buffer, buffer, 0.0, 0.0
         core = update.cores[k]
         state = update.sums[k] if self.mode == _ADAGRAD else core
         return core, core, state, update.learning_rate, update.eps

@@ -23,11 +23,11 @@ from flexshard.executors.comm.deferred_gradient import DeferredGradient
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.stores.base import RowStore
 
-__all__ = ["Exchange", "ExchangePlaces", "RowsAwaitable"]
+__all__ = ["Exchange", "ExchangeContext", "RowsAwaitable"]
 
 
 @dataclass(frozen=True)
-class ExchangePlaces:
+class ExchangeContext:
     """Where a group of tables is, and how it is reached.
 
     Attributes:
@@ -62,16 +62,16 @@ class _Transfer:
 class Exchange:
     """One batch of one group of tables, from ids to rows and back to gradients."""
 
-    def __init__(self, places: ExchangePlaces, batch: BucketizedIds, splits: Splits) -> None:
-        self._places, self._batch, self._splits = places, batch, splits
-        self._gradients = [DeferredGradient() for _ in places.stores]
+    def __init__(self, context: ExchangeContext, batch: BucketizedIds, splits: Splits) -> None:
+        self._context, self._batch, self._splits = context, batch, splits
+        self._gradients = [DeferredGradient() for _ in context.stores]
         ends = [0]
         for counts in splits.sent:
             ends.append(ends[-1] + sum(counts))
         self._parts = [slice(*pair) for pair in pairwise(ends)]
         self._asked: list[torch.Tensor] = []
         self._pending: list[PendingCollective | None] = []
-        for level, size in enumerate(places.layout.group_sizes):
+        for level, size in enumerate(context.layout.group_sizes):
             slots = batch.slots[self._parts[level]]
             if size == 1:
                 self._asked.append(slots)
@@ -92,15 +92,15 @@ class Exchange:
         width: int = 1,
     ) -> PendingCollective:
         """Ids and gradients go from this rank's lookups to the holders; rows the other way, to their requesters."""
-        layout = self._places.layout
+        layout = self._context.layout
         size = layout.group_sizes[level]
         out, back = self._splits.sent[level], self._splits.received[level]
         if to_requesters:
             out, back = back, out
         if width > 1:
             out, back = [n * width for n in out], [n * width for n in back]
-        group, label = self._places.groups[size].inside, Label(size, content, layout.tables)
-        return self._places.collectives.all_to_all(received, sent, back, out, group, label)
+        group, label = self._context.groups[size].inside, Label(size, content, layout.tables)
+        return self._context.collectives.all_to_all(received, sent, back, out, group, label)
 
     def wait_for_ids(self) -> None:
         """Until the ids that other ranks ask for are here."""
@@ -116,12 +116,12 @@ class Exchange:
 
     def start(self) -> RowsAwaitable:
         """Look up what other ranks ask for and send it; the largest group first, since it takes longest."""
-        stores = self._places.stores
+        stores = self._context.stores
         rows: list[Any] = [None] * len(stores)
         transfers: list[_Transfer | None] = [None] * len(stores)
         for level in reversed(range(len(stores))):
             rows[level] = stores[level].rows(self._asked[level], self._gradients[level])
-            if self._places.layout.group_sizes[level] > 1:
+            if self._context.layout.group_sizes[level] > 1:
                 wanted = self._parts[level].stop - self._parts[level].start
                 held = rows[level].detach()
                 transfers[level] = self._transfer(level, held, wanted, to_requesters=True, content="embeddings")
@@ -130,7 +130,7 @@ class Exchange:
     def _transfer(self, level: int, rows: torch.Tensor, wanted: int, *, to_requesters: bool, content: str) -> _Transfer:
         """Send rows as they are, or as TorchRec's codec wants them."""
         dim, dtype = rows.shape[1], rows.dtype
-        codecs = self._places.codecs
+        codecs = self._context.codecs
         if codecs is None:
             received = rows.new_empty(wanted, dim)
             pending = self._all_to_all(level, received, rows, to_requesters=to_requesters, content=content)
@@ -147,7 +147,7 @@ class Exchange:
         """Rows of the batch's lookups in their own order; shape (lookups, D)."""
         parts = [local if sent is None else sent.wait() for local, sent in zip(rows, transfers, strict=True)]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat.index_select(0, self._batch.index).to(self._places.output_dtype)
+        return flat.index_select(0, self._batch.index).to(self._context.output_dtype)
 
     # -- backward
 
@@ -155,7 +155,7 @@ class Exchange:
         """Send the lookups' gradients to the holders; what is returned stands for them until they are taken there."""
         # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed: 16-bit numbers
         # would lose more of what is small already.
-        layout = self._places.layout
+        layout = self._context.layout
         scale = 1.0 / layout.world_size if get_gradient_division() else 1.0
         flat = gradient.new_empty(self._batch.slots.numel(), gradient.shape[1])
         index = self._batch.index.long()

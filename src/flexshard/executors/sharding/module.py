@@ -117,7 +117,7 @@ class ShardedFlexShardEmbeddingCollection(
 
     def _find_lookups(self) -> tuple[list[_Lookup], list[tuple[str, str]]]:
         """Features of planned tables, and (output name, feature) of the others."""
-        places = {
+        indices = {
             name: (index, table)
             for index, group in enumerate(self.groups)
             for table, name in enumerate(group.layout.tables)
@@ -125,8 +125,8 @@ class ShardedFlexShardEmbeddingCollection(
         ours, theirs = [], []
         for config, names in zip(self._configs, get_embedding_names_by_table(self._configs), strict=True):
             for feature, name in zip(config.feature_names, names, strict=True):
-                if config.name in places:
-                    ours.append(_Lookup(name, feature, *places[config.name]))
+                if config.name in indices:
+                    ours.append(_Lookup(name, feature, *indices[config.name]))
                 else:
                     theirs.append((name, feature))
         return ours, theirs
@@ -322,13 +322,13 @@ class ShardedFlexShardEmbeddingCollection(
 
     def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Tables in order of id, as ``DTensor`` of shape (E, D); every rank must call it."""
-        found = {} if destination is None else destination
+        state = {} if destination is None else destination
         for group in self.groups:
             for index, table in enumerate(group.layout.tables):
-                found[f"{prefix}embeddings.{table}.weight"] = to_logical(group, index, "weight")
+                state[f"{prefix}embeddings.{table}.weight"] = to_logical(group, index, "weight")
         for collection in self._torchrec:
-            collection.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
-        return found
+            collection.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
+        return state
 
     def load_state_dict(
         self,

@@ -19,7 +19,7 @@ from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
 from flexshard.executors.comm.collectives import Collectives
-from flexshard.executors.comm.exchange import Exchange, ExchangePlaces
+from flexshard.executors.comm.exchange import Exchange, ExchangeContext
 from flexshard.executors.comm.splits import Splits, SplitsExchange
 from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
@@ -161,7 +161,7 @@ class TableGroup(nn.Module):
     def exchange(self, batch: BucketizedIds, splits: Splits) -> Exchange:
         """Send the ids."""
         options = self.options
-        places = ExchangePlaces(
+        context = ExchangeContext(
             self.layout,
             self.groups,
             self.level_stores(),
@@ -169,7 +169,7 @@ class TableGroup(nn.Module):
             options.codecs,
             self.traits.output_dtype,
         )
-        return Exchange(places, batch, splits)
+        return Exchange(context, batch, splits)
 
     def begin_step(self) -> None:
         """Rows are about to be looked up; where gradients are wanted, they will be updated."""

@@ -117,8 +117,8 @@ class Translator:
 def extremes_of(parts: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:
     """Least and largest of each part that is not empty; one transfer from the device for all of them."""
     full = [torch.stack(torch.aminmax(part)) for part in parts if part.numel()]
-    found = iter(torch.stack(full).tolist() if full else [])
-    return [tuple(next(found)) if part.numel() else None for part in parts]
+    ends = iter(torch.stack(full).tolist() if full else [])
+    return [tuple(next(ends)) if part.numel() else None for part in parts]
 
 
 def outside_of(extremes: tuple[float, float] | None, end: int) -> int | None:

@@ -125,12 +125,12 @@ def full_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None
 
     ``torch.save`` writes it, and an unsharded model loads it. One table at a time is whole on every rank.
     """
-    found = {}
+    weights = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank(process_group) == 0:
-            found[name] = whole.detach().cpu()
-    return found
+            weights[name] = whole.detach().cpu()
+    return weights
 
 
 def _state(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _check_files(folder: Path) -> None:
         raise CheckpointError(f"{listing}: it lists no files; {FORMAT.remedy}")
     for name, size in sizes.items():
         file = folder / name
-        found = file.stat().st_size if file.exists() else None
-        if found != size:
-            shown = "is missing" if found is None else f"has {found:,} bytes of {size:,}"
+        actual_bytes = file.stat().st_size if file.exists() else None
+        if actual_bytes != size:
+            shown = "is missing" if actual_bytes is None else f"has {actual_bytes:,} bytes of {size:,}"
             raise CheckpointError(f"{file}: {shown}; the checkpoint is incomplete, load another one")

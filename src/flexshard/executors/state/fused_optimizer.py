@@ -62,7 +62,7 @@ class FlexShardFusedOptimizer(FusedOptimizer):
                     f"{table}.{name}": _LogicalState(groups, number, index, name)
                     for name in group.traits.spec.state_names
                 }
-                if group.traits.spec.name == "adam":
+                if group.traits.spec.optimizer.counts_steps:
                     states[f"{table}.step"] = _Steps(groups, number)
                 state[key] = states
             param_groups.append({"params": keys, "lr": group.traits.spec.learning_rate})

@@ -102,10 +102,10 @@ def _check(modules: Mapping[str, ShardedFlexShardEmbeddingCollection], plan: Pla
                 " sharded without translated_ids"
             )
         for table in (table for group in module.groups for table in group.layout.tables):
-            found = {table, f"{_plain_name(name)}.{table}"} & set(plan.tables)
-            if not found:
+            names = {table, f"{_plain_name(name)}.{table}"} & set(plan.tables)
+            if not names:
                 raise PlanError(f"the plan has no table {table!r} of {name!r}; plan for all of the model's tables")
-            known -= found
+            known -= names
     if known:
         raise PlanError(f"the plan has table {min(known)!r}, which the model has not; plan for this model")
 

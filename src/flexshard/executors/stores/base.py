@@ -68,5 +68,5 @@ class _Deferred(torch.autograd.Function):
 
 def with_deferred_gradient(rows: torch.Tensor, deferred: DeferredGradient, dtype: torch.dtype) -> torch.Tensor:
     """Rows as another type, whose gradient is the deferred one whatever backward brings."""
-    found: torch.Tensor = _Deferred.apply(rows, deferred, dtype)
-    return found
+    result: torch.Tensor = _Deferred.apply(rows, deferred, dtype)
+    return result

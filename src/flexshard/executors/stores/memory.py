@@ -47,8 +47,8 @@ class MemoryStore(RowStore):
         self._wants_gradient = torch.zeros(0, device=device, requires_grad=True)  # so that backward comes here
 
     def rows(self, slots: torch.Tensor, gradient: DeferredGradient) -> torch.Tensor:
-        found: torch.Tensor = _MemoryLookup.apply(self._wants_gradient, slots.long(), self, gradient)
-        return found
+        result: torch.Tensor = _MemoryLookup.apply(self._wants_gradient, slots.long(), self, gradient)
+        return result
 
     @property
     def values(self) -> torch.Tensor:

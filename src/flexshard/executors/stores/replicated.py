@@ -66,8 +66,8 @@ class ReplicatedStore(RowStore):
 
     def rows(self, slots: torch.Tensor, gradient: DeferredGradient) -> torch.Tensor:
         slots = slots.long()  # index_add is several times slower with int32
-        found: torch.Tensor = _ReplicatedLookup.apply(self.weight, slots, self, gradient)
-        return found
+        result: torch.Tensor = _ReplicatedLookup.apply(self.weight, slots, self, gradient)
+        return result
 
     @property
     def values(self) -> torch.Tensor:

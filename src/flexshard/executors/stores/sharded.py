@@ -42,8 +42,8 @@ class ShardedStore(RowStore):
 
     def rows(self, slots: torch.Tensor, gradient: DeferredGradient) -> torch.Tensor:
         slots = slots.long()
-        found = self._kernel(slots, slots.new_tensor([0, slots.numel()]))
-        return with_deferred_gradient(found, gradient, self._dtype)
+        result = self._kernel(slots, slots.new_tensor([0, slots.numel()]))
+        return with_deferred_gradient(result, gradient, self._dtype)
 
     @property
     def values(self) -> torch.Tensor:
@@ -63,6 +63,6 @@ class ShardedStore(RowStore):
         self._kernel.set_learning_rate(learning_rate)
 
     def begin_step(self, step: int) -> None:
-        if self.spec.name == "adam":  # FBGEMM counts every forward, evaluations too; updates are what Adam has to count
+        if self.spec.optimizer.counts_steps:  # FBGEMM counts every forward, evaluations too; updates are what counts
             self._kernel.iter.fill_(step - 1)
             self._kernel.iter_cpu.fill_(step - 1)

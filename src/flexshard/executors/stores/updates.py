@@ -1,7 +1,7 @@
 """What an optimizer does to replicated rows, as FBGEMM's fused kernels do it to sharded ones.
 
 FBGEMM updates a row by the sum of its gradients of one backward pass, and leaves rows alone that were not read. For
-SGD and both Adagrads a gradient of 0 changes nothing, so all rows can be updated; Adam has to be told which.
+SGD and both Adagrads a gradient of 0 changes nothing, so all rows can be updated; others have to leave such rows alone.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def apply_update(
         part = slice(start, start + _CHUNK_ROWS)
         grad = gradient[part].float()
         local = {name: values[part] for name, values in state.items()}
-        change = spec.optimizer.change(grad, local, options)
-        updated = weight[part].float() - learning_rate * change
+        values = weight[part].float()
+        updated = values - learning_rate * spec.optimizer.change(grad, values, local, options)
         # FBGEMM does so on CUDA alone.
         by_chance = spec.rounds_stochastically and weight.device.type == "cuda"
         weight[part] = rounded(updated, weight.dtype, random if by_chance else None)

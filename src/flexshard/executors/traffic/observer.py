@@ -122,11 +122,11 @@ class Observer:
         def call(*args: Any, **kwargs: Any) -> Any:
             group = signature.bind(*args, **kwargs).arguments.get("group")
             sent, received, dtype = sizes(*args, **kwargs)
-            own = label_of_call()
+            label = label_of_call()
             content = (
-                own.content if own is not None else ("other embeddings" if dtype.is_floating_point else "other ids")
+                label.content if label is not None else ("other embeddings" if dtype.is_floating_point else "other ids")
             )
-            size = own.group_size if own is not None else dist.get_world_size(group)
+            size = label.group_size if label is not None else dist.get_world_size(group)
             if self._blocking:
                 self._barrier(group)
             noted = _Call((kind, size, content), sent, received, time.perf_counter())
@@ -143,12 +143,14 @@ class Observer:
 
         return call
 
-    def _barrier(self, group: Any) -> None:
+    def _barrier(self, group: dist.ProcessGroup | None) -> None:
         """Until all ranks of a group are here, by its own functions, which are not watched."""
         one = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
         self._saved["all_reduce"](one, group=group)
 
-    def result(self, process_group: Any = None, *, fingerprint: str = "", skip: int = 0) -> Observation:
+    def result(
+        self, process_group: dist.ProcessGroup | None = None, *, fingerprint: str = "", skip: int = 0
+    ) -> Observation:
         """Of all ranks together; every rank must call it, after the last :meth:`step`.
 
         Args:
@@ -158,9 +160,9 @@ class Observer:
         Raises:
             DataError: no steps, or another number of them on another rank.
         """
-        own = self._steps[skip:]
+        observed = self._steps[skip:]
         every: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(every, [_sums(step) for step in own], group=process_group)
+        dist.all_gather_object(every, [_sums(step) for step in observed], group=process_group)
         if not any(every):
             raise DataError("no steps were observed; call step() after each")
         if len({len(steps) for steps in every}) != 1:
@@ -189,7 +191,7 @@ class Observer:
                     bytes_by_step=tuple(by_step),
                 )
             )
-        lengths = [max(steps[i][0] for steps in every) for i in range(len(own))]
+        lengths = [max(steps[i][0] for steps in every) for i in range(len(observed))]
         return Observation(fingerprint, len(every), tuple(lengths), tuple(collectives))
 
     def calls(self) -> list[dict[Key, tuple[int, int, int]]]:
@@ -206,18 +208,18 @@ def _note_end(work: Any, noted: _Call) -> None:
 
 
 def _sums(step: _Step) -> tuple[float, dict[Key, tuple[int, int, int, float, float]]]:
-    found: dict[Key, tuple[int, int, int, float, float]] = {}
+    sums: dict[Key, tuple[int, int, int, float, float]] = {}
     for call in step.calls:
         seconds = (call.end if call.end is not None else call.start + call.blocked) - call.start
-        old = found.get(call.key, (0, 0, 0, 0.0, 0.0))
-        found[call.key] = (
+        old = sums.get(call.key, (0, 0, 0, 0.0, 0.0))
+        sums[call.key] = (
             old[0] + 1,
             old[1] + call.sent,
             old[2] + call.received,
             old[3] + seconds,
             old[4] + call.blocked,
         )
-    return step.seconds, found
+    return step.seconds, sums
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -33,10 +33,10 @@ def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None =
     Args:
         collections: tables that share collectives; see :func:`flexshard.executors.replay`.
     """
-    found: dict[Key, float] = {}
+    totals: dict[Key, float] = {}
 
     def add(kind: str, size: int, content: str, nbytes: float) -> None:
-        found[kind, size, content] = found.get((kind, size, content), 0.0) + nbytes
+        totals[kind, size, content] = totals.get((kind, size, content), 0.0) + nbytes
 
     world = plan.cluster.world_size
     for tables in together(plan, collections):
@@ -57,7 +57,7 @@ def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None =
     for collective in plan.predicted.collectives:
         if collective.kind == "all_gather":
             add("all_gather", collective.group_size, "touched_rows", collective.nbytes)
-    return found
+    return totals
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ def _reductions(plan: Plan, observed: Observation, row_wise: Observation | None)
     world = plan.cluster.world_size
 
     def planned(cost: Cost) -> float:
-        found = (c for c in cost.collectives if (c.kind, c.group_size) == ("all_to_all", world))
-        return sum(c.nbytes * c.calls for c in found)
+        collectives = (c for c in cost.collectives if (c.kind, c.group_size) == ("all_to_all", world))
+        return sum(c.nbytes * c.calls for c in collectives)
 
     def of(observation: Observation) -> float:
         contents = ("embeddings", "gradients", "other embeddings")

@@ -181,10 +181,10 @@ def together(plan: Plan, collections: Sequence[Sequence[str]] | None) -> list[li
     """Tables by the collectives that they share; see :func:`replay`."""
     if collections is not None:
         return [[plan.table(name) for name in names] for names in collections]
-    found: dict[tuple[int, str, str], list[TablePlan]] = {}
+    groups: dict[tuple[int, str, str], list[TablePlan]] = {}
     for table in plan.tables.values():
-        found.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
-    return list(found.values())
+        groups.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,6 @@ def _add_reductions(add: Any, group: _Group, level: int, touched: Sequence[IntAr
         # Every copy sends as many entries as the one that touched most; ranks of one local rank go together.
         most = np.stack([step.reshape(copies, size).max(axis=0) for step in touched])
         entry = group.row_bytes + SLOT_BYTES
-        own = np.tile(most * entry, (1, copies))
+        sent = np.tile(most * entry, (1, copies))
         add("all_reduce", size, "touched", COUNT_BYTES, COUNT_BYTES)
-        add("all_gather", size, "touched_rows", own * copies, own * copies)
+        add("all_gather", size, "touched_rows", sent * copies, sent * copies)

@@ -137,12 +137,12 @@ def cluster_sessions(
 
 def _memory(memory: str | float) -> int:
     try:
-        found = units.parse_bytes(memory) if isinstance(memory, str) else check_finite(memory, "memory", DataError)
+        nbytes = units.parse_bytes(memory) if isinstance(memory, str) else check_finite(memory, "memory", DataError)
     except UnitError as error:
         raise DataError(f"memory: {error}") from error
-    if found <= 0:
+    if nbytes <= 0:
         raise DataError(f"memory must be more than nothing, found {memory}")
-    return round(found)
+    return round(nbytes)
 
 
 def _check_free(target: Path) -> None:

@@ -128,10 +128,10 @@ def measure_duplication(
         together = np.flatnonzero(np.diff(sessions[order]) == 0)
         for name in names:
             column = located_lists(batch, name)
-            found = distinct_rows(column)
-            codes = found.inverse[order]
+            distinct = distinct_rows(column)
+            codes = distinct.inverse[order]
             same = codes[together] == codes[together + 1]
-            kept = column.lengths[found.first].sum()
+            kept = column.lengths[distinct.first].sum()
             counts[name] += [column.values.size, kept, together.size, np.count_nonzero(same)]
         rows += batch.table.num_rows
     per_batch = np.concatenate(in_batches) if in_batches else np.zeros(0, np.int64)

@@ -79,11 +79,11 @@ def _join(
     tolerance: float,
 ) -> None:
     """Add features of equal codes to the first group that keeps hardly more ids with them, or as a new one."""
-    for place, (others, shared) in enumerate(groups):
+    for index, (others, shared) in enumerate(groups):
         both = [_paired(a, b) for a, b in zip(shared, codes, strict=True)]
         everything = [*others, *names]
         if _kept(both, [lengths[name] for name in everything]) <= (1 + tolerance) * sum(kept[n] for n in everything):
-            groups[place] = (everything, both)
+            groups[index] = (everything, both)
             return
     groups.append((names, codes))
 

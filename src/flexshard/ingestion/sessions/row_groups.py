@@ -86,9 +86,9 @@ def _cut(starts: npt.NDArray[np.int64], begin: int, limit: int, rows: int) -> in
     """Where to cut at or before ``limit``: where a session starts, or in the middle of one that is larger alone."""
     if limit == rows:
         return rows
-    place = int(np.searchsorted(starts, limit, side="right")) - 1
-    if place >= 0 and starts[place] > begin:
-        return int(starts[place])
+    index = int(np.searchsorted(starts, limit, side="right")) - 1
+    if index >= 0 and starts[index] > begin:
+        return int(starts[index])
     return limit
 
 

@@ -75,14 +75,14 @@ def sort_with_ray(
     for part in parts:
         if isinstance(part, str):
             raise DataError(part)
-    found = ray.get(
+    results = ray.get(
         [sort.remote(job, [part[number] for part in parts], schema, path) for number, path in enumerate(outputs)]
     )
-    return list(found)
+    return list(results)
 
 
 def _split(job: ClusterJob, file: str, number: int, name: str, schema: pa.Schema) -> list[str] | str:
-    """One file's rows by shard, each with its place; or what is wrong with it."""
+    """One file's rows by shard, each with its position; or what is wrong with it."""
     try:
         with _database(job) as database:
             _check_keys(database, job, [file], [name])
@@ -144,7 +144,7 @@ def _failing_as(job: ClusterJob) -> Iterator[None]:
 
 
 def _numbered(files: Sequence[str], numbers: Sequence[int], schema: pa.Schema) -> str:
-    """All rows, with the number of their file and their place in it."""
+    """All rows, with the number of their file and their position in it."""
     parts = [
         f"SELECT {_columns(schema)}, {number} AS {_FILE}, file_row_number AS {_ROW} FROM {_parquet([file])}"
         for file, number in zip(files, numbers, strict=True)

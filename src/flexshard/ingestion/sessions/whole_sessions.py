@@ -38,8 +38,8 @@ class WholeSessions:
 
     def sizes(self) -> IntArray:
         """Samples of each session."""
-        found = self._database.sql(f"SELECT count(*) AS n FROM data GROUP BY {self._session}").fetchnumpy()
-        return np.sort(np.asarray(found["n"], np.int64))
+        columns = self._database.sql(f"SELECT count(*) AS n FROM data GROUP BY {self._session}").fetchnumpy()
+        return np.sort(np.asarray(columns["n"], np.int64))
 
     def duplication(self, feature: str, *, lists: bool) -> tuple[float, float]:
         """Shares of lists, and of values, that a session has already.

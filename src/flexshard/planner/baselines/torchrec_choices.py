@@ -95,8 +95,8 @@ def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
             plan = planner.plan(model, [EmbeddingCollectionSharder()])
     except PlannerError as error:
         raise SolverError(f"TorchRec's planner found no plan: {str(error).strip().splitlines()[0]}") from error
-    found = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
-    return [_choice(found[f"table_{index}"], table) for index, table in enumerate(tables)]
+    shardings = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
+    return [_choice(shardings[f"table_{index}"], table) for index, table in enumerate(tables)]
 
 
 @contextmanager

@@ -38,14 +38,14 @@ def price_of(
     sizes = problem.instance.group_sizes
     every = np.arange(sizes.size)
     if plan is None:
-        known = [price for own, (_, price) in zip(subsets, bounds, strict=True) if own is None]
+        known = [price for subset, (_, price) in zip(subsets, bounds, strict=True) if subset is None]
         return known[0], every
     used = {tier.group_size for table in plan.tables.values() for tier in table.tiers}
     levels = np.flatnonzero([size in used for size in sizes.tolist()])
     known = [
         price
-        for own, (_, price) in zip(subsets, bounds, strict=True)
-        if own is not None and np.array_equal(own, levels)
+        for subset, (_, price) in zip(subsets, bounds, strict=True)
+        if subset is not None and np.array_equal(subset, levels)
     ]
     return known[0] if known else dual_bound(problem, levels)[1], levels
 

@@ -137,9 +137,9 @@ def _choices(
         own_seconds, own_memory = problem.placed(planned)
         stays = planned.any(axis=1)
         seconds, memory = np.where(stays, own_seconds, seconds), np.where(stays, own_memory, memory)
-    found = {}
+    choices = {}
     for t, table in enumerate(instance.tables):
-        own = np.flatnonzero(options.table == t)
+        of_table = np.flatnonzero(options.table == t)
         lookups = float(problem.lookups[t])
         rows = TableOption(
             None, float(memory[t]), lookups, float(seconds[t]) - lookups, 0.0, float(seconds[t] + price * memory[t])
@@ -153,8 +153,8 @@ def _choices(
                 option.loss,
                 float(options.seconds[n] + price * options.memory[n]),
             )
-            for n, option in zip(own, offered.get(table.name, ()), strict=True)
+            for n, option in zip(of_table, offered.get(table.name, ()), strict=True)
         ]
-        place = 0 if choice[t] < 0 else 1 + int(np.flatnonzero(own == choice[t])[0])
-        found[table.name] = TableChoice(table.name, table.rows, table.dim, (rows, *trains), place)
-    return found
+        index = 0 if choice[t] < 0 else 1 + int(np.flatnonzero(of_table == choice[t])[0])
+        choices[table.name] = TableChoice(table.name, table.rows, table.dim, (rows, *trains), index)
+    return choices

@@ -93,12 +93,12 @@ def choice_problem(
     Raises:
         JobError: options of a table that is not there, or of another shape.
     """
-    places = {table.name: index for index, table in enumerate(instance.tables)}
+    index_of = {table.name: index for index, table in enumerate(instance.tables)}
     of, memory, compute, comm, loss = [], [], [], [], []
     for name, offered in options.items():
-        if name not in places:
-            raise JobError(f"options are given for table {name!r}, which is not there; there are {', '.join(places)}")
-        table = instance.tables[places[name]]
+        if name not in index_of:
+            raise JobError(f"options are given for table {name!r}, which is not there; there are {', '.join(index_of)}")
+        table = instance.tables[index_of[name]]
         if isinstance(offered, TTOption) or not all(isinstance(option, TTOption) for option in offered):
             raise JobError(f"options of table {name!r} must be a list of TTOption, found {offered!r}")
         for option in offered:
@@ -110,7 +110,7 @@ def choice_problem(
                 )
             reads = TTReads.expected(table, instance.batch_size, shape, hashed=hashed)
             cost = tensor_train_cost(table, instance.cluster, shape, reads, overlap=instance.overlap)
-            of.append(places[name])
+            of.append(index_of[name])
             memory.append(cost.memory_bytes)
             compute.append(rates.step_seconds(shape, reads))
             comm.append(sum((1.0 - c.overlap) * c.nbytes / c.bytes_per_s for c in cost.collectives))
@@ -142,7 +142,7 @@ def feasible_subsets(problem: ChoiceProblem, tiers: int) -> list[IntArray | None
             " ranks",
             min(least),
         )
-    return [own for own, memory in zip(subsets, least, strict=True) if memory <= memory_limit(problem.limit)]
+    return [subset for subset, memory in zip(subsets, least, strict=True) if memory <= memory_limit(problem.limit)]
 
 
 def _least_memory(problem: ChoiceProblem, levels: IntArray | None) -> FloatArray:

@@ -25,7 +25,7 @@ __all__ = ["PRICES", "Choice", "best_choice"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-Choice = tuple[int, ...]  # of each table: a place among all options, or -1
+Choice = tuple[int, ...]  # of each table: an index among all options, or -1
 
 PRICES = 32  # of memory, per pair of levels: corners of a table's curve
 _CUTS = 50  # choices that fit the solver's tolerance only, before giving up
@@ -70,9 +70,9 @@ def _program(problem: ChoiceProblem, levels: IntArray | None) -> _Program:
     shares = [[model.add_variable(f"w_{t}_{v}", lowBound=0) for v in range(len(c))] for t, c in enumerate(corners)]
     time = [(x, s / scale) for x, s in zip(taken, options.seconds.tolist(), strict=True)]
     memory = [(x, m / memory_scale) for x, m in zip(taken, options.memory.tolist(), strict=True)]
-    for own, corner in zip(shares, corners, strict=True):
-        time += [(w, s / scale) for w, s in zip(own, corner[:, 0].tolist(), strict=True)]
-        memory += [(w, m / memory_scale) for w, m in zip(own, corner[:, 1].tolist(), strict=True)]
+    for table_shares, corner in zip(shares, corners, strict=True):
+        time += [(w, s / scale) for w, s in zip(table_shares, corner[:, 0].tolist(), strict=True)]
+        memory += [(w, m / memory_scale) for w, m in zip(table_shares, corner[:, 1].tolist(), strict=True)]
     model += weighted_sum([*time, (some, problem.latency / scale)]) + latency / scale
     model += weighted_sum(memory) <= memory_limit(problem.limit) / memory_scale
     if np.isfinite(problem.loss_limit):
@@ -90,7 +90,7 @@ def _program(problem: ChoiceProblem, levels: IntArray | None) -> _Program:
 
 
 def best_choice(problem: ChoiceProblem, levels: IntArray | None, time_limit_seconds: float) -> Choice | None:
-    """For each table its tensor train (a place among all options), or -1; None if nothing fits."""
+    """For each table its tensor train (an index among all options), or -1; None if nothing fits."""
     import pulp
 
     options, program = problem.options, _program(problem, levels)
@@ -100,7 +100,7 @@ def best_choice(problem: ChoiceProblem, levels: IntArray | None, time_limit_seco
         if outcome == "infeasible":
             return None
         values = np.array([x.value() or 0.0 for x in taken])
-        sums = np.array([sum(w.value() or 0.0 for w in own) for own in program.shares])
+        sums = np.array([sum(w.value() or 0.0 for w in table_shares) for table_shares in program.shares])
         np.add.at(sums, options.table, values)
         one_each = np.abs(values - values.round()).max(initial=0) < 1e-4 and np.allclose(sums, 1.0, atol=1e-4)
         if outcome == "nothing" or not one_each:

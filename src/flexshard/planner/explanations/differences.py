@@ -80,12 +80,12 @@ def _moves(name: str, before: TablePlan | None, after: TablePlan | None) -> list
         {0}
         | {tier.first_position + tier.rows for table in (before, after) if table is not None for tier in table.tiers}
     )
-    found = []
+    moves = []
     for first, last in pairwise(edges):
         source, target = _group_size(before, first), _group_size(after, first)
         if source != target:
-            found.append(Move(name, source, target, first, last - first, (last - first) * row_bytes))
-    return found
+            moves.append(Move(name, source, target, first, last - first, (last - first) * row_bytes))
+    return moves
 
 
 def _group_size(table: TablePlan | None, position: int) -> int | None:

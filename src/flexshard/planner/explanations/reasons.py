@@ -102,7 +102,7 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
     lines = row_lines(cluster, table.kappa_replicated, table.kappa_sharded, hidden)
     price = plan.memory_price_seconds_per_gib / units.GIB
     row_bytes = table.row_bytes
-    found = []
+    boundaries = []
     for tier in table.tiers:
         p = tier.coldest_p
         distinct = settings.batch_size / table.dedup_factor
@@ -115,8 +115,8 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
         ]
         chosen = next(cost for cost in costs if cost.group_size == tier.group_size)
         others = sorted((cost for cost in costs if cost is not chosen), key=lambda cost: cost.priced_seconds)
-        found.append(Boundary(tier.first_position + tier.rows - 1, p, chosen, tuple(others)))
-    return tuple(found)
+        boundaries.append(Boundary(tier.first_position + tier.rows - 1, p, chosen, tuple(others)))
+    return tuple(boundaries)
 
 
 def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) -> list[str]:

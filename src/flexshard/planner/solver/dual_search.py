@@ -73,12 +73,12 @@ def solve_instance(
         latency = float(instance.alpha_seconds[levels].sum())
         if best is not None and latency + _bound(instance, levels, best.price, budget_bytes) >= best.seconds:
             continue
-        found = solve_levels(instance, levels, budget_bytes, start_price)
-        if found is None:
+        candidate = solve_levels(instance, levels, budget_bytes, start_price)
+        if candidate is None:
             continue
-        bounds.append(found.lower_bound_seconds)
-        if best is None or found.seconds < best.seconds:
-            best = found
+        bounds.append(candidate.lower_bound_seconds)
+        if best is None or candidate.seconds < best.seconds:
+            best = candidate
     if best is None:
         raise _infeasible(instance, budget_bytes, max_tiers, subsets)
     best = _of_used_levels(instance, best, budget_bytes)

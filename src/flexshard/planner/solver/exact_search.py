@@ -39,12 +39,12 @@ def polish(
     gap = value - dual
     if gap <= _WORTHWHILE * abs(value) or instance.reads.size > _MOST_COUNTS:
         return start
-    found = _search(instance, levels, price, gap, limit_bytes - instance.held_bytes)
-    if found is None:
+    allocation = _search(instance, levels, price, gap, limit_bytes - instance.held_bytes)
+    if allocation is None:
         return start
-    reads = instance.tier_reads(found)
-    better = instance.variable_seconds(found, reads) < value
-    return found if better and instance.memory_bytes(found, reads) <= limit_bytes else start
+    reads = instance.tier_reads(allocation)
+    better = instance.variable_seconds(allocation, reads) < value
+    return allocation if better and instance.memory_bytes(allocation, reads) <= limit_bytes else start
 
 
 def _search(

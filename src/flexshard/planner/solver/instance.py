@@ -202,16 +202,16 @@ class Instance:
     def _collectives(self, allocation: Allocation, tier_reads: FloatArray) -> tuple[Collective, ...]:
         reduced = self.row_bytes @ allocation / self.group_sizes
         sent = self.row_bytes @ tier_reads
-        found = []
+        collectives = []
         for tier, size in enumerate(self.group_sizes.tolist()):
             if not allocation[:, tier].any():
                 continue
             level = self.cluster.level(size)
             if level.all_reduce is not None:
-                found.append(collective("all_reduce", size, level.all_reduce, float(reduced[tier]), self.overlap))
+                collectives.append(collective("all_reduce", size, level.all_reduce, float(reduced[tier]), self.overlap))
             if level.all_to_all is not None:
-                found.append(collective("all_to_all", size, level.all_to_all, float(sent[tier]), self.overlap))
-        return tuple(sorted(found, key=lambda c: (c.kind, c.group_size)))
+                collectives.append(collective("all_to_all", size, level.all_to_all, float(sent[tier]), self.overlap))
+        return tuple(sorted(collectives, key=lambda c: (c.kind, c.group_size)))
 
 
 def memory_limit(budget_bytes: float) -> float:

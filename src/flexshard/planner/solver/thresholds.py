@@ -73,7 +73,7 @@ def _spread(
 
 def crossing_prices(instance: Instance, levels: IntArray, most: int) -> list[float]:
     """Prices just beside which some count changes between two of the levels, free memory and memory alone."""
-    found: list[FloatArray] = [np.array([np.inf])]
+    prices: list[FloatArray] = [np.array([np.inf])]
     step = max(1, instance.reads.size // most)
     reads = np.unique(instance.reads[::step])
     for i, k in combinations(levels.tolist(), 2):
@@ -83,8 +83,8 @@ def crossing_prices(instance: Instance, levels: IntArray, most: int) -> list[flo
             comm = comm + (instance.comm_per_read[k] - instance.comm_per_read[i]) * reads
             with np.errstate(divide="ignore", invalid="ignore"):
                 crossing = -comm / memory
-            found.append(crossing[np.isfinite(crossing) & (crossing > 0)])
-    crossings = np.unique(np.concatenate(found))
+            prices.append(crossing[np.isfinite(crossing) & (crossing > 0)])
+    crossings = np.unique(np.concatenate(prices))
     if crossings.size > most:
         crossings = crossings[np.unique(np.linspace(0, crossings.size - 1, most).astype(np.int64))]
     least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30

@@ -23,7 +23,7 @@ from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.solving import solve
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
 from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
-from flexshard.tables import DATA_TYPES, Table, data_type_of_torchrec, optimizer_of_torchrec
+from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table, data_type_of_torchrec, optimizer_of_torchrec
 from flexshard.topologies import Cluster
 
 __all__ = ["FlexShardPlanner"]
@@ -108,9 +108,10 @@ class FlexShardPlanner(ShardingPlanner):
         kinds = {sharder.module_type: sharder for sharder in sharders}
         collections = {fqn: part for fqn, part in module.named_modules() if type(part) is EmbeddingCollection}
         if collections and not getattr(kinds.get(EmbeddingCollection), "carries_out_plans", False):
-            found = type(kinds[EmbeddingCollection]).__name__ if EmbeddingCollection in kinds else "none"
+            sharder_name = type(kinds[EmbeddingCollection]).__name__ if EmbeddingCollection in kinds else "none"
             raise PlanError(
-                f"the sharder for EmbeddingCollection is {found}; give FlexShardEmbeddingCollectionSharder in its place"
+                f"the sharder for EmbeddingCollection is {sharder_name}; give"
+                " FlexShardEmbeddingCollectionSharder in its place"
             )
         tables = {
             (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
@@ -194,7 +195,7 @@ class FlexShardPlanner(ShardingPlanner):
                     config.embedding_dim,
                     self._rankings.profile(key),
                     dtype=_dtype(config),
-                    optimizer=_optimizer(collections[fqn].embeddings[name].weight, kinds[EmbeddingCollection]),
+                    optimizer=_optimizer(name, collections[fqn].embeddings[name].weight, kinds[EmbeddingCollection]),
                     features=tuple(config.feature_names),
                     dedup_factor=self._dedup_factors.get(f"{fqn}.{name}", self._dedup_factors.get(name, 1.0)),
                 )
@@ -270,8 +271,8 @@ def same_on_all_ranks(given: str | None, plan: Plan, group: dist.ProcessGroup) -
     Raises:
         PlanError: one was.
     """
-    own = plan.fingerprint if dist.get_rank(group) == 0 else given
-    fingerprints, different = differing_ranks(own, group)
+    mine = plan.fingerprint if dist.get_rank(group) == 0 else given
+    fingerprints, different = differing_ranks(mine, group)
     if different:
         raise PlanError(
             f"rank {different[0]} was given plan {fingerprints[different[0]][:12]}, rank 0 carries out"
@@ -288,20 +289,32 @@ def _dtype(config: EmbeddingConfig) -> str:
     return kind.name
 
 
-def _optimizer(weight: torch.Tensor, sharder: Any) -> str:
-    """Our name of the optimizer that a table will have, SGD (FBGEMM's default) where none is set."""
+def _optimizer(name: str, weight: torch.Tensor, sharder: Any) -> str:
+    """Our name of the optimizer that a table will have, SGD (FBGEMM's default) where none is set.
+
+    Raises:
+        PlanError: the memory of its state is not known.
+    """
     from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
     (kind,) = getattr(weight, "_optimizer_classes", [None])
-    found = optimizer_type_to_emb_opt_type(kind) if kind is not None else (sharder.fused_params or {}).get("optimizer")
-    known = optimizer_of_torchrec(getattr(found, "value", found) or "sgd")
-    return "rowwise_adagrad" if known is None else known.name
+    try:
+        wanted = optimizer_type_to_emb_opt_type(kind) if kind else (sharder.fused_params or {}).get("optimizer")
+    except ValueError:  # one that TorchRec has no kernel of
+        wanted = getattr(kind, "__name__", kind)
+    wanted = getattr(wanted, "value", wanted) or "sgd"
+    known = optimizer_of_torchrec(wanted)
+    if known is None:
+        raise PlanError(
+            f"table {name!r}: optimizer {wanted} is none that plans are made for; use one of {', '.join(OPTIMIZERS)}"
+        )
+    return known.name
 
 
 def _check_table(name: str, table: TablePlan, config: EmbeddingConfig) -> None:
     expected = (table.rows, table.dim, table.dtype)
-    found = (config.num_embeddings, config.embedding_dim, _dtype(config))
-    for what, planned, has in zip(("rows", "dim", "dtype"), expected, found, strict=True):
+    actual = (config.num_embeddings, config.embedding_dim, _dtype(config))
+    for what, planned, has in zip(("rows", "dim", "dtype"), expected, actual, strict=True):
         if planned != has:
             raise PlanError(f"table {name!r}: the plan is for {what} {planned}, the model has {has}; plan again")
     if table.features and set(table.features) != set(config.feature_names):

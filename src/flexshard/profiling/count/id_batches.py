@@ -54,9 +54,9 @@ class IdBatch:
             part = JaggedArray(jagged.values[ends[0] : ends[-1]], ends - ends[0])
             kept.append(distinct_rows(part).first + begin)
         first = np.concatenate(kept) if kept else np.zeros(0, np.int64)
-        own = np.zeros_like(lengths)
-        own[first] = lengths[first]
-        return replace(self, ids=jagged.take(first).values, lengths=own)
+        repeated = np.zeros_like(lengths)
+        repeated[first] = lengths[first]
+        return replace(self, ids=jagged.take(first).values, lengths=repeated)
 
     def cut(self, rows: int) -> tuple[IdBatch, IdBatch]:
         """The first rows, and the others."""
@@ -126,11 +126,11 @@ def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> No
         raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
     if role != "ids":
         return
-    found = source.schema.field(column).type
-    inner = found.value_type if is_list(found) or pt.is_dictionary(found) else found
+    column_type = source.schema.field(column).type
+    inner = column_type.value_type if is_list(column_type) or pt.is_dictionary(column_type) else column_type
     if not pt.is_integer(inner):
         raise DataError(
-            f"{source.name}: column {column!r} holds {found}, not ids; expected integers or lists of integers"
+            f"{source.name}: column {column!r} holds {column_type}, not ids; expected integers or lists of integers"
             " (encode texts and round floats before)"
         )
 
@@ -187,13 +187,13 @@ def key_array(chunk: Chunk, column: str) -> pa.ChunkedArray:
 
 def key_kind(source: ParquetSource, column: str) -> str:
     """What kind of keys a file's column holds; files that are counted together must agree."""
-    found = source.schema.field(column).type
-    if pt.is_dictionary(found):
-        found = found.value_type
-    if pt.is_nested(found):
-        raise DataError(f"{source.name}: column {column!r} holds {found}; expected one key per row")
-    if pt.is_uint64(found):
+    column_type = source.schema.field(column).type
+    if pt.is_dictionary(column_type):
+        column_type = column_type.value_type
+    if pt.is_nested(column_type):
+        raise DataError(f"{source.name}: column {column!r} holds {column_type}; expected one key per row")
+    if pt.is_uint64(column_type):
         return "unsigned integers"
-    if pt.is_integer(found) or pt.is_boolean(found):
+    if pt.is_integer(column_type) or pt.is_boolean(column_type):
         return "integers"
-    return "binary" if pt.is_binary(found) or pt.is_large_binary(found) else "texts"
+    return "binary" if pt.is_binary(column_type) or pt.is_large_binary(column_type) else "texts"

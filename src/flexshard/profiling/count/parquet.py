@@ -194,10 +194,12 @@ def read_samples(
     ids, lengths, number = [], [], 0
     for chunk in read_chunks(sources, [column], 1):
         batch = read_ids(chunk, column)
-        own = np.ones(batch.num_samples, np.int64) if batch.lengths is None else batch.lengths.astype(np.int64)
-        keep = own.size if limit is None else min(own.size, limit - number)
-        lengths.append(own[:keep])
-        ids.append(batch.ids[: int(own[:keep].sum())].astype(np.int64))
+        sample_lengths = (
+            np.ones(batch.num_samples, np.int64) if batch.lengths is None else batch.lengths.astype(np.int64)
+        )
+        keep = sample_lengths.size if limit is None else min(sample_lengths.size, limit - number)
+        lengths.append(sample_lengths[:keep])
+        ids.append(batch.ids[: int(sample_lengths[:keep].sum())].astype(np.int64))
         number += keep
         if number == limit:
             break

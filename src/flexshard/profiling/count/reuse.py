@@ -57,15 +57,17 @@ def read_reuse_histogram(
     block = _blocks(path)[batch : batch + 1]
     if not block or batch < 0:
         raise DataError(f"{path}: no block {batch}; the file has {len(_blocks(path))}, counted from 0")
-    found = block[0]
+    histogram = block[0]
     counts: dict[int, int] = {}
-    for (low, high), row_share, lookup_share in zip(found.bins, found.row_shares, found.lookup_shares, strict=True):
-        for count, rows in _split(low, high, row_share * found.rows, lookup_share * found.lookups):
+    for (low, high), row_share, lookup_share in zip(
+        histogram.bins, histogram.row_shares, histogram.lookup_shares, strict=True
+    ):
+        for count, rows in _split(low, high, row_share * histogram.rows, lookup_share * histogram.lookups):
             counts[count] = counts.get(count, 0) + rows
     values = np.array(sorted(counts, reverse=True), np.int64)
     numbers = np.array([counts[value] for value in values], np.int64)
     return AccessProfile.from_histogram(
-        values, numbers, found.samples, num_rows, table=found.name if table is None else table
+        values, numbers, histogram.samples, num_rows, table=histogram.name if table is None else table
     )
 
 

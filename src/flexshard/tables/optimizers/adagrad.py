@@ -21,8 +21,11 @@ class Adagrad(Optimizer):
     fbgemm = "EXACT_ADAGRAD"
     states = (State("momentum1", per_row=False),)
 
-    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+    def change(
+        self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
+    ) -> torch.Tensor:
         """See the class."""
+        del weight
         sums = state["momentum1"]
         sums.addcmul_(gradient, gradient)
         return gradient / sums.sqrt().add_(options.eps)

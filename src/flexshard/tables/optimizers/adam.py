@@ -23,10 +23,14 @@ class Adam(Optimizer):
     torchrec = ("adam",)
     fbgemm = "ADAM"
     on_cpu = False
+    counts_steps = True
     states = (State("exp_avg", per_row=False), State("exp_avg_sq", per_row=False))
 
-    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+    def change(
+        self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
+    ) -> torch.Tensor:
         """See the class."""
+        del weight
         import torch
 
         beta1, beta2, step = options.beta1, options.beta2, options.step

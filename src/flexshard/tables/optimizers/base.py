@@ -33,7 +33,7 @@ class State:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What an update depends on besides gradient and state.
+    """What an update depends on besides gradient, weight and state.
 
     Attributes:
         eps, beta1, beta2: as FBGEMM's; its defaults.
@@ -55,6 +55,7 @@ class Optimizer:
         fbgemm: the member of ``EmbOptimType`` whose kernels update rows without copies; None if plans with it are made
             but not run.
         on_cpu: whether FBGEMM has these kernels on the CPU.
+        counts_steps: whether an update depends on its number, as a bias correction does; checkpoints keep it then.
         states: in the order of FBGEMM's ``split_optimizer_states``.
     """
 
@@ -62,6 +63,7 @@ class Optimizer:
     torchrec: tuple[str, ...]
     fbgemm: str | None = None
     on_cpu: bool = True
+    counts_steps: bool = False
     states: tuple[State, ...] = ()
 
     def state_bytes(self, dim: int) -> int:
@@ -77,11 +79,16 @@ class Optimizer:
         """One state by its name."""
         return next(state for state in self.states if state.name == name)
 
-    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+    def change(
+        self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
+    ) -> torch.Tensor:
         """What is taken off rows, divided by the learning rate; the state is updated in place.
+
+        A row whose gradient is 0 was not read: neither it nor its state may change.
 
         Args:
             gradient: of some rows, summed over a batch, float32; shape (n, D).
+            weight: of these rows before the update, float32; shape (n, D). Not changed.
             state: float32; shape (n, 1) or (n, D) each.
             options: of this step.
 

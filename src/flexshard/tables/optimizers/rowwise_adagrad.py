@@ -21,8 +21,11 @@ class RowwiseAdagrad(Optimizer):
     fbgemm = "EXACT_ROWWISE_ADAGRAD"
     states = (State("momentum1", per_row=True),)
 
-    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+    def change(
+        self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
+    ) -> torch.Tensor:
         """See the class."""
+        del weight
         sums = state["momentum1"]
         sums.add_((gradient * gradient).mean(1, keepdim=True))
         return gradient / sums.sqrt().add_(options.eps)

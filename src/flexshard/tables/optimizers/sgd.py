@@ -20,7 +20,9 @@ class SGD(Optimizer):
     torchrec = ("exact_sgd", "sgd")
     fbgemm = "EXACT_SGD"
 
-    def change(self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions) -> torch.Tensor:
+    def change(
+        self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
+    ) -> torch.Tensor:
         """The gradient."""
-        del state, options
+        del weight, state, options
         return gradient
