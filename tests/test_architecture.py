@@ -233,6 +233,12 @@ def test_importing_is_light() -> None:
     )
 
 
+def test_rooms_are_attributes_of_the_package() -> None:
+    names = [*ROOMS, "errors", "units"]
+    names.remove("_internal")
+    run(f"import flexshard\nfor name in {names}: assert getattr(flexshard, name).__name__ == 'flexshard.' + name")
+
+
 def test_public_names_are_frozen() -> None:
     assert sorted(flexshard.__all__) == [
         "AccessProfile",

@@ -337,7 +337,7 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"table": {"profile": "clicks.parquet"}}, "clicks.parquet: not a profile but other Parquet data"),
         (
             {"table": {"replication_multiplier": float("nan")}},
-            "replication_multiplier: Input should be a finite number",
+            "replication_multiplier must be at least 1",
         ),
     ],
 )

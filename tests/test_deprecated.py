@@ -11,6 +11,7 @@ import pytest
 from flexshard.planner import Tier
 from flexshard.tables import TTShape
 
+REST: Any = {"covered": 0.0, "covered_held_out": None, "reads": 0.0, "hottest_p": 0.0, "coldest_p": 0.0}
 MOVED = {
     "flexshard.costmodels": [
         *("DTYPE_BYTES", "OPTIMIZERS", "REDUCTIONS", "Table", "combined_dedup_factor", "dedup_factor", "dedup_len"),
@@ -87,3 +88,29 @@ def test_tensor_train_tables() -> None:
         TTEmbedding(24, 8, bogus=1)
     with pytest.raises(TypeError, match="by two names"):
         TTEmbedding(24, 8, rows=[2, 3, 4], row_factors=[2, 3, 4])
+
+
+def test_keywords_that_were_renamed() -> None:
+    from flexshard.costmodels import Layout, Piece, ShapeRates
+    from flexshard.planner import Move
+
+    def old(make: Any) -> Any:
+        with pytest.warns(DeprecationWarning, match=r"\w+\(\w+=...\) is \w+=... now; the old name goes"):
+            return make()
+
+    tier = old(lambda: Tier("", 1, 5, first_rank=3, **REST))
+    assert tier.first_position == 3
+    assert old(lambda: TTShape.choose(24, 8, ranks=2)) == TTShape.choose(24, 8, 2)
+    assert old(lambda: TTShape(24, 8, rows=(2, 3, 4), dims=(2, 2, 2), ranks=(2, 2))).tt_ranks == (2, 2)
+    assert old(lambda: ShapeRates(rows=(2,), dims=(2,), ranks=(2,), step=(0.0,) * 12)).dim_factors == (2,)
+    assert old(lambda: Piece(0, ranks=range(3))).positions == range(3)
+    assert old(lambda: Move("t", 1, 8, first_rank=2, rows=1, nbytes=4)).first_position == 2
+    layout = Layout.of({"a": [Tier("", 2, 5, 0, **REST)]}, {"a": 5}, 2)
+    assert old(lambda: layout.piece(0, 0, position=1)) == layout.piece(0, 0, 1)
+    for name, new in (
+        ("first_rank", "first_position"),
+        ("code_type", "location_type"),
+        ("first_code", "first_location"),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"{name} is {new} now"):
+            assert np.array_equal(getattr(layout, name), getattr(layout, new))

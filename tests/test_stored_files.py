@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, load_job, solve
 from flexshard.costmodels import TTRates
+from flexshard.errors import JobError
 from flexshard.executors import Observation
 from flexshard.planner import CompressionPlan
 
@@ -55,3 +57,17 @@ def test_stored_numberings_and_batches_are_read() -> None:
     assert batch.keys() == ["a", "b"]
     assert batch.values().tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2]
     assert batch.lengths().tolist() == [2, 2, 2, 1, 2, 3]
+
+
+def test_a_job_is_planned_with_other_options_than_its_own(tmp_path: Path) -> None:
+    """Options that do not go together are found when they are used: a command may replace one of them."""
+    text = (STORED / "job.yaml").read_text() + "method: paper\ntiers: 5\nloss_limit: .inf\n"
+    (tmp_path / "job.yaml").write_text(text)
+    for name in ("cluster.yaml", "profile.parquet"):
+        (tmp_path / name).write_bytes((STORED / name).read_bytes())
+    job = load_job(tmp_path / "job.yaml")
+    with pytest.raises(JobError, match="tiers must be 2 or 3 for method 'paper', found 5"):
+        solve(job)
+    assert solve(replace(job, tiers=2)).settings.tiers == 2
+    assert job == replace(job)
+    assert job != replace(job, tiers=2)

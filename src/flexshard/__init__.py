@@ -55,6 +55,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "tables": ["Table"],
         "topologies": ["Cluster"],
     },
+    submodules=(
+        *("errors", "units", "topologies", "profiling", "tables", "costmodels", "embeddings"),
+        *("calibration", "planner", "ingestion", "executors", "plots", "cli"),
+    ),
 )
 
 __version__ = version_of("flexshard")

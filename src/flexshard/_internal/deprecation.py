@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
 
-__all__ = ["deprecated_attribute", "renamed_keywords"]
+__all__ = ["deprecated_attribute", "renamed_keywords", "renamed_parameters"]
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def deprecated_attribute(old: str, new: str) -> Any:
@@ -41,6 +44,28 @@ def renamed_keywords(
         _warn(f"{owner}({keyword}=...) is {names[keyword]}=... now", 4)
         renamed[names[keyword]] = value
     return renamed
+
+
+def renamed_parameters(**names: str) -> Callable[[CallableT], CallableT]:
+    """Have a function, or what makes a class's values, take keywords by old names (new ones by old) as well."""
+
+    def decorate(function: CallableT) -> CallableT:
+        is_class = isinstance(function, type)
+        called: Callable[..., Any] = vars(function)["__init__"] if is_class else function
+        owner = getattr(function, "__name__", "")
+
+        @wraps(called)
+        def call(*args: Any, **given: Any) -> Any:
+            if not names.keys().isdisjoint(given):
+                old = {name: given.pop(name) for name in names if name in given}
+                given |= renamed_keywords(owner, old, names, present=given)
+            return called(*args, **given)
+
+        if is_class:
+            type.__setattr__(cast("type", function), "__init__", call)
+        return function if is_class else cast("CallableT", call)
+
+    return decorate
 
 
 def _warn(message: str, level: int) -> None:

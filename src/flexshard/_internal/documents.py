@@ -178,7 +178,8 @@ def decode(cls: type[ValueT], body: Any, where: str, kind: DocumentFormat) -> Va
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         reason = first["msg"].removeprefix("Value error, ")
-        raise kind.error_type(f"{where}: {field}: {reason}; {kind.remedy}") from error
+        at = f"{where}: {field}" if field else where
+        raise kind.error_type(f"{at}: {reason}; {kind.remedy}") from error
 
 
 @cache

@@ -19,19 +19,24 @@ Exports = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
 
 
 def lazy_exports(
-    package: str, modules: Mapping[str, Iterable[str]], *, deprecated: Mapping[str, str] | None = None
+    package: str,
+    modules: Mapping[str, Iterable[str]],
+    *,
+    deprecated: Mapping[str, str] | None = None,
+    submodules: Iterable[str] = (),
 ) -> Exports:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a room's ``__init__`` (PEP 562).
 
     Args:
         package: its full name.
         modules: the names that each module gives; modules by their path in the room, or in full ("flexshard. ...").
+        submodules: that are attributes without being imported first.
         deprecated: "module:name" (or "package:name") that an old name stands for now, for one more release.
 
     The ``__getattr__`` raises MissingDependencyError for a name that needs TorchRec or torch where that is not there.
     """
     homes = {name: module for module, names in modules.items() for name in names}
-    moved = dict(deprecated or {})
+    moved, rooms = dict(deprecated or {}), set(submodules)
 
     def get(name: str) -> Any:
         if name in homes:
@@ -47,6 +52,8 @@ def lazy_exports(
                 stacklevel=2,
             )
             return _load(package, module, new, name)
+        if name in rooms:
+            return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get, lambda: sorted([*homes, "__doc__", "__name__", "__path__"]), sorted(homes)

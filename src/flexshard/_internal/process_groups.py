@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from flexshard._internal.deprecation import deprecated_attribute, renamed_parameters
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["LevelGroups", "level_groups"]
 
 
+@renamed_parameters(position="local_rank")
 @dataclass(frozen=True)
 class LevelGroups:
     """The two process groups of one level that a rank is in.
@@ -30,6 +33,8 @@ class LevelGroups:
     across: dist.ProcessGroup | None
     local_rank: int
     copy: int
+
+    position = deprecated_attribute("position", "local_rank")
 
 
 # Groups by the group that they split, which they go with.

@@ -24,7 +24,7 @@ _UNION_BRANCHES = ("str", "dict[str,float]", "int", "float")
 class StrictModel(BaseModel):
     """A mapping in which an unknown field, a value of another type or an infinite number is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def save_yaml(path: PathLike, kind: DocumentFormat, body: Mapping[str, Any]) -> None:

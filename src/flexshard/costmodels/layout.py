@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import deprecated_attribute, renamed_parameters
 from flexshard.errors import PlanError
 
 __all__ = ["Layout", "Piece", "PlacedRows", "PlacedTable"]
@@ -45,6 +46,7 @@ class PlacedTable(Protocol):
     def tiers(self) -> Sequence[PlacedRows]: ...  # noqa: D102
 
 
+@renamed_parameters(ranks="positions")
 @dataclass(frozen=True)
 class Piece:
     """The rows of one table that one rank holds at one level.
@@ -57,12 +59,15 @@ class Piece:
     first_slot: int
     positions: range
 
+    ranks = deprecated_attribute("ranks", "positions")
+
     @property
     def slots(self) -> slice:
         """Their part of the store."""
         return slice(self.first_slot, self.first_slot + len(self.positions))
 
 
+@renamed_parameters(first_rank="first_position")
 @dataclass(frozen=True)
 class Layout:
     """Tiers of several tables, split over U ranks.
@@ -84,6 +89,11 @@ class Layout:
     first_position: IntArray
     rows: IntArray
     sparse: npt.NDArray[np.bool_]
+
+    first_rank = deprecated_attribute("first_rank", "first_position")
+    first_code = deprecated_attribute("first_code", "first_location")
+    codes = deprecated_attribute("codes", "locations")
+    code_type = deprecated_attribute("code_type", "location_type")
 
     @classmethod
     def of(cls, tiers: Mapping[str, Sequence[PlacedRows]], num_rows: Mapping[str, int], world_size: int) -> Layout:
@@ -166,6 +176,7 @@ class Layout:
         """The smaller of the two types that hold every location."""
         return np.int32 if self.first_location[-1] < 1 << 31 else np.int64
 
+    @renamed_parameters(position="local_rank")
     def piece(self, table: int, level: int, local_rank: int) -> Piece:
         """Rows of a table at a level that this local rank of each group holds."""
         first, rows = int(self.first_position[table, level]), int(self.rows[table, level])

@@ -12,6 +12,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import renamed_parameters
 from flexshard.costmodels.cost import Collective, CollectiveKind
 from flexshard.costmodels.overlap import Overlap
 from flexshard.costmodels.placement import collective
@@ -23,6 +24,7 @@ __all__ = ["SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"]
 SLOT_BYTES = 4
 
 
+@renamed_parameters(first_rank="first_position")
 def touched_rows(table: Table, batch_size: int, group_size: int, first_position: int, rows: int) -> tuple[float, float]:
     """Mean and variance of the number of rows of a tier, per rank, that its group reads in an iteration.
 

@@ -34,6 +34,10 @@ class Neutral(Budget):
 
     name = "neutral"
 
+    def __init__(self, name: str = name) -> None:
+        """As the text says that it was read from."""
+        self.name = name
+
     def limit_bytes(self, neutral_bytes: float, cluster: Cluster) -> float:
         """What row-wise needs."""
         del cluster
@@ -89,7 +93,7 @@ def parse_budget(given: Any) -> Budget:
         return Difference(float(given))
     text = given.strip()
     if text == Neutral.name:
-        return Neutral()
+        return Neutral(given)
     try:
         nbytes = units.parse_bytes(given)
     except UnitError as error:

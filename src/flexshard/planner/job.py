@@ -18,7 +18,7 @@ from flexshard.topologies import Cluster
 __all__ = ["Job"]
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, init=False)
 class Job(Problem):
     """A :class:`Problem`, and the tensor trains that its tables may become.
 

@@ -32,6 +32,9 @@ class Named:
     def __str__(self) -> str:
         return self.name
 
+    def __format__(self, how: str) -> str:
+        return format(self.name, how)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 

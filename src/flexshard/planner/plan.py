@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexshard._internal import PathLike, bound, deprecated_attribute
+from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
 from flexshard.costmodels import Cost
 from flexshard.errors import PlanError
 from flexshard.tables import DATA_TYPES
@@ -42,6 +42,7 @@ class Settings:
     translation: str = "loader"
 
 
+@renamed_parameters(first_rank="first_position")
 @dataclass(frozen=True)
 class Tier:
     """Rows of a table that share one group size: a range of its rows in descending p.

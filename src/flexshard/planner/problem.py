@@ -41,7 +41,7 @@ class ProblemOptions(FrontierOptions, total=False):
     reduction: str | Reduction
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, init=False)
 class Problem:
     """A planning problem; ``dataclasses.replace`` makes others of it.
 
@@ -92,7 +92,7 @@ class Problem:
         chosen = parse(method, METHODS, Method, "method")
         values: dict[str, Any] = {
             "method": chosen,
-            "tiers": _tiers(tiers, chosen),
+            "tiers": check_int(tiers, "tiers", JobError),
             "reduction": parse(reduction, REDUCTIONS, Reduction, "reduction"),
             "tables": _tables(tables),
             "cluster": cluster,
@@ -141,6 +141,11 @@ class Problem:
         other = [name for name in given if name in ProblemOptions.__annotations__ and name not in takes]
         if other:
             raise TypeError(f"got an option that decides nothing here: {other[0]!r}")
+        if "batch_size" not in given:
+            raise TypeError("batch_size is required: samples per rank")
+        unknown = next((name for name in given if name not in ProblemOptions.__annotations__), None)
+        if unknown is not None:
+            raise TypeError(f"got an unexpected option: {unknown!r}; there are {', '.join(takes)}")
         return cls(tables, cast("Cluster", cluster), **given)
 
     @cached_property
@@ -156,14 +161,6 @@ class Problem:
     def without_deduplication(self) -> Problem:
         """The same of whole batches."""
         return replace(self, tables=tuple(replace(table, dedup_factor=1.0) for table in self.tables))
-
-
-def _tiers(tiers: int, method: Method) -> int:
-    number = check_int(tiers, "tiers", JobError)
-    if method.tiers is not None and number not in method.tiers:
-        possible = " or ".join(map(str, method.tiers))
-        raise JobError(f"tiers must be {possible} for method {method.name!r}, found {number}")
-    return number
 
 
 def _tables(tables: Sequence[Table]) -> tuple[Table, ...]:

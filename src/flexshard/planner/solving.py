@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from flexshard import units
 from flexshard.costmodels import Cost
+from flexshard.errors import JobError
 from flexshard.planner.assembly import closed_form_baselines, table_plans
 from flexshard.planner.digest import job_digest
 from flexshard.planner.methods import Placement
@@ -105,6 +106,10 @@ class Decision:
 
 def decide(problem: Problem) -> Decision:
     """Place the rows of a problem; raises as :func:`solve`."""
+    possible = problem.method.tiers
+    if possible is not None and problem.tiers not in possible:
+        text = " or ".join(map(str, possible))
+        raise JobError(f"tiers must be {text} for method {problem.method.name!r}, found {problem.tiers}")
     instance = build_instance(problem)
     limit = limit_of(problem, instance)
     placement = problem.method.place(instance, limit, problem.tiers)

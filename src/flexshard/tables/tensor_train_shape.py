@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from flexshard._internal import check_int, deprecated_attribute
+from flexshard._internal import check_int, deprecated_attribute, renamed_parameters
 from flexshard.errors import TableError
 
 __all__ = ["TTShape", "choose_dim_factors", "choose_row_factors"]
@@ -65,6 +65,7 @@ def choose_dim_factors(embedding_dim: int, cores: int) -> tuple[int, ...]:
     return tuple(placed)
 
 
+@renamed_parameters(rows="row_factors", dims="dim_factors", ranks="tt_ranks")
 @dataclass(frozen=True)
 class TTShape:
     """A table of E rows and dimension D as d cores (EL-Rec paper, section II-B).
@@ -111,6 +112,7 @@ class TTShape:
                 raise TableError(f"{where}: rank {tt_rank} between cores {core} and {core + 1} is above {most}")
 
     @classmethod
+    @renamed_parameters(rows="row_factors", dims="dim_factors", ranks="tt_ranks")
     def choose(
         cls,
         num_embeddings: int,
@@ -140,7 +142,7 @@ class TTShape:
         p = choose_row_factors(num_embeddings, count) if row_factors is None else tuple(row_factors)
         q = choose_dim_factors(embedding_dim, count) if dim_factors is None else tuple(dim_factors)
         if not isinstance(tt_ranks, Sequence):
-            most = check_int(tt_ranks, "tt_ranks", TableError)
+            most = check_int(tt_ranks, "TT ranks", TableError)
             sizes = [a * b for a, b in zip(p, q, strict=False)]
             each = tuple(min(most, prod(sizes[:k]), prod(sizes[k:])) for k in range(1, count))
         else:

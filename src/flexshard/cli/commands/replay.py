@@ -27,7 +27,7 @@ def replay_command(
     column: Annotated[
         list[str], typer.Option(help="COLUMN, or TABLE=COLUMN once for every table where the plan has several.")
     ],
-    steps: Annotated[int, typer.Option(min=1, help="Most steps to executors.replay.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Most steps to replay.")] = 100,
     profile: Annotated[
         list[str] | None,
         typer.Option(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import PathLike, bound, deprecated_attribute
+from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.costmodels.tensor_train.work import TTWork
 from flexshard.errors import DataError
@@ -42,6 +42,7 @@ def fit_rates(work: Sequence[npt.ArrayLike], seconds: Sequence[float]) -> tuple[
     return tuple((scaled_rates / scale).tolist())
 
 
+@renamed_parameters(rows="row_factors", dims="dim_factors", ranks="tt_ranks")
 @dataclass(frozen=True)
 class ShapeRates:
     """Rates of one tensor train.

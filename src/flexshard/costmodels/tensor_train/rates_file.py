@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import NonNegativeFloat
+from pydantic import ConfigDict, NonNegativeFloat
 
 from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, save_yaml
 from flexshard.costmodels.tensor_train.rates import DENSE, WORK, ShapeRates, TTRates
@@ -18,6 +18,8 @@ FORMAT = DocumentFormat("flexshard.rates", 1, "a file of rates", "flexshard.rate
 class ShapeSpec(StrictModel):
     """Rates of one tensor train."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     rows: list[int]
     dims: list[int]
     ranks: list[int]
@@ -26,6 +28,8 @@ class ShapeSpec(StrictModel):
 
 class RatesSpec(StrictModel):
     """A file of rates, in seconds per unit."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     machine: str
     dense: dict[str, NonNegativeFloat]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import PathLike, bound, check_int, deprecated_attribute
+from flexshard._internal import PathLike, bound, check_int, deprecated_attribute, renamed_parameters
 from flexshard.embeddings.ordering.communities import community_order, index_graph
 from flexshard.errors import TableError
 
@@ -85,6 +85,7 @@ class IndexBijection:
         _checked(ids, self.num_rows)
         return ids if self.is_identity else self.position_of[ids]
 
+    @renamed_parameters(ranks="positions")
     def rows(self, positions: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         """Ids at positions, of the positions' shape; raises as :meth:`positions`."""
         _checked(positions, self.num_rows)

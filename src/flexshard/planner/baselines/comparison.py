@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
+from flexshard._internal import renamed_parameters
 from flexshard.planner.baselines.torchrec_choices import torchrec_cost
 from flexshard.planner.baselines.whole_tables import whole_table_cost
 from flexshard.planner.plan import Plan
@@ -23,6 +24,7 @@ def torchrec_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "torchrec"))
 
 
+@renamed_parameters(job="tables")
 def compare(
     tables: Problem | Sequence[Table],
     cluster: Cluster | None = None,

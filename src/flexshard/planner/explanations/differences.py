@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from flexshard._internal import deprecated_attribute, with_names
+from flexshard._internal import deprecated_attribute, renamed_parameters, with_names
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.plan_file import FIELDS
 
 __all__ = ["Move", "PlanDiff", "diff"]
 
 
+@renamed_parameters(first_rank="first_position")
 @dataclass(frozen=True)
 class Move:
     """Rows of a table that go from one tier to another.
