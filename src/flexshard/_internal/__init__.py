@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     )
     from flexshard._internal.deprecation import (
         deprecated_attribute as deprecated_attribute,
-        renamed_keywords as renamed_keywords,
         renamed_parameters as renamed_parameters,
     )
     from flexshard._internal.documents import (
@@ -74,7 +73,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "checks": ["check_finite", "check_int", "first_repeated"],
         "collective_errors": ["differing_ranks", "on_all_ranks", "on_first_rank"],
-        "deprecation": ["deprecated_attribute", "renamed_keywords", "renamed_parameters"],
+        "deprecation": ["deprecated_attribute", "renamed_parameters"],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "files": ["PathLike", "make_folder", "read_text", "replacing", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"],

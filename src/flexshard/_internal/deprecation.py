@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-__all__ = ["deprecated_attribute", "renamed_keywords", "renamed_parameters"]
+__all__ = ["deprecated_attribute", "renamed_parameters"]
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -22,43 +22,24 @@ def deprecated_attribute(old: str, new: str) -> Any:
     return property(get, doc=f"Deprecated: :attr:`{new}`.")
 
 
-def renamed_keywords(
-    owner: str, given: Mapping[str, Any], names: Mapping[str, str], *, present: Collection[str] = ()
-) -> dict[str, Any]:
-    """Keywords that were given by old names, by their new ones.
-
-    Args:
-        owner: whose they are, for messages.
-        given, names: the keywords; new names by old ones.
-        present: new names that were given as well.
-
-    Raises:
-        TypeError: a keyword that has neither, or that is given by both names.
-    """
-    renamed: dict[str, Any] = {}
-    for keyword, value in given.items():
-        if keyword not in names:
-            raise TypeError(f"{owner}() got an unexpected keyword argument {keyword!r}")
-        if names[keyword] in {*renamed, *present}:
-            raise TypeError(f"{owner}() got {names[keyword]!r} by two names")
-        _warn(f"{owner}({keyword}=...) is {names[keyword]}=... now", 4)
-        renamed[names[keyword]] = value
-    return renamed
-
-
 def renamed_parameters(**names: str) -> Callable[[CallableT], CallableT]:
-    """Have a function, or what makes a class's values, take keywords by old names (new ones by old) as well."""
+    """Have a function, or what makes a class's values, take keywords by old names (new ones by old) as well.
+
+    It raises TypeError for a keyword that is given by both names.
+    """
 
     def decorate(function: CallableT) -> CallableT:
         is_class = isinstance(function, type)
         called: Callable[..., Any] = vars(function)["__init__"] if is_class else function
-        owner = getattr(function, "__name__", "")
 
         @wraps(called)
         def call(*args: Any, **given: Any) -> Any:
-            if not names.keys().isdisjoint(given):
-                old = {name: given.pop(name) for name in names if name in given}
-                given |= renamed_keywords(owner, old, names, present=given)
+            for old in [keyword for keyword in given if keyword in names]:
+                new, owner = names[old], type(args[0]).__name__ if is_class else called.__name__
+                if new in given:
+                    raise TypeError(f"{owner}() got {new!r} by two names")
+                _warn(f"{owner}({old}=...) is {new}=... now", 3)
+                given[new] = given.pop(old)
             return called(*args, **given)
 
         if is_class:

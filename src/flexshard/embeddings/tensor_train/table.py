@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexshard._internal import check_int, deprecated_attribute, renamed_keywords
+from flexshard._internal import check_int, deprecated_attribute, renamed_parameters
 from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, at_least_0
 from flexshard.embeddings.tensor_train.decomposition import decompose
 from flexshard.embeddings.tensor_train.folding import Folded, fit_rows, relative_error
@@ -21,10 +21,9 @@ from flexshard.tables import TTShape
 __all__ = ["TTTable"]
 
 _CHUNK = 1 << 16
-_TT_RANKS = 32
-_OLD_KEYWORDS = {"ranks": "tt_ranks", "rows": "row_factors", "dims": "dim_factors"}
 
 
+@renamed_parameters(rows="row_factors", dims="dim_factors", ranks="tt_ranks")
 class TTTable(nn.Module):
     """Cores, and rows of distinct ids."""
 
@@ -33,7 +32,7 @@ class TTTable(nn.Module):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        tt_ranks: int | Sequence[int] = _TT_RANKS,
+        tt_ranks: int | Sequence[int] = 32,
         cores: int = 3,
         row_factors: Sequence[int] | None = None,
         dim_factors: Sequence[int] | None = None,
@@ -46,7 +45,6 @@ class TTTable(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         backend: str | None = None,
-        **old_names: Any,
     ) -> None:
         """Make a table of E rows and dimension D.
 
@@ -63,16 +61,13 @@ class TTTable(nn.Module):
             hot_rows: most rows that are pinned, see :meth:`pin_rows`.
             device, dtype: of the cores; float32 or bfloat16.
             backend: "numba", "torch" or "triton"; by default the fastest that is installed and fits the device.
-            old_names: ``ranks``, ``rows`` and ``dims`` are deprecated for the names above.
 
         Raises:
             TableError: factors that do not cover the table, ranks above the possible, or other arguments out of range.
         """
         super().__init__()
-        given: dict[str, Any] = {"tt_ranks": tt_ranks, "row_factors": row_factors, "dim_factors": dim_factors}
-        present = [name for name, value in given.items() if value not in (None, _TT_RANKS)]
-        given |= renamed_keywords(type(self).__name__, old_names, _OLD_KEYWORDS, present=present)
-        self.shape = TTShape.choose(num_embeddings, embedding_dim, given.pop("tt_ranks"), cores=cores, **given)
+        factors = {"row_factors": row_factors, "dim_factors": dim_factors}
+        self.shape = TTShape.choose(num_embeddings, embedding_dim, tt_ranks, cores=cores, **factors)
         self.num_embeddings, self.embedding_dim = self.shape.num_embeddings, self.shape.embedding_dim
         self.core_optimizer = None if optimizer is None else CoreOptimizer(optimizer, learning_rate, eps)
         self._learning_rate, self._eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
-from flexshard.executors.comm.deferred_gradient import DeferredGradient
-from flexshard.executors.stores.base import RowStore
+from flexshard.executors.stores.tensor_rows import TensorRows
 from flexshard.executors.stores.touched_rows import TouchedRows, sum_by_slot
-from flexshard.executors.stores.updates import OptimizerSpec, apply_update, new_state
+from flexshard.executors.stores.updates import OptimizerSpec
 
 __all__ = ["ReplicatedStore"]
 
 
-class _ReplicatedLookup(torch.autograd.Function):
-    """Rows of a replicated store; its backward keeps their gradients in the store instead of ``weight.grad``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, slots: torch.Tensor, store: ReplicatedStore, gradient: DeferredGradient
-    ) -> torch.Tensor:
-        ctx.store, ctx.gradient = store, gradient
-        ctx.save_for_backward(slots)
-        return weight.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[None, None, None, None]:
-        (slots,) = ctx.saved_tensors
-        ctx.store.reduce(slots, ctx.gradient.take(), ctx.gradient.scale)
-        return None, None, None, None
-
-
-class ReplicatedStore(RowStore):
+class ReplicatedStore(TensorRows):
     """Rows that U/g ranks hold copies of. Gradients are summed over the copies during backward, and every copy is then
     updated alike, before backward ends: as a fused optimizer does it.
 
@@ -56,31 +35,10 @@ class ReplicatedStore(RowStore):
         tables: tuple[str, ...],
         collectives: Collectives,
     ) -> None:
-        super().__init__(group_size, spec)
-        self.weight = nn.Parameter(torch.zeros(slots, dim, dtype=dtype, device=device))
-        self._state = new_state(spec, slots, dim, device)
+        super().__init__(group_size, spec, nn.Parameter(torch.zeros(slots, dim, dtype=dtype, device=device)))
         self._across, self._tables, self._whole, self._collectives = across, tables, whole_slots, collectives
-        self._learning_rate, self._step = spec.learning_rate, 0
         self._gradient: torch.Tensor | None = None
         self._open: tuple[PendingCollective | None, TouchedRows | None] | None = None
-
-    def rows(self, slots: torch.Tensor, gradient: DeferredGradient) -> torch.Tensor:
-        slots = slots.long()  # index_add is several times slower with int32
-        result: torch.Tensor = _ReplicatedLookup.apply(self.weight, slots, self, gradient)
-        return result
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self.weight.detach()
-
-    def states(self) -> dict[str, torch.Tensor]:
-        return self._state
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self._learning_rate = learning_rate
-
-    def begin_step(self, step: int) -> None:
-        self._step = step
 
     # -- backward
 
@@ -120,21 +78,11 @@ class ReplicatedStore(RowStore):
         if dense is not None:
             assert self._gradient is not None
             dense.wait()
-            self._update(slice(0, self._whole), self._gradient)
+            self.update_rows(slice(0, self._whole), self._gradient, seed=self.group_size)
             self._gradient.zero_()
         if touched is not None:
             slots, gradient = touched.wait()
-            self._update(slots, gradient)
-
-    def _update(self, where: slice | torch.Tensor, gradient: torch.Tensor) -> None:
-        weight = self.weight.detach()[where]
-        state = {name: values[where] for name, values in self._state.items()}
-        rate, step = self._learning_rate, self._step
-        apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=self.group_size)
-        if isinstance(where, torch.Tensor):  # indexing made copies
-            self.weight.detach().index_copy_(0, where, weight)
-            for name, values in state.items():
-                self._state[name].index_copy_(0, where, values)
+            self.update_rows(slots, gradient, seed=self.group_size)
 
     def _label(self, content: str) -> Label:
         return Label(self.group_size, content, self._tables)
