@@ -113,7 +113,7 @@ def test_an_empty_set_of_rows_uses_no_collective() -> None:
         ("adagrad", "float32", 4.0, 2.0),
         ("adam", "float32", 5.0, 3.0),  # two moments
         ("partial_rowwise_adam", "float32", 4 + 1 / 16, 2 + 1 / 16),
-        ("adam", "float16", 7.0, 5.0),  # state stays float32: 8 bytes on 2
+        ("adam", "float16", 9.0, 5.0),  # state stays float32, 8 bytes on 2, and so do gradient and bucket
     ],
 )
 def test_kappa_counts_what_a_rank_holds(optimizer: str, dtype: str, replicated: float, sharded: float) -> None:

@@ -296,3 +296,82 @@ def test_optimizers_whose_memory_is_not_known_are_not_planned_as_others(how: str
         PlanError, match=rf"table '\w+': optimizer {name} is none that plans are made for; use one of sgd"
     ):
         planner.plan(model, [FlexShardEmbeddingCollectionSharder(fused)])
+
+
+def shard_a_model_of_its_own(rank: int, plan: Any, collective: bool) -> None:
+    """Rank 1 has a smaller table."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+
+    model = models.new_model()
+    if rank == 1:
+        model.wide = models._collection(models.WIDE | {"goods": (900, ["clicked", "shown"])}, 16, models.DataType.FP32)
+    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD})]
+    planner = FlexShardPlanner(plan, profiles={name: models.profile_of(name) for _, name in models.table_names()})
+    made = planner.collective_plan(model, sharders) if collective else planner.plan(models.new_model(), sharders)
+    DistributedModelParallel(model, plan=made, sharders=sharders, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("collective", [True, False])
+def test_models_that_differ_between_ranks(collective: bool) -> None:
+    start = time.monotonic()
+    found = ranks.run(2, 1, shard_a_model_of_its_own, plan_for(), collective, timeout=20.0, expect_failures=True)
+    assert time.monotonic() - start < 15
+    for error in found:
+        assert isinstance(error, PlanError), error
+        assert "table 'goods': the plan is for" in str(error)
+        assert "997" in str(error)
+        assert "900" in str(error)
+    assert str(found[0]).startswith("rank 1: ")
+
+
+def vary_on_one_rank(rank: int, plan: Any) -> None:
+    from torchrec import KeyedJaggedTensor
+
+    parallel, _ = models.shard(plan)
+    plain = models.make_batch(0, rank).features
+    if rank == 1:
+        sizes = [[1], [2], [1], [1], [1], [1]]
+        plain = KeyedJaggedTensor(
+            models.FEATURES,
+            torch.zeros(7, dtype=torch.long),
+            lengths=torch.ones(7, dtype=torch.long),
+            stride_per_key_per_rank=sizes,
+        )
+    parallel.module.wide(plain)
+
+
+def test_a_variable_batch_on_one_rank_stops_all() -> None:
+    found = ranks.run(2, 1, vary_on_one_rank, plan_for(), timeout=20.0, expect_failures=True)
+    assert all(isinstance(error, DataError) for error in found), found
+    assert "rank 1 has a variable batch" in str(found[0])
+    assert "batch sizes of their own" in str(found[1])
+
+
+def end_while_saving(rank: int, plan: Any, folder: str, when: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from flexshard.executors import save_checkpoint
+
+    parallel, optim = models.shard(plan)
+    save_checkpoint(folder, parallel, optim)
+    if rank == 1 and when == "before":
+        os._exit(9)
+    if rank == 1:
+        dcp.save = lambda *_, **__: os._exit(9)
+    save_checkpoint(folder, parallel, optim)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_the_rank_that_survives_a_killed_save_says_so(tmp_path: Any, when: str) -> None:
+    from flexshard.errors import OutputError
+
+    start = time.monotonic()
+    folder = str(tmp_path / "saved")
+    found = ranks.run(2, 1, end_while_saving, plan_for(), folder, when, timeout=20.0, expect_failures=True)
+    assert time.monotonic() - start < 15
+    assert isinstance(found[0], OutputError), found[0]
+    assert "saved: the checkpoint could not be written; the previous one is untouched" in str(found[0])
+    assert "a rank ended" in str(found[0])
+    assert (tmp_path / "saved" / "latest").read_text().strip() == "save-1"

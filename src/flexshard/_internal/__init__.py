@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from flexshard._internal.collective_errors import (
         differing_ranks as differing_ranks,
+        lost_rank as lost_rank,
         on_all_ranks as on_all_ranks,
         on_first_rank as on_first_rank,
     )
@@ -72,7 +73,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "checks": ["check_finite", "check_int", "first_repeated"],
-        "collective_errors": ["differing_ranks", "on_all_ranks", "on_first_rank"],
+        "collective_errors": ["differing_ranks", "lost_rank", "on_all_ranks", "on_first_rank"],
         "deprecation": ["deprecated_attribute", "renamed_parameters"],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "files": ["PathLike", "make_folder", "read_text", "replacing", "write_text"],

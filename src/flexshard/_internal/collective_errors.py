@@ -11,10 +11,10 @@ from flexshard.errors import FlexShardError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["differing_ranks", "on_all_ranks", "on_first_rank"]
+__all__ = ["differing_ranks", "lost_rank", "on_all_ranks", "on_first_rank"]
 
 ResultT = TypeVar("ResultT")
-ErrorType = type[FlexShardError]
+ErrorType = Callable[[str], FlexShardError]
 
 
 def on_all_ranks(
@@ -26,7 +26,8 @@ def on_all_ranks(
 
     Raises:
         Exception: what ``work`` raised on this rank.
-        error_type: on the ranks where it did not, with the first failing rank and its message.
+        error_type: on the ranks where it did not, with the first failing rank and its message; or where a rank has
+            ended meanwhile.
     """
     import torch.distributed as dist
 
@@ -37,13 +38,25 @@ def on_all_ranks(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     messages: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(messages, None if problem is None else str(problem), group=process_group)
+    try:
+        dist.all_gather_object(messages, None if problem is None else str(problem), group=process_group)
+    except RuntimeError as error:
+        raise problem or error_type(lost_rank(error)) from error
     if problem is not None:
         raise problem
     failed = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if failed is not None:
         raise error_type(f"rank {failed}: {messages[failed]}")
     return result  # type: ignore[no-any-return]  # what work returned
+
+
+def lost_rank(error: Exception) -> str:
+    """What a collective's own error means."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        "a rank ended, or did not answer within the process group's timeout; see the other ranks' messages"
+        f" ({reason[:200]})"
+    )
 
 
 def on_first_rank(

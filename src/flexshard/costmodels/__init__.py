@@ -9,11 +9,23 @@ from typing import TYPE_CHECKING
 from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from flexshard.costmodels.collectives import (
+        STATUS_NUMBERS as STATUS_NUMBERS,
+        StepCollective as StepCollective,
+        TableClass as TableClass,
+        step_collectives as step_collectives,
+    )
     from flexshard.costmodels.cost import (
         QUANTILE as QUANTILE,
         Collective as Collective,
         CollectiveKind as CollectiveKind,
         Cost as Cost,
+    )
+    from flexshard.costmodels.frames import (
+        Frame as Frame,
+        bundles as bundles,
+        segment_bytes as segment_bytes,
+        spread as spread,
     )
     from flexshard.costmodels.layout import Layout as Layout, Piece as Piece
     from flexshard.costmodels.overlap import Overlap as Overlap, OverlapLike as OverlapLike, overlap_of as overlap_of
@@ -51,12 +63,14 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
+        "frames": ["Frame", "bundles", "segment_bytes", "spread"],
         "layout": ["Layout", "Piece"],
         "overlap": ["Overlap", "OverlapLike", "overlap_of"],
         "placement": ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "replica_reduction": ["SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
         "step": ["PhaseCurve", "StepModel"],
+        "collectives": ["STATUS_NUMBERS", "StepCollective", "TableClass", "step_collectives"],
         "tensor_train.cost": ["tensor_train_cost"],
         "tensor_train.rates": ["ShapeRates", "TTRates", "fit_rates"],
         "tensor_train.reads": ["TTReads"],

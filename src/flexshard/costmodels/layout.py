@@ -1,9 +1,10 @@
 """Where every row lives: which rank holds it, at which level and slot. The same on every rank; NumPy only.
 
 Legend: T tables, G levels (group sizes in use, ascending), E rows. A *position* is that of a row in its table's order
-of popularity, from 0. A *local rank* is a rank inside its group (rank mod g); a *slot* is the index of a row
-in that rank's store of the level; a *bucket* is one (level, local rank). Tables follow each other in a level's store.
-``location = first_location[bucket] + slot`` says all three in one number.
+of popularity, from 0. A *local rank* is a rank inside its group (rank mod g); a *slot* is the index of a row among all
+that a rank holds; a *bucket* is one (level, local rank). A rank holds table after table, and of each table level after
+level, so that what it holds of a table is one range of slots. ``location = bucket * num_slots + slot`` says all three
+in one number.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Piece:
     """The rows of one table that one rank holds at one level.
 
     Attributes:
-        first_slot: where they start in the rank's store of the level.
+        first_slot: where they start among the rank's slots.
         positions: theirs in the table, ascending; ``positions[i]`` has slot ``first_slot + i``.
     """
 
@@ -63,7 +64,7 @@ class Piece:
 
     @property
     def slots(self) -> slice:
-        """Their part of the store."""
+        """Their part of the rank's slots."""
         return slice(self.first_slot, self.first_slot + len(self.positions))
 
 
@@ -132,21 +133,28 @@ class Layout:
 
     @cached_property
     def first_slot(self) -> IntArray:
-        """Where each table starts in a level's store, tables whose gradients are reduced whole first; shape (T, G)."""
-        order = np.argsort(self.sparse, axis=0, kind="stable")
-        ends = np.cumsum(np.take_along_axis(self.depth, order, axis=0), axis=0)
-        starts = np.empty_like(ends)
-        np.put_along_axis(starts, order, ends - np.take_along_axis(self.depth, order, axis=0), axis=0)
-        return starts
+        """Where each table's level starts among a rank's slots; shape (T, G)."""
+        flat = self.depth.ravel()
+        return (np.cumsum(flat) - flat).reshape(self.depth.shape)
+
+    @cached_property
+    def table_slots(self) -> IntArray:
+        """First slot of each table, and the number of all; shape (T + 1,)."""
+        return np.concatenate([[0], np.cumsum(self.depth.sum(axis=1))])
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Slots of a rank."""
+        return int(self.depth.sum())
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """Size of a rank's store of each level, in rows."""
+        """How many of these belong to each level."""
         return tuple(self.depth.sum(axis=0).tolist())
 
     @cached_property
     def whole_slots(self) -> tuple[int, ...]:
-        """How many of these, from the start, belong to tiers whose gradients are reduced whole."""
+        """How many of a level's belong to tiers whose gradients are reduced whole."""
         return tuple((self.depth * ~self.sparse).sum(axis=0).tolist())
 
     @cached_property
@@ -154,21 +162,25 @@ class Layout:
         """First bucket of each level, and the number of all buckets."""
         return (0, *np.cumsum(self.group_sizes).tolist())
 
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of all levels."""
+        return self.first_bucket[-1]
+
     @cached_property
     def first_location(self) -> IntArray:
         """First location of each bucket, and the number of all; shape (buckets + 1,)."""
-        return np.concatenate([[0], np.cumsum(np.repeat(self.slots, self.group_sizes))])
+        return np.arange(self.num_buckets + 1, dtype=np.int64) * self.num_slots
 
     def locations(self, table: int, positions: Any) -> Any:
         """Locations of a table's rows by position; takes and gives a NumPy array or a torch tensor of integers."""
         locations = positions * 0
         for level in np.flatnonzero(self.rows[table]).tolist():
-            size, slots = self.group_sizes[level], self.slots[level]
-            first = int(self.first_position[table, level])
-            start = int(self.first_location[self.first_bucket[level]] + self.first_slot[table, level])
-            offset = positions - first
+            size = self.group_sizes[level]
+            start = self.first_bucket[level] * self.num_slots + int(self.first_slot[table, level])
+            offset = positions - int(self.first_position[table, level])
             here = (offset >= 0) & (offset < int(self.rows[table, level]))
-            locations += here * (start + offset % size * slots + offset // size)
+            locations += here * (start + offset % size * self.num_slots + offset // size)
         return locations
 
     @cached_property
@@ -186,8 +198,8 @@ class Layout:
     def holder(self, table: int, positions: IntArray, asking: int) -> tuple[IntArray, IntArray, IntArray]:
         """Which rank of ``asking``'s own group holds each row, at which level (its index) and slot; shape (n,) each."""
         location = np.asarray(self.locations(table, positions.astype(np.int64)))
-        bucket = np.searchsorted(self.first_location, location, side="right") - 1
+        bucket, slot = np.divmod(location, max(self.num_slots, 1))
         level = np.searchsorted(np.array(self.first_bucket), bucket, side="right") - 1
         size = np.array(self.group_sizes)[level]
         local_rank = bucket - np.array(self.first_bucket)[level]
-        return asking // size * size + local_rank, level, location - self.first_location[bucket]
+        return asking // size * size + local_rank, level, slot

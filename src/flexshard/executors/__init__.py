@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
+    from flexshard.executors.state.norms import table_norms as table_norms
     from flexshard.executors.state.resharding import Resharded as Resharded, reshard as reshard
     from flexshard.executors.stores.base import RowStore as RowStore
     from flexshard.executors.stores.memory import MemoryStore as MemoryStore
@@ -53,6 +54,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "sharding.sharder": ["FlexShardEmbeddingCollectionSharder"],
         "sharding.translation": ["Translator"],
         "state.checkpoints": ["full_state_dict", "load_checkpoint", "save_checkpoint"],
+        "state.norms": ["table_norms"],
         "state.resharding": ["Resharded", "reshard"],
         "stores.base": ["RowStore"],
         "stores.memory": ["MemoryStore"],

@@ -11,7 +11,7 @@ __all__ = ["DATA_TYPES", "DTYPE_BYTES", "DataType", "data_type_of_torchrec"]
 
 @dataclass(frozen=True)
 class DataType:
-    """A floating-point type of weights, activations and gradients.
+    """A floating-point type of weights and activations.
 
     Attributes:
         name: here and in torch.
@@ -26,6 +26,11 @@ class DataType:
     torchrec: str | None = None
     fbgemm: str | None = None
     dropped_bits: int = 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per scalar of gradients, which add up in float32 at least."""
+        return max(self.nbytes, 4)
 
 
 DATA_TYPES = {

@@ -28,7 +28,8 @@ class Table:
         rows: E.
         dim: D.
         profile: how often its rows are read.
-        dtype: of weights, activations and gradients ("float64", "float32", "float16", "bfloat16"); s bytes each.
+        dtype: of weights and activations ("float64", "float32", "float16", "bfloat16"); s bytes each. Gradients of
+            16-bit tables are float32.
         optimizer: "sgd", "rowwise_adagrad", "adagrad", "adam" or "partial_rowwise_adam".
         replication_multiplier: κ, bytes that a rank spends per byte of replicated weight. By default weights, dense
             gradient and communication bucket (1 each) and the optimizer's state.
@@ -94,7 +95,8 @@ class Table:
         """κ of a row that has copies (g < U): weights, dense gradient, communication bucket, optimizer state."""
         if self.replication_multiplier is not None:
             return self.replication_multiplier
-        return 3.0 + self.state_multiplier
+        kind = DATA_TYPES[self.dtype]
+        return 1.0 + 2.0 * kind.gradient_bytes / kind.nbytes + self.state_multiplier
 
     @property
     def kappa_sharded(self) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from flexshard._internal import lost_rank
 from flexshard.errors import CommunicationError
 
 __all__ = ["Collectives", "Label", "PendingCollective", "label_of_call"]
@@ -56,10 +57,9 @@ def _labelled(label: Label, group: dist.ProcessGroup | None) -> Iterator[None]:
 def _failure(label: Label, group: dist.ProcessGroup | None, error: RuntimeError) -> CommunicationError:
     ranks = dist.get_process_group_ranks(group)
     shown = ", ".join(label.tables[:3]) + (f" and {len(label.tables) - 3} more" if len(label.tables) > 3 else "")
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CommunicationError(
-        f"rank {dist.get_rank()}: exchanging {label.content} of tables {shown} with ranks {_span(ranks)} failed: a rank"
-        f" ended, or did not answer within the process group's timeout; see the other ranks' messages ({reason})"
+        f"rank {dist.get_rank()}: exchanging {label.content} of tables {shown} with ranks {_span(ranks)} failed:"
+        f" {lost_rank(error)}"
     )
 
 

@@ -1,112 +1,188 @@
 """What goes over the wire in one step: the ids, the rows, and the rows' gradients.
 
 Per step and level with g > 1: ids (int32 where they fit) to the ranks that hold the rows, rows back, and gradients the
-way of the ids; one all-to-all each. No lengths or keys are sent: a slot says which table it belongs to.
+way of the ids; one all-to-all each for all classes of tables (see :class:`flexshard.costmodels.Frame`). No lengths or
+keys are sent: a slot says which table it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.types import QuantizedCommCodecs
 
 from flexshard._internal import LevelGroups
-from flexshard.costmodels import Layout
+from flexshard.costmodels import Frame, Layout, StepCollective, spread
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
-from flexshard.executors.comm.deferred_gradient import DeferredGradient
 from flexshard.executors.comm.splits import Splits
-from flexshard.executors.stores.base import RowStore
+from flexshard.executors.comm.wire import Wire
+from flexshard.executors.stores.base import LookedUp, RowStore
+from flexshard.executors.stores.replicas import ReplicaReduction
 
-__all__ = ["Exchange", "ExchangeContext", "RowsAwaitable"]
+__all__ = ["Exchange", "ExchangeContext"]
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class ExchangeContext:
-    """Where a group of tables is, and how it is reached.
+    """Where a module's tables are, and how they are reached.
 
     Attributes:
         layout: where every row lives.
+        collectives: of a step, as started.
         groups: process groups by group size.
-        stores: this rank's rows, by level.
-        collectives: what carries tensors.
-        codecs: TorchRec's, of embeddings and gradients; None to send them as they are.
-        output_dtype: of the rows that the model gets.
+        stores: this rank's rows, of each class of tables.
+        class_slots: first slot of each class, and the number of a rank's slots.
+        replicas: what sums gradients over copies, of each level; None for the one without copies.
+        transport: what carries tensors.
+        forward, backward: in what form rows and gradients travel.
+        output_dtypes: of the rows that the model gets, of each class.
     """
 
     layout: Layout
+    collectives: Sequence[StepCollective]
     groups: dict[int, LevelGroups]
     stores: Sequence[RowStore]
-    collectives: Collectives
-    codecs: QuantizedCommCodecs | None
-    output_dtype: torch.dtype
+    class_slots: tuple[int, ...]
+    replicas: Sequence[ReplicaReduction | None]
+    transport: Collectives
+    forward: Wire
+    backward: Wire
+    output_dtypes: Sequence[torch.dtype]
+
+    @cached_property
+    def bundles(self) -> list[tuple[int, ...]]:
+        """Classes whose rows travel in one buffer; all of them where rows do not travel."""
+        rows = [collective for collective in self.collectives if collective.content == "embeddings"]
+        found = [collective.classes for collective in rows if collective.group_size == rows[0].group_size]
+        return found or [(index,) for index in range(len(self.stores))]
 
 
 @dataclass
-class _Transfer:
-    """Rows under way; ``result`` gives them once ``pending`` is over."""
+class _Rows:
+    """Rows of a bundle's classes in one buffer of bytes.
+
+    Attributes:
+        frame: where they lie.
+        wire: their types.
+        classes: which.
+        buffer: shape (bytes,).
+    """
+
+    frame: Frame
+    wire: Wire
+    classes: tuple[int, ...]
+    buffer: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, wire: Wire, classes: tuple[int, ...], counts: IntArray, device: torch.device, *, zero: bool = False
+    ) -> _Rows:
+        """Room for so many rows of each segment and class (of all K)."""
+        frame = Frame(counts[:, classes], tuple(wire.row_bytes[index] for index in classes))
+        new = torch.zeros if zero else torch.empty
+        return cls(frame, wire, classes, new(frame.nbytes, dtype=torch.uint8, device=device))
+
+    def part(self, segments: slice) -> _Rows:
+        """Of some segments, sharing memory: each begins where its offsets do not depend on those before it."""
+        frame = Frame(self.frame.counts[segments], self.frame.row_bytes)
+        start = int(self.frame.ends[segments.start])
+        return _Rows(frame, self.wire, self.classes, self.buffer[start : start + frame.nbytes])
+
+    def view(self, index: int) -> torch.Tensor:
+        """All of the buffer as rows of a class."""
+        width, dtype = self.wire.row_bytes[index], self.wire.sent_dtype(index)
+        rows = self.buffer[: self.buffer.numel() // width * width].view(dtype)
+        return rows.view(-1, width // dtype.itemsize)
+
+    def get(self, index: int) -> torch.Tensor:
+        """Rows of a class, segment after segment."""
+        view = self.view(index)
+        return view if self.frame.packed else view.index_select(0, self._positions(index))
+
+    def put(self, index: int, rows: torch.Tensor) -> None:
+        """Set rows of a class, segment after segment."""
+        if self.frame.packed:
+            self.view(index).copy_(rows)
+        else:
+            self.view(index).index_copy_(0, self._positions(index), rows)
+
+    def _positions(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self.frame.positions(self.classes.index(index))).to(self.buffer.device)
+
+
+@dataclass
+class _Arrival:
+    """Rows that come from other ranks: ``take`` puts them where they belong, once ``pending`` is over."""
 
     pending: PendingCollective
-    result: Callable[[], torch.Tensor]
+    coded: _Rows
+    target: _Rows
 
-    def wait(self) -> torch.Tensor:
+    def take(self) -> None:
         self.pending.wait()
-        return self.result()
+        if self.coded is not self.target:
+            for index in self.target.classes:
+                self.target.put(index, self.coded.wire.decode(self.coded.get(index), index))
 
 
 class Exchange:
-    """One batch of one group of tables, from ids to rows and back to gradients."""
+    """One batch of one module, from ids to rows and back to gradients: making it sends the ids, :meth:`look_up` answers
+    what other ranks ask for, :meth:`gather` takes their answers, :meth:`scatter` sends gradients, and :meth:`update`
+    takes those that others send.
+    """
 
     def __init__(self, context: ExchangeContext, batch: BucketizedIds, splits: Splits) -> None:
         self._context, self._batch, self._splits = context, batch, splits
-        self._gradients = [DeferredGradient() for _ in context.stores]
-        ends = [0]
-        for counts in splits.sent:
-            ends.append(ends[-1] + sum(counts))
-        self._parts = [slice(*pair) for pair in pairwise(ends)]
+        layout = context.layout
+        self._levels = range(len(layout.group_sizes))
+        self._segments = [slice(*pair) for pair in pairwise(layout.first_bucket)]
+        self._device = batch.slots.device
+        ends = list(accumulate((int(splits.sent[part].sum()) for part in self._segments), initial=0))
+        slots = batch.slots.to(torch.int32 if layout.num_slots < 1 << 31 else torch.int64)
         self._asked: list[torch.Tensor] = []
-        self._pending: list[PendingCollective | None] = []
-        for level, size in enumerate(context.layout.group_sizes):
-            slots = batch.slots[self._parts[level]]
+        self._pending: list[PendingCollective] = []
+        for level, size in enumerate(layout.group_sizes):
+            own = slots[ends[level] : ends[level + 1]]
             if size == 1:
-                self._asked.append(slots)
-                self._pending.append(None)
+                self._asked.append(own)
                 continue
-            asked = slots.new_empty(sum(splits.received[level]))
-            self._pending.append(self._all_to_all(level, asked, slots, to_requesters=False, content="ids"))
+            back, out = splits.received[level].sum(axis=1), splits.sent[self._segments[level]].sum(axis=1)
+            asked = own.new_empty(int(back.sum()))
+            self._pending.append(self._all_to_all(level, "ids", asked, own, back.tolist(), out.tolist()))
             self._asked.append(asked)
+        self._slots: list[list[torch.Tensor]] = []
+        self._looked_up: list[LookedUp] = []
+        self._answers: list[_Rows] = []
+        self._gradients: list[list[_Rows]] = []
+        self._arrivals: list[list[_Arrival]] = []
 
     def _all_to_all(
         self,
         level: int,
+        content: str,
         received: torch.Tensor,
         sent: torch.Tensor,
-        *,
-        to_requesters: bool,
-        content: str,
-        width: int = 1,
+        back: Sequence[int],
+        out: Sequence[int],
     ) -> PendingCollective:
-        """Ids and gradients go from this rank's lookups to the holders; rows the other way, to their requesters."""
-        layout = self._context.layout
-        size = layout.group_sizes[level]
-        out, back = self._splits.sent[level], self._splits.received[level]
-        if to_requesters:
-            out, back = back, out
-        if width > 1:
-            out, back = [n * width for n in out], [n * width for n in back]
-        group, label = self._context.groups[size].inside, Label(size, content, layout.tables)
-        return self._context.collectives.all_to_all(received, sent, back, out, group, label)
+        context, size = self._context, self._context.layout.group_sizes[level]
+        label = Label(size, content, context.layout.tables)
+        return context.transport.all_to_all(received, sent, back, out, context.groups[size].inside, label)
 
     def wait_for_ids(self) -> None:
         """Until the ids that other ranks ask for are here."""
         for pending in self._pending:
-            if pending is not None:
-                pending.wait()
+            pending.wait()
 
     def tensors(self) -> list[torch.Tensor]:
         """What was made on the stream of the data distribution."""
@@ -114,90 +190,193 @@ class Exchange:
 
     # -- forward
 
-    def start(self) -> RowsAwaitable:
+    def start(self) -> torch.Tensor:
+        """Look up what other ranks ask for and send it; what is returned stands for it until :meth:`finish`."""
+        self.look_up()
+        anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
+        token: torch.Tensor = _LookUp.apply(anchor, self)
+        return token
+
+    def finish(self, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows of the batch's lookups of each class in their own order; shape (lookups, D) each."""
+        rows: tuple[torch.Tensor, ...] = _Gather.apply(token, self)
+        return rows
+
+    def look_up(self) -> None:
         """Look up what other ranks ask for and send it; the largest group first, since it takes longest."""
-        stores = self._context.stores
-        rows: list[Any] = [None] * len(stores)
-        transfers: list[_Transfer | None] = [None] * len(stores)
-        for level in reversed(range(len(stores))):
-            rows[level] = stores[level].rows(self._asked[level], self._gradients[level])
-            if self._context.layout.group_sizes[level] > 1:
-                wanted = self._parts[level].stop - self._parts[level].start
-                held = rows[level].detach()
-                transfers[level] = self._transfer(level, held, wanted, to_requesters=True, content="embeddings")
-        return RowsAwaitable(self, rows, transfers)
+        wire = self._context.forward
+        self._slots = [self._slots_of(level) for level in self._levels]
+        self._answers = [
+            _Rows.make(wire.plain, bundle, self._splits.sent, self._device) for bundle in self._context.bundles
+        ]
+        self._arrivals = [[] for _ in self._answers]
+        for level in reversed(self._levels):
+            rows = self._rows_of(level)
+            for answers, arrivals in zip(self._answers, self._arrivals, strict=True):
+                part = answers.part(self._segments[level])
+                if self._context.layout.group_sizes[level] == 1:
+                    for index in answers.classes:
+                        part.put(index, rows[index])
+                else:
+                    held = _sent(wire.plain, answers.classes, self._splits.received[level], rows)
+                    arrivals.append(self._send(level, "embeddings", wire, held, part))
 
-    def _transfer(self, level: int, rows: torch.Tensor, wanted: int, *, to_requesters: bool, content: str) -> _Transfer:
-        """Send rows as they are, or as TorchRec's codec wants them."""
-        dim, dtype = rows.shape[1], rows.dtype
-        codecs = self._context.codecs
-        if codecs is None:
-            received = rows.new_empty(wanted, dim)
-            pending = self._all_to_all(level, received, rows, to_requesters=to_requesters, content=content)
-            return _Transfer(pending, lambda: received)
-        codec = codecs.forward if to_requesters else codecs.backward
-        context = codec.create_context()
-        encoded = codec.encode(rows.float().contiguous().view(-1), context)
-        width = codec.calc_quantized_size(dim, context)
-        packed = encoded.new_empty(wanted * width)
-        pending = self._all_to_all(level, packed, encoded, to_requesters=to_requesters, content=content, width=width)
-        return _Transfer(pending, lambda: codec.decode(packed, context).view(wanted, dim).to(dtype))
+    def _slots_of(self, level: int) -> list[torch.Tensor]:
+        """Of each class, what this rank is asked for at a level, in its store, rank after rank; int64."""
+        asked, counts = self._asked[level].long(), self._splits.received[level]
+        classes = counts.shape[1]
+        if classes == 1:
+            return [asked]
+        ends = np.concatenate([[0], np.cumsum(counts.ravel())])
+        first = ends[:-1].reshape(counts.shape)
+        parts = []
+        for index in range(classes):
+            here = torch.from_numpy(spread(first[:, index], counts[:, index])).to(self._device)
+            parts.append(asked.index_select(0, here) - self._context.class_slots[index])
+        return parts
 
-    def gather(self, rows: Sequence[torch.Tensor], transfers: Sequence[_Transfer | None]) -> torch.Tensor:
-        """Rows of the batch's lookups in their own order; shape (lookups, D)."""
-        parts = [local if sent is None else sent.wait() for local, sent in zip(rows, transfers, strict=True)]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat.index_select(0, self._batch.index).to(self._context.output_dtype)
+    def _rows_of(self, level: int) -> list[torch.Tensor]:
+        """Rows of each class that this rank is asked for at a level."""
+        stores, slots = self._context.stores, self._slots[level]
+        if self._context.replicas[level] is not None:
+            return [store.values.index_select(0, at) for store, at in zip(stores, slots, strict=True)]
+        self._looked_up = [store.look_up(at) for store, at in zip(stores, slots, strict=True)]
+        return [found.rows for found in self._looked_up]
+
+    def gather(self) -> list[torch.Tensor]:
+        """Rows of the batch's lookups of each class in their own order; shape (lookups, D) each."""
+        for arrivals in self._arrivals:
+            for arrival in arrivals:
+                arrival.take()
+        index = self._index_in(self._answers)
+        result: list[Any] = [None] * len(index)
+        for answers in self._answers:
+            for one in answers.classes:
+                rows = answers.view(one).index_select(0, index[one])
+                result[one] = rows.to(self._context.output_dtypes[one])
+        self._answers, self._arrivals = [], []
+        return result
+
+    def _index_in(self, rows: Sequence[_Rows]) -> list[torch.Tensor]:
+        """Of each class, its lookups' rows in the view of its buffer."""
+        index, counts = self._batch.index, self._splits.sent
+        if counts.shape[1] == 1:
+            return [index]
+        first = np.empty_like(counts)
+        for part in rows:
+            first[:, part.classes] = part.frame.first_rows
+        place = torch.from_numpy(spread(first, counts)).to(self._device)
+        return list(place.index_select(0, index).split(list(self._batch.lookups)))
+
+    def _send(self, level: int, content: str, wire: Wire, held: _Rows, target: _Rows) -> _Arrival:
+        """Send rows, in the wire's form, to where ``target`` is filled with them."""
+        coded, arrived = held, target
+        if wire.codec is not None:
+            coded = _Rows.make(wire, held.classes, _all_classes(held, wire), self._device)
+            arrived = _Rows.make(wire, held.classes, _all_classes(target, wire), self._device)
+            for index in held.classes:
+                coded.put(index, wire.encode(held.get(index), index))
+        pending = self._all_to_all(
+            level, content, arrived.buffer, coded.buffer, arrived.frame.splits, coded.frame.splits
+        )
+        return _Arrival(pending, arrived, target)
 
     # -- backward
 
-    def scatter(self, gradient: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Send the lookups' gradients to the holders; what is returned stands for them until they are taken there."""
-        # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed: 16-bit numbers
-        # would lose more of what is small already.
-        layout = self._context.layout
-        scale = 1.0 / layout.world_size if get_gradient_division() else 1.0
-        flat = gradient.new_empty(self._batch.slots.numel(), gradient.shape[1])
-        index = self._batch.index.long()
-        if self._batch.shared:
-            flat.zero_().index_add_(0, index, gradient)
-        else:
-            flat.index_copy_(0, index, gradient)
-        flat = flat.to(dtype)
-        placeholders: list[Any] = [None] * len(self._gradients)
-        for level in reversed(range(len(self._gradients))):
-            part = flat[self._parts[level]]
-            if layout.group_sizes[level] == 1:
-                self._gradients[level].expect(None, lambda part=part: part, scale)  # type: ignore[misc]  # bound now
-                placeholders[level] = part
+    def scatter(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Send the lookups' gradients to the holders."""
+        wire, splits = self._context.backward, self._splits
+        sent = [
+            _Rows.make(wire.plain, bundle, splits.sent, self._device, zero=self._batch.shared)
+            for bundle in self._context.bundles
+        ]
+        index = self._index_in(sent)
+        for rows in sent:
+            for one in rows.classes:
+                gradient = gradients[one].to(wire.dtypes[one])
+                if self._batch.shared:
+                    rows.view(one).index_add_(0, index[one], gradient)
+                else:
+                    rows.view(one).index_copy_(0, index[one], gradient)
+        self._gradients = [[] for _ in self._levels]
+        self._arrivals = [[] for _ in self._levels]
+        for level in reversed(self._levels):
+            for rows in sent:
+                part = rows.part(self._segments[level])
+                if self._context.layout.group_sizes[level] > 1:
+                    own = part
+                    part = _Rows.make(wire.plain, rows.classes, splits.received[level], self._device)
+                    self._arrivals[level].append(self._send(level, "gradients", wire, own, part))
+                self._gradients[level].append(part)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the gradients that came, and update the rows: those with copies first, whose sums then travel while the
+        others are updated.
+        """
+        # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed.
+        scale = 1.0 / self._context.layout.world_size if get_gradient_division() else 1.0
+        for level in self._levels:
+            for arrival in self._arrivals[level]:
+                arrival.take()
+            gradients: list[Any] = [None] * len(self._context.stores)
+            for rows in self._gradients[level]:
+                for index in rows.classes:
+                    gradients[index] = rows.get(index)
+            replicas = self._context.replicas[level]
+            if replicas is not None:
+                replicas.reduce(self._slots[level], gradients, scale)
                 continue
-            asked = self._asked[level].numel()
-            sent = self._transfer(level, part, asked, to_requesters=False, content="gradients")
-            self._gradients[level].expect(sent.pending, sent.result, scale)
-            placeholders[level] = part.new_empty(1).expand(asked, part.shape[1])
-        return placeholders
+            for found, gradient in zip(self._looked_up, gradients, strict=True):
+                found.update(gradient.mul_(scale))
+        self._gradients, self._arrivals = [], []
 
 
-class RowsAwaitable:
-    """Rows of a batch on their way."""
+def _sent(wire: Wire, classes: tuple[int, ...], counts: IntArray, rows: Sequence[torch.Tensor]) -> _Rows:
+    """Rows of each class (of all K) in one buffer; without a copy where there is one class alone."""
+    device = rows[classes[0]].device
+    if len(classes) == 1:
+        frame = Frame(counts[:, classes], (wire.row_bytes[classes[0]],))
+        return _Rows(frame, wire, classes, rows[classes[0]].contiguous().view(-1).view(torch.uint8))
+    result = _Rows.make(wire, classes, counts, device)
+    for index in classes:
+        result.put(index, rows[index])
+    return result
 
-    def __init__(self, exchange: Exchange, rows: Sequence[torch.Tensor], transfers: Sequence[_Transfer | None]) -> None:
-        self._exchange, self._rows, self._transfers = exchange, rows, transfers
 
-    def wait(self) -> torch.Tensor:
-        """Rows of the batch's lookups; shape (lookups, D)."""
-        rows: torch.Tensor = _Gather.apply(self._exchange, self._transfers, *self._rows)
-        return rows
+def _all_classes(rows: _Rows, wire: Wire) -> IntArray:
+    """Counts as :meth:`_Rows.make` takes them."""
+    counts = np.zeros((len(rows.frame.counts), len(wire.dims)), np.int64)
+    counts[:, rows.classes] = rows.frame.counts
+    return counts
+
+
+class _LookUp(torch.autograd.Function):
+    """Where backward comes to when all gradients of a batch have been sent; its output carries no numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
+        ctx.exchange.update()
+        return None, None
 
 
 class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: Exchange, transfers: Sequence[_Transfer | None], *rows: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.exchange, ctx.dtype = exchange, rows[0].dtype
-        return exchange.gather(rows, transfers)
+    """Rows as the model gets them. Backward only sends their gradients, so that other modules' go on their way before
+    those of this one are waited for.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.exchange.scatter(gradients[0], ctx.dtype)
+    def forward(ctx: Any, token: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, ...]:
+        del token
+        ctx.exchange = exchange
+        return tuple(exchange.gather())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.exchange.scatter(gradients)
+        return gradients[0].new_zeros((), dtype=torch.float32), None

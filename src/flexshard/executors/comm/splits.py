@@ -4,30 +4,56 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from flexshard._internal import LevelGroups
-from flexshard.costmodels import Layout
+from flexshard.costmodels import STATUS_NUMBERS, Layout
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 
-__all__ = ["Splits", "SplitsExchange"]
+__all__ = ["Splits", "SplitsExchange", "Status"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Status:
+    """A rank's word on its batch.
+
+    Attributes:
+        problem: what is wrong with it, as a number that the sender and the receivers know; 0 if nothing is.
+        table: of which table, by its index.
+        written: whether somebody wrote to tensors of the rank's ``state_dict``, which have to be taken over first.
+    """
+
+    problem: int = 0
+    table: int = 0
+    written: int = 0
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Ids to send to and to receive from each local rank, by level; and the status of each rank."""
+    """How many ids there are to send and to receive.
 
-    sent: list[list[int]]
-    received: list[list[int]]
-    status: list[int]
+    Attributes:
+        sent: to each bucket, of each class; shape (buckets, K).
+        received: of each level: from each local rank, of each class; shape (g, K) each.
+        status: of each rank.
+    """
+
+    sent: IntArray
+    received: list[IntArray]
+    status: list[Status]
 
 
 class SplitsExchange:
-    """Exchange of input splits for all levels together, with every rank's word on whether its ids are in order.
+    """Exchange of input splits for all levels and classes together, with every rank's word on whether its ids are in
+    order.
 
-    One message per pair of ranks with the count of each level where the two share a group, and a status (0: all is
-    well). It goes to all ranks whatever the levels in use, so that all of them stop where one has to. A message of
-    fixed size instead would have to be as long as the fullest batch.
+    One message per pair of ranks with the counts of each level where the two share a group, and a status. It goes to
+    all ranks whatever the levels in use, so that all of them stop where one has to. A message of fixed size instead
+    would have to be as long as the fullest batch.
     """
 
     def __init__(
@@ -36,24 +62,24 @@ class SplitsExchange:
         groups: dict[int, LevelGroups],
         collectives: Collectives,
         counts: torch.Tensor,
-        status: int,
+        status: Status,
     ) -> None:
         self._layout, self._groups, self._counts, self._status = layout, groups, counts, status
         self._pending: PendingCollective | None = None
         self._levels = [index for index, size in enumerate(layout.group_sizes) if size > 1]
+        self._classes = counts.shape[1]
         world = layout.world_size
         if world == 1:
             return
-        message = torch.zeros(world, len(self._levels) + 1, dtype=torch.int32, device=counts.device)
-        message[:, -1] = status
+        width = len(self._levels) * self._classes
+        message = torch.zeros(world, width + STATUS_NUMBERS, dtype=torch.int32, device=counts.device)
+        message[:, width:] = torch.tensor([status.problem, status.table, status.written], dtype=torch.int32)
         for column, level in enumerate(self._levels):
-            message[self._peers(level), column] = counts[self._buckets(level)].int()
+            own = counts[layout.first_bucket[level] : layout.first_bucket[level + 1]]
+            message[self._peers(level), column * self._classes : (column + 1) * self._classes] = own.int()
         self._received = torch.empty_like(message)
         label = Label(world, "counts", layout.tables)
         self._pending = collectives.all_to_all(self._received, message, None, None, groups[world].inside, label)
-
-    def _buckets(self, level: int) -> slice:
-        return slice(self._layout.first_bucket[level], self._layout.first_bucket[level + 1])
 
     def _peers(self, level: int) -> slice:
         """Ranks of this rank's own group of a level."""
@@ -64,14 +90,16 @@ class SplitsExchange:
     def wait(self) -> Splits:
         """Until every rank's counts are here."""
         sizes = self._layout.group_sizes
+        sent = self._counts.cpu().numpy().astype(np.int64)
         if self._pending is None:
-            return Splits([[int(self._counts.sum())] for _ in sizes], [[] for _ in sizes], [self._status])
+            return Splits(sent, [sent for _ in sizes], [self._status])
         self._pending.wait()
-        counts: list[int] = self._counts.tolist()
-        messages: list[list[int]] = self._received.tolist()
-        sent, received = [], []
+        messages = self._received.cpu().numpy().astype(np.int64)
+        received = []
         for level, size in enumerate(sizes):
-            sent.append(counts[self._buckets(level)])
-            column = self._levels.index(level) if size > 1 else None
-            received.append([] if column is None else [row[column] for row in messages[self._peers(level)]])
-        return Splits(sent, received, [row[-1] for row in messages])
+            if size == 1:
+                received.append(sent[self._layout.first_bucket[level] : self._layout.first_bucket[level + 1]])
+                continue
+            first = self._levels.index(level) * self._classes
+            received.append(messages[self._peers(level), first : first + self._classes])
+        return Splits(sent, received, [Status(*row) for row in messages[:, -STATUS_NUMBERS:].tolist()])

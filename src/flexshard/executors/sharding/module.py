@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -23,47 +21,28 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from flexshard.errors import CheckpointError, DataError
-from flexshard.executors.comm.exchange import RowsAwaitable
-from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, GroupBatch, SplitsAwaitable
-from flexshard.executors.sharding.table_group import TableGroup
-from flexshard.executors.sharding.translation import (
-    LocationTable,
-    Translator,
-    extremes_of,
-    outside_message,
-    outside_of,
-)
-from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer
-from flexshard.executors.state.logical import from_logical, to_logical
+from flexshard.executors.comm.bucketized_ids import BucketizedIds
+from flexshard.executors.comm.exchange import Exchange
+from flexshard.executors.comm.splits import Splits, Status
+from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
+from flexshard.executors.sharding.batches import BatchProblem, Lookup, error_of, ids_of_tables, keyed_jagged
+from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
+from flexshard.executors.sharding.translation import LocationTable, Translator
+from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer, parameter_name
+from flexshard.executors.state.logical import LogicalTables
 
 __all__ = ["ShardedFlexShardEmbeddingCollection"]
 
 
-@dataclass(frozen=True)
-class _Lookup:
-    """One feature looked up in one table.
-
-    Attributes:
-        name: in the output ("feature", or "feature@table" where several tables look it up).
-        feature: in the input.
-        group, table: which table: index of the group, and within it.
-    """
-
-    name: str
-    feature: str
-    group: int
-    table: int
-
-
 class _TableRows(nn.Module):
-    """Stands for a table where parameters are listed: its rows in the largest group, on this rank.
+    """Stands for a table where parameters are listed: this rank's rows of it.
 
     What they are loaded from is whole tables, which the collection takes.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    def __init__(self, rows: nn.Parameter) -> None:
         super().__init__()
-        self.weight = nn.Parameter(rows)
+        self.weight = rows
         self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]
 
     def _load_from_state_dict(self, *_: Any) -> None:
@@ -71,154 +50,137 @@ class _TableRows(nn.Module):
 
 
 class ShardedFlexShardEmbeddingCollection(
-    ShardedEmbeddingModule[KJTList, list[RowsAwaitable], dict[str, JaggedTensor], FlexShardContext],
+    ShardedEmbeddingModule[KJTList, LookedUpRows, dict[str, JaggedTensor], FlexShardContext],
     FusedOptimizerModule,
 ):
     """An ``EmbeddingCollection`` whose rows live where a plan puts them.
 
-    Takes and gives what the unsharded module does. ``state_dict`` and ``load_state_dict`` hold whole tables in order of
-    id and are collective operations: every rank must call them.
+    Takes and gives what the unsharded module does. Its parameters are this rank's rows, one for each table, rows with
+    copies on every rank that has one; :func:`flexshard.executors.table_norms` counts each row once. Where ranks hold
+    unequal numbers of a tier's rows, those with fewer have a row of zeros in their parameter that no id leads to.
+
+    ``state_dict`` and ``load_state_dict`` hold whole tables in order of id and are collective operations: every rank
+    must call them. What is written to a ``state_dict`` in place counts from the next batch on, as with TorchRec's, if
+    no training step lies between.
 
     Attributes:
-        groups: tables under the plan, by dtype and optimizer.
+        tables: those under the plan.
         fingerprint: of the plan.
     """
 
     def __init__(
         self,
         configs: Sequence[EmbeddingConfig],
-        groups: Sequence[TableGroup],
+        tables: ShardedTables,
         *,
         fingerprint: str,
         device: torch.device,
         need_indices: bool = False,
-        translated_ids: bool = False,
         torchrec_collection: ShardedEmbeddingCollection | None = None,
         module_sharding_plan: Any = None,
     ) -> None:
         super().__init__()
-        self.groups, self.fingerprint = list(groups), fingerprint
+        self.tables, self.fingerprint = tables, fingerprint
         self.module_sharding_plan = module_sharding_plan
-        self._device, self._need_indices, self.translated_ids = device, need_indices, translated_ids
+        self._device, self._need_indices = device, need_indices
         self._configs = list(configs)
+        self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
+        self._logical = LogicalTables(tables)
         self.embeddings = nn.ModuleDict()
         self._register_tables()
-        if torchrec_collection is not None:
-            self.torchrec_collection = torchrec_collection
-        self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
         self._lookups_of, self._torchrec_lookups = self._find_lookups()
-        self._optimizer = FlexShardFusedOptimizer(self.groups)
+        self._optimizer = FlexShardFusedOptimizer(self._logical)
+
+    @property
+    def groups(self) -> list[TableGroup]:
+        """Tables under the plan, by dimension, type and optimizer."""
+        return self.tables.groups
+
+    @property
+    def translated_ids(self) -> bool:
+        """Whether ids come as locations, from :meth:`translator`."""
+        return self.tables.options.translated_ids
 
     def _register_tables(self) -> None:
-        """Parameters by the names that the unsharded module has."""
-        for group in self.groups:
-            for index, table in enumerate(group.layout.tables):
-                self.embeddings[table] = _TableRows(group.local_rows(index))
+        """Parameters by the names that the unsharded module has, in its order, whoever shards a table."""
+        planned = {name: index for index, name in enumerate(self.tables.names)}
+        for config in self._configs:
+            if config.name in planned:
+                self.embeddings[config.name] = _TableRows(self.tables.parameter(planned[config.name]))
+            else:
+                self.embeddings[config.name] = self._torchrec[0].embeddings[config.name]
 
-    def _find_lookups(self) -> tuple[list[_Lookup], list[tuple[str, str]]]:
-        """Features of planned tables, and (output name, feature) of the others."""
-        indices = {
-            name: (index, table)
+    def _find_lookups(self) -> tuple[list[Lookup], list[tuple[str, str]]]:
+        """Features of planned tables in the tables' order, and (output name, feature) of the others."""
+        planned = {
+            self.tables.names[table]: (table, index)
             for index, group in enumerate(self.groups)
-            for table, name in enumerate(group.layout.tables)
+            for table in group.tables
         }
         ours, theirs = [], []
         for config, names in zip(self._configs, get_embedding_names_by_table(self._configs), strict=True):
             for feature, name in zip(config.feature_names, names, strict=True):
-                if config.name in indices:
-                    ours.append(_Lookup(name, feature, *indices[config.name]))
+                if config.name in planned:
+                    ours.append(Lookup(name, feature, *planned[config.name]))
                 else:
                     theirs.append((name, feature))
-        return ours, theirs
+        return sorted(ours, key=lambda lookup: lookup.table), theirs
 
     # -- input
 
     def create_context(self) -> FlexShardContext:
         return FlexShardContext()
 
-    def input_dist(self, ctx: FlexShardContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+    def input_dist(self, ctx: FlexShardContext, features: KeyedJaggedTensor | Any) -> Awaitable[Awaitable[KJTList]]:
         """Translate the batch's ids and start sending them.
 
+        Args:
+            features: a ``KeyedJaggedTensor``, or a ``TensorDict`` of jagged features.
+
         Raises:
-            DataError: a feature is missing, or an id lies outside its table (then on every rank, when the first wait
-                ends); or the batch has a variable size per feature.
+            DataError: a feature is missing, or an id lies outside its table, or the batch has a variable size per
+                feature; then on every rank, when the first wait ends.
         """
-        if features.variable_stride_per_key():
-            raise DataError(
-                "the batch's features have batch sizes of their own (variable batch), which tables under a FlexShard"
-                " plan do not take; expand them to one batch size"
-            )
-        ctx.features = features
+        ctx.features = features = keyed_jagged(features)
+        tables, translated = self.tables, self.translated_ids
         with torch.no_grad():
-            batches, error = self._bucketize(features)
-        awaitables: list[Any] = [SplitsAwaitable(dist.get_rank(), batches, error)]
+            lookups, problem = ids_of_tables(features, self._lookups_of, tables.location_tables, translated=translated)
+            batch = tables.bucketize(lookups, translated=translated)
+            status = Status(problem.kind, problem.table) if problem else Status()
+            splits = tables.exchange_splits(batch, replace(status, written=self._logical.written()))
+        awaitables: list[Any] = [SplitsAwaitable(splits, partial(self._send, batch, problem))]
         ctx.sharding_contexts = [None]
-        for collection in self._torchrec:
+        for collection in self._torchrec if problem is None else []:
             ctx.torchrec = collection.create_context()
             request = collection.input_dist(ctx.torchrec, features)
             awaitables += request.awaitables
             ctx.sharding_contexts += ctx.torchrec.sharding_contexts
         return KJTListSplitsAwaitable(awaitables, ctx)
 
-    def _bucketize(self, features: KeyedJaggedTensor) -> tuple[list[GroupBatch], str | None]:
-        """The batch by group of tables, splits under way; and what is wrong with it on this rank."""
-        keys, ends, values = features.keys(), features.offset_per_key(), features.values()
-        index_of = {key: index for index, key in enumerate(keys)}
-        lookups: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.groups]
-        status, error = [0] * len(self.groups), None
-        extremes = extremes_of([values[start:end] for start, end in pairwise(ends)])
-        for lookup in self._lookups_of:
-            table = self.groups[lookup.group].location_tables[lookup.table]
-            if lookup.feature not in index_of:
-                status[lookup.group] = status[lookup.group] or -(lookup.table + 1)
-                error = error or (
-                    f"rank {dist.get_rank()}: the batch has no feature {lookup.feature!r}, which table {table.table!r}"
-                    f" is looked up by; it has {', '.join(keys)}"
-                )
-                continue
-            index = index_of[lookup.feature]
-            ids = values[ends[index] : ends[index + 1]]
-            problem = self._problem(lookup.feature, table, ids.dtype, extremes[index])
-            if problem is not None:
-                status[lookup.group] = status[lookup.group] or lookup.table + 1
-                error = error or f"rank {dist.get_rank()}: {problem}"
-                ids = torch.zeros_like(ids, dtype=torch.long)  # the other ranks wait for an answer
-            lookups[lookup.group].append((lookup.table, ids if ids.numel() else ids.long()))
-        batches = []
-        for group, parts, word in zip(self.groups, lookups, status, strict=True):
-            translated = self.translated_ids and parts
-            batch = group.bucketize(torch.cat([ids for _, ids in parts]) if translated else group.locations(parts))
-            splits = group.exchange_splits(batch, word)
-            batches.append(GroupBatch(group.layout.tables, batch, splits, group.exchange))
-        return batches, error
+    def _send(self, batch: BucketizedIds, problem: BatchProblem | None, splits: Splits) -> Exchange:
+        """Send a batch's ids, once every rank has given its word on its own.
 
-    def _problem(
-        self, feature: str, table: LocationTable, dtype: torch.dtype, extremes: tuple[float, float] | None
-    ) -> str | None:
-        """What is wrong with a feature's ids of these extremes (None if it has no ids), if anything is."""
-        if extremes is None:
-            return None
-        if dtype.is_floating_point or dtype == torch.bool:
-            return f"feature {feature!r}: ids of table {table.table!r} must be whole numbers, found {dtype}"
-        outside = outside_of(extremes, table.num_locations if self.translated_ids else table.num_rows)
-        if outside is None:
-            return None
-        if self.translated_ids:
-            return (
-                f"feature {feature!r}: {outside} is no location of table {table.table!r}; translate its ids with this"
-                " module's translator()"
-            )
-        return outside_message(feature, table, outside)
+        Raises:
+            DataError, CheckpointError: a rank has a problem.
+        """
+        error = error_of(splits.status, self.tables.names, self.tables.rank, problem)
+        if error is not None:
+            raise error
+        if any(word.written for word in splits.status):
+            self._logical.take_written()
+        return self.tables.exchange(batch, splits)
 
     # -- output
 
-    def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> list[RowsAwaitable]:  # noqa: ARG002 - TorchRec's interface
+    def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:  # noqa: ARG002 - TorchRec's interface
         self._optimizer.step()  # a scheduler may have set another learning rate
-        for group in self.groups:
-            group.begin_step()
-        return [exchange.start() for exchange in dist_input[0].exchanges]
+        if torch.is_grad_enabled():
+            self._logical.begin_step()
+            self.tables.begin_step()
+        exchange = dist_input[0].exchange
+        return LookedUpRows(exchange, exchange.start())
 
-    def output_dist(self, ctx: FlexShardContext, output: list[RowsAwaitable]) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    def output_dist(self, ctx: FlexShardContext, output: LookedUpRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
         assert ctx.features is not None
         return EmbeddingsAwaitable(output, partial(self._assemble, ctx.features, None))
 
@@ -272,21 +234,26 @@ class ShardedFlexShardEmbeddingCollection(
                     f"feature {lookup.feature!r} is looked up in several tables, so its ids cannot be translated"
                     " ahead; give each table a feature of its own"
                 )
-            location_table = self.groups[lookup.group].location_tables[lookup.table]
+            location_table = self.tables.location_tables[lookup.table]
             tables[lookup.feature] = location_table.to(torch.device("cpu"))
         return Translator(tables)
 
     # -- resharding
 
-    def configs_of(self, group: TableGroup) -> list[EmbeddingConfig]:
-        """Configurations of a group's tables."""
-        return [config for config in self._configs if config.name in group.layout.tables]
+    def configs_of_planned(self) -> list[EmbeddingConfig]:
+        """Configurations of the planned tables."""
+        return [config for config in self._configs if config.name in self.tables.names]
 
-    def replace_group(self, index: int, group: TableGroup, fingerprint: str) -> None:
-        """Put a group in another layout in a group's place."""
-        self.groups[index] = group
+    def finish_writes(self) -> None:
+        """Take over what was written to a ``state_dict`` in place; every rank must call it."""
+        self._logical.take_written()
+
+    def replace_tables(self, tables: ShardedTables, fingerprint: str) -> None:
+        """Put the same tables in another layout in the present ones' place."""
+        self.tables = self._logical.tables = tables
         self._register_tables()
         self.fingerprint = fingerprint
+        self._optimizer.reset_rows()
         self._optimizer.step()  # learning rates
 
     # -- TorchRec's plumbing
@@ -310,22 +277,23 @@ class ShardedFlexShardEmbeddingCollection(
 
     def train(self, mode: bool = True) -> ShardedFlexShardEmbeddingCollection:
         super().train(mode)
-        for group in self.groups:
-            group.train(mode)
+        self.tables.train(mode)
+        for collection in self._torchrec:
+            collection.train(mode)
         return self
 
     def collections(self) -> list[list[str]]:
         """Tables that share collectives, as :func:`flexshard.executors.replay` takes them."""
-        return [list(group.layout.tables) for group in self.groups]
+        return [list(self.tables.names)]
 
     # -- checkpoints
 
     def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Tables in order of id, as ``DTensor`` of shape (E, D); every rank must call it."""
         state = {} if destination is None else destination
-        for group in self.groups:
-            for index, table in enumerate(group.layout.tables):
-                state[f"{prefix}embeddings.{table}.weight"] = to_logical(group, index, "weight")
+        self._logical.wait_for_all("state_dict()")
+        for index, table in enumerate(self.tables.names):
+            state[prefix + parameter_name(table)] = self._logical.hand_out(index, "weight")
         for collection in self._torchrec:
             collection.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
         return state
@@ -357,13 +325,12 @@ class ShardedFlexShardEmbeddingCollection(
     def _load_tables(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Take what is there out of the mapping; which keys were missing."""
         missing = []
-        for group in self.groups:
-            for index, table in enumerate(group.layout.tables):
-                key = f"{prefix}embeddings.{table}.weight"
-                if key in state_dict:
-                    from_logical(group, index, "weight", state_dict.pop(key))
-                else:
-                    missing.append(key)
+        for index, table in enumerate(self.tables.names):
+            key = prefix + parameter_name(table)
+            if key in state_dict:
+                self._logical.take(index, "weight", state_dict.pop(key))
+            else:
+                missing.append(key)
         return missing
 
     def _load_from_state_dict(

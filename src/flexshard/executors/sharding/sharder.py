@@ -13,20 +13,27 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommCodecs, ShardedModule, ShardingEnv
+from torchrec.distributed.types import (
+    CommOp,
+    ParameterSharding,
+    QuantizedCommCodec,
+    QuantizedCommCodecs,
+    ShardedModule,
+    ShardingEnv,
+)
 from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from flexshard._internal import differing_ranks
+from flexshard._internal import differing_ranks, on_all_ranks
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
-from flexshard.executors.sharding.table_group import GroupOptions, GroupTraits, TableGroup
+from flexshard.executors.sharding.sharded_tables import GroupOptions, GroupTraits, ShardedTables
 from flexshard.executors.stores.base import RowStore
-from flexshard.executors.stores.sharded import ShardedStore
+from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
 from flexshard.planner import FlexShardParameterSharding
 from flexshard.tables import data_type_of_torchrec
@@ -56,7 +63,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         *,
         use_index_dedup: bool = False,
         translated_ids: bool = False,
-        sharded_store: Callable[..., RowStore] = ShardedStore,
+        sharded_store: Callable[..., RowStore] = FusedStore,
         collectives: Collectives | None = None,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
@@ -101,27 +108,35 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         check_world(planned, env.process_group, module_fqn)
         weights = {name: module.embeddings[name].weight for name in planned}
         configs = {config.name: config for config in module.embedding_configs()}
-        members: dict[GroupTraits, list[str]] = {}
-        for name, how in planned.items():
-            traits = self._traits(configs[name], how, weights[name], device)
-            members.setdefault(traits, []).append(name)
+        index_dedup = any(how.index_dedup for how in planned.values())
         codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-        options = GroupOptions(
-            env.process_group, device, codecs, self._translated_ids, self._collectives, self._sharded_store
+        if codecs is not None:
+            _warn_of_loss(codecs.backward, list(planned))
+        traits = on_all_ranks(
+            lambda: {name: self._traits(configs[name], how, weights[name], device) for name, how in planned.items()},
+            PlanError,
+            env.process_group,
         )
-        groups = []
-        for traits, names in members.items():
-            layout, bijections = placement_of({name: planned[name] for name in names}, env.world_size)
-            group = TableGroup(layout, traits, bijections, options)
-            groups.append(group)
-            _initialise(group, [configs[name] for name in names], [weights[name] for name in names])
+        alike = list(dict.fromkeys(traits.values()))
+        names = sorted(planned, key=lambda name: alike.index(traits[name]))  # those of one group together
+        options = GroupOptions(
+            env.process_group,
+            device,
+            codecs,
+            self._translated_ids,
+            index_dedup,
+            self._collectives,
+            self._sharded_store,
+        )
+        layout, bijections = placement_of({name: planned[name] for name in names}, env.world_size)
+        tables = ShardedTables(layout, [traits[name] for name in names], bijections, options)
+        _initialise(tables, [configs[name] for name in names], [weights[name] for name in names])
         return ShardedFlexShardEmbeddingCollection(
             module.embedding_configs(),
-            groups,
+            tables,
             fingerprint=next(iter(planned.values())).fingerprint,
             device=device,
             need_indices=module.need_indices(),
-            translated_ids=self._translated_ids,
             torchrec_collection=self._torchrec_part(module, params, planned, env, device, module_fqn),
             module_sharding_plan=dict(params),
         )
@@ -139,8 +154,9 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         assert how.table is not None
         if (config.num_embeddings, config.embedding_dim) != (how.table.rows, how.table.dim):
             raise PlanError(
-                f"table {config.name!r}: the plan is for {how.table.rows:,} rows of {how.table.dim}, the model has"
-                f" {config.num_embeddings:,} of {config.embedding_dim}; plan again"
+                f"table {config.name!r}: the plan is for {how.table.rows:,} rows of {how.table.dim}, this rank's model"
+                f" has {config.num_embeddings:,} of {config.embedding_dim}; give every rank the same model, or plan"
+                " again"
             )
         # What apply_optimizer_in_backward left on the parameter goes before what the sharder was given.
         kwargs = dict(getattr(weight, "_optimizer_kwargs", [{}])[0])
@@ -159,7 +175,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             )
         given = data_type_of_torchrec(getattr(fused.get("output_dtype"), "name", ""))
         output = torch.float32 if given is None else getattr(torch, given.name)
-        return GroupTraits(config.embedding_dim, dtype, spec, how.index_dedup, output)
+        return GroupTraits(config.embedding_dim, dtype, spec, output)
 
     def _torchrec_part(
         self,
@@ -179,6 +195,24 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             part.embeddings[config.name] = module.embeddings[config.name]
         part._device = module.device
         return self._torchrec_sharder.shard(part, {c.name: params[c.name] for c in others}, env, device, module_fqn)
+
+
+def _warn_of_loss(codec: QuantizedCommCodec[Any], tables: Sequence[str]) -> None:
+    """Gradients that travel in fewer bits lose what is small or large: say what."""
+    kind = getattr(getattr(codec, "_comm_precision", None), "name", "")  # as FBGEMM calls it
+    losses = {
+        "FP16": "those below 6e-08 become 0, those above 65504 infinite",
+        "BF16": "each keeps 8 significant bits",
+        "FP8": "each keeps 3 or 4 significant bits",
+        "INT8": "each row keeps 8 bits a number, between its least and its largest",
+    }
+    if kind in losses:
+        warnings.warn(
+            f"tables {', '.join(tables[:3])}: gradients travel as {kind}, as qcomms asks for: {losses[kind]} before"
+            " they add up; backward_precision=CommType.FP32 sends them whole",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def check_world(
@@ -221,18 +255,18 @@ def placement_of(
 
 
 @torch.no_grad()
-def _initialise(group: TableGroup, configs: Sequence[EmbeddingConfig], weights: Sequence[torch.Tensor]) -> None:
+def _initialise(tables: ShardedTables, configs: Sequence[EmbeddingConfig], weights: Sequence[torch.Tensor]) -> None:
     """Rows of the module as it was built; where that was on the meta device, rows drawn as its tables would be."""
     for table, (config, weight) in enumerate(zip(configs, weights, strict=True)):
         if weight.device.type != "meta":
-            group.fill(table, {"weight": weight.detach()})
+            tables.fill(table, {"weight": weight.detach()})
             continue
-        for level, store in enumerate(group.level_stores()):
-            ranks = group.groups[store.group_size]
-            part = store.values[group.layout.piece(table, level, ranks.local_rank).slots]
-            drawn = torch.empty_like(part)
+        values = tables.group_of(table).store.values
+        for level, slots, _ in tables.held(table):
+            across = tables.process_groups[tables.layout.group_sizes[level]].across
+            drawn = torch.empty_like(values[slots])
             assert config.init_fn is not None
             config.init_fn(drawn)
-            if ranks.across is not None:  # copies have to start alike
-                dist.broadcast(drawn, dist.get_process_group_ranks(ranks.across)[0], group=ranks.across)
-            part.copy_(drawn)
+            if across is not None:  # copies have to start alike
+                dist.broadcast(drawn, dist.get_process_group_ranks(across)[0], group=across)
+            values[slots] = drawn

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flexshard._internal import DocumentFormat, PathLike, on_all_ranks, read_json, write_json, write_text
-from flexshard.errors import CheckpointError, OutputError
+from flexshard._internal import DocumentFormat, PathLike, lost_rank, on_all_ranks, read_json, write_json, write_text
+from flexshard.errors import CheckpointError, FlexShardError, OutputError
 
 __all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]
 
@@ -67,7 +67,7 @@ def save_checkpoint(
             dcp.save(_state(model, optimizer), checkpoint_id=str(target), process_group=process_group)
             if rank == 0:
                 publish()
-        except (OSError, dcp.api.CheckpointException):
+        except (OSError, RuntimeError, dcp.api.CheckpointException):
             if rank == 0:
                 shutil.rmtree(target, ignore_errors=True)
             raise
@@ -82,13 +82,15 @@ def _written(work: Callable[[], None], folder: Path, process_group: dist.Process
     def told() -> None:
         try:
             work()
-        except (OSError, dcp.api.CheckpointException) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise OutputError(
-                f"{folder}: the checkpoint could not be written; the previous one is untouched ({reason})"
-            ) from error
+        except (OSError, RuntimeError, CheckpointError, dcp.api.CheckpointException) as error:
+            # torch's own errors are of gloo's or NCCL's sockets where another rank has ended
+            ended = isinstance(error, RuntimeError) and not isinstance(error, FlexShardError)
+            raise unwritten(lost_rank(error) if ended else str(error).strip().splitlines()[0]) from error
 
-    on_all_ranks(told, OutputError, process_group)
+    def unwritten(reason: str) -> OutputError:
+        return OutputError(f"{folder}: the checkpoint could not be written; the previous one is untouched ({reason})")
+
+    on_all_ranks(told, unwritten, process_group)
 
 
 def load_checkpoint(

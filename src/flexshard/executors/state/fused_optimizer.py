@@ -4,74 +4,78 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torchrec.optim.fused import FusedOptimizer
 
-from flexshard.executors.sharding.table_group import TableGroup
-from flexshard.executors.state.logical import from_logical, to_logical
+from flexshard.executors.sharding.sharded_tables import ShardedTables
+from flexshard.executors.state.logical import LogicalTables
 
-__all__ = ["FlexShardFusedOptimizer"]
+__all__ = ["FlexShardFusedOptimizer", "parameter_name"]
+
+
+def parameter_name(table: str) -> str:
+    """Of a table's rows among a collection's parameters, in its ``state_dict`` and in its optimizer's."""
+    return f"embeddings.{table}.weight"
 
 
 class _LogicalState:
     """A state in a checkpoint: gathered when it is saved, split when it is loaded."""
 
-    def __init__(self, groups: list[TableGroup], group: int, table: int, name: str) -> None:
-        self._groups, self._group, self._table, self._name = groups, group, table, name
+    def __init__(self, logical: LogicalTables, table: int, name: str, *, first: bool) -> None:
+        self._logical, self._table, self._name, self._first = logical, table, name, first
 
     def state_dict(self) -> Any:
-        return to_logical(self._groups[self._group], self._table, self._name)
+        if self._first:
+            self._logical.wait_for_all("the optimizer's state_dict()")
+        return self._logical.hand_out(self._table, self._name)
 
     def load_state_dict(self, value: Any) -> None:
-        from_logical(self._groups[self._group], self._table, self._name, value)
-
-
-class _Steps:
-    """Updates so far, which Adam's bias correction needs."""
-
-    def __init__(self, groups: list[TableGroup], group: int) -> None:
-        self._groups, self._group = groups, group
-
-    def state_dict(self) -> torch.Tensor:
-        return torch.tensor([self._groups[self._group].steps])
-
-    def load_state_dict(self, value: Any) -> None:
-        self._groups[self._group].steps = int(value)
+        self._logical.take(self._table, self._name, value)
 
 
 class FlexShardFusedOptimizer(FusedOptimizer):
     """Updates happen during backward; ``step`` only passes a changed learning rate on.
 
-    ``state_dict`` holds every state by table and original id; it is a collective operation, as loading is.
+    Its parameters are this rank's rows. ``state_dict`` holds every state by table and original id; it is a collective
+    operation, as loading is.
     """
 
-    def __init__(self, groups: list[TableGroup]) -> None:
-        """``groups`` is kept, so that resharding may replace them."""
-        self._groups = groups
+    def __init__(self, logical: LogicalTables) -> None:
+        self._logical = logical
         params: dict[str, Any] = {}
         state: dict[Any, Any] = {}
         param_groups = []
-        for number, group in enumerate(groups):
+        first = True
+        for group in logical.tables.groups:
             keys = []
-            for index, table in enumerate(group.layout.tables):
-                # Stands for the table, whose rows lie in several tensors.
-                key = torch.empty(0, device="meta")
-                params[f"embeddings.{table}.weight"] = key
+            for table in group.tables:
+                name = logical.tables.names[table]
+                # TorchRec's need no gradient either: what fills gradients in, such as init_state, leaves them out.
+                key = logical.tables.parameter(table).detach()
+                params[parameter_name(name)] = key
                 keys.append(key)
-                states: dict[str, Any] = {
-                    f"{table}.{name}": _LogicalState(groups, number, index, name)
-                    for name in group.traits.spec.state_names
-                }
+                state[key] = {}
+                for one in group.traits.spec.state_names:
+                    state[key][f"{name}.{one}"] = _LogicalState(logical, table, one, first=first)
+                    first = False
                 if group.traits.spec.optimizer.counts_steps:
-                    states[f"{table}.step"] = _Steps(groups, number)
-                state[key] = states
+                    state[key][f"{name}.step"] = logical.tables.steps
             param_groups.append({"params": keys, "lr": group.traits.spec.learning_rate})
         super().__init__(params, state, param_groups)
 
+    @property
+    def tables(self) -> ShardedTables:
+        """Whose rows they are."""
+        return self._logical.tables
+
+    def reset_rows(self) -> None:
+        """The tables have another layout: let the parameters be their rows there."""
+        for table, name in enumerate(self.tables.names):
+            self.params[parameter_name(name)].data = self.tables.parameter(table).detach()
+
     def step(self, closure: Any = None) -> None:  # noqa: ARG002 - the base class names it
         """Pass the learning rates of ``param_groups`` on."""
-        for group, options in zip(self._groups, self.param_groups, strict=True):
-            group.set_learning_rate(float(options["lr"]))
+        for group, options in zip(self.tables.groups, self.param_groups, strict=True):
+            group.store.set_learning_rate(float(options["lr"]))
 
     def zero_grad(self, set_to_none: bool = False) -> None:  # noqa: ARG002 - the base class names it
         """Nothing: gradients do not outlive backward; but learning rates that a scheduler has set count from here."""

@@ -2,76 +2,168 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from flexshard.errors import CheckpointError
 from flexshard.executors.comm.collectives import Label
-from flexshard.executors.sharding.table_group import TableGroup
+from flexshard.executors.sharding.sharded_tables import ShardedTables
+from flexshard.executors.state.attendance import Attendance
+from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut
 from flexshard.executors.state.row_transfer import RowTransfer
 
-__all__ = ["from_logical", "to_logical"]
+__all__ = ["LogicalTables"]
+
+_INSTEAD = (
+    "every rank has to call it: take `if rank == 0` away from it and keep it around what writes the file, or call"
+    " flexshard.executors.full_state_dict(model) on every rank, which gives rank 0 whole tables"
+)
 
 
-def to_logical(group: TableGroup, table: int, name: str) -> DTensor:
-    """A table's weights or state as a ``DTensor`` of shape (E, D), or (E,), ``Shard(0)``; every rank must call it.
+class LogicalTables:
+    """Weights and optimizer states of a module's planned tables, as ``state_dict`` gives and takes them.
 
-    Copies share the work: each sends another part of the rows.
+    Attributes:
+        tables: whose they are.
     """
-    process_group, rows = group.process_group, int(group.layout.num_rows[table])
-    world, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    block = -(-rows // world)
-    ids, values = [], []
-    for level, store in enumerate(group.level_stores()):
-        size = store.group_size
-        ranks = group.groups[size]
-        piece = group.layout.piece(table, level, ranks.local_rank)
-        copies = world // size
-        sent = np.arange(ranks.copy, len(piece.positions), copies)
-        ids.append(group.ids_of(table, piece.positions)[sent])
-        values.append(store.part(name)[piece.slots][torch.from_numpy(sent)])
-    all_ids = torch.from_numpy(np.concatenate(ids)).to(group.device)
-    label = Label(world, "checkpoint", (group.layout.tables[table],))
-    transfer = RowTransfer(group.options.collectives, process_group, label)
-    got_ids, got = transfer.send(all_ids, torch.cat(values), all_ids // block)
-    local = got.new_empty(max(0, min(block, rows - rank * block)), got.shape[1])
-    local[got_ids - rank * block] = got
-    shape, stride = torch.Size((rows, got.shape[1])), torch.Size((got.shape[1], 1))
-    if got.shape[1] == 1 and name != "weight":  # as TorchRec has a number per row
-        local, shape, stride = local.view(-1), torch.Size((rows,)), torch.Size((1,))
-    return DTensor.from_local(local, group.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def __init__(self, tables: ShardedTables) -> None:
+        self.tables = tables
+        self._attendance = Attendance(tables.process_group)
+        self._handed_out: list[HandedOut] = []
+
+    # -- out
+
+    def wait_for_all(self, call: str) -> None:
+        """Until every rank has come to a call; see :class:`Attendance`. Then take over what was written to."""
+        self._attendance.wait(call, _INSTEAD)
+        self.take_written()
+
+    def hand_out(self, table: int, name: str) -> DTensor:
+        """A table's weights or state as a ``DTensor`` of shape (E, D), or (E,), ``Shard(0)``; every rank must call it.
+
+        Until the next training step it may be written to in place.
+        """
+        tables = self.tables
+        block = self._block(table, name)
+        rows, width = int(tables.layout.num_rows[table]), block.shape[1]
+        shape, stride = torch.Size((rows, width)), torch.Size((width, 1))
+        if width == 1 and name != "weight":  # as TorchRec has a number per row
+            block, shape, stride = block.view(-1), torch.Size((rows,)), torch.Size((1,))
+        first = min(tables.rank * _block_rows(tables, table), rows)
+        entry, shard = HandedOut.of(table, name, block, (first,) + (0,) * (block.ndim - 1))
+        self._handed_out = [kept for kept in self._handed_out if not kept.over] + [entry]
+        return DTensor.from_local(shard, tables.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def _block(self, table: int, name: str) -> torch.Tensor:
+        """This rank's rows by id; shape (n, width). Copies share the work: each sends another part of the rows."""
+        tables = self.tables
+        store, world = tables.group_of(table).store, tables.layout.world_size
+        rows, size = int(tables.layout.num_rows[table]), _block_rows(tables, table)
+        ids, values = [], []
+        for level, slots, positions in tables.held(table):
+            group_size = tables.layout.group_sizes[level]
+            sent = np.arange(tables.process_groups[group_size].copy, len(positions), world // group_size)
+            ids.append(tables.ids_of(table, positions)[sent])
+            values.append(store.part(name)[slots][torch.from_numpy(sent)])
+        all_ids = torch.from_numpy(np.concatenate(ids)).to(tables.device)
+        got_ids, got = self._transfer(table).send(all_ids, torch.cat(values), all_ids // size)
+        first = tables.rank * size
+        block = got.new_empty(max(0, min(size, rows - first)), got.shape[1])
+        block[got_ids - first] = got
+        return block
+
+    def _transfer(self, table: int) -> RowTransfer:
+        tables = self.tables
+        label = Label(tables.layout.world_size, "checkpoint", (tables.names[table],))
+        return RowTransfer(tables.options.collectives, tables.process_group, label)
+
+    # -- in
+
+    @torch.no_grad()
+    def take(self, table: int, name: str, value: Any) -> None:
+        """Take a table's weights or state from a whole tensor or a ``DTensor``; every rank must call it.
+
+        Raises:
+            CheckpointError: of another shape.
+        """
+        tables = self.tables
+        rows, group = int(tables.layout.num_rows[table]), tables.group_of(table)
+        width = group.width_of(name)
+        shape = tuple(value.shape)
+        if shape != (rows, width) and not (width == 1 and shape == (rows,)):
+            raise CheckpointError(
+                f"table {tables.names[table]!r}: {name} in the checkpoint has shape {shape}, the model has"
+                f" {(rows, width)}; load it into the model that it was saved from"
+            )
+        self._outdate(entry for entry in self._handed_out if (entry.table, entry.name) == (table, name))
+        if not isinstance(value, DTensor):
+            tables.fill(table, {name: value.view(rows, width)})
+            return
+        if value.placements != (Shard(0),):
+            value = value.redistribute(tables.mesh, [Shard(0)])
+        block = value.to_local()
+        self._take_block(table, name, block.local_shards()[0] if isinstance(block, LocalShardsWrapper) else block)
+
+    def _take_block(self, table: int, name: str, block: torch.Tensor) -> None:
+        """Take every rank's rows by id."""
+        tables = self.tables
+        size = _block_rows(tables, table)
+        block = block.view(len(block), tables.group_of(table).width_of(name))
+        first, store = tables.rank * size, tables.group_of(table).store
+        transfer = self._transfer(table)
+        for _, slots, positions in tables.held(table):
+            ids = torch.from_numpy(tables.ids_of(table, positions)).to(tables.device)
+            store.part(name)[slots].copy_(transfer.ask(ids, ids // size, lambda asked: block[asked - first]))
+
+    # -- what is written to in place
+
+    def begin_step(self) -> None:
+        """Rows are about to change: what was handed out is no longer what they are.
+
+        Raises:
+            CheckpointError: somebody wrote to it while this step's batch was under way already.
+        """
+        if self.written() == FRESH:
+            raise CheckpointError(
+                f"rank {self.tables.rank}: tensors of state_dict() were written to while batches were under way"
+                " in a pipeline, too late for the next of them; call load_state_dict() with them between two steps"
+            )
+        self._outdate(self._handed_out)
+
+    def _outdate(self, entries: Iterable[HandedOut]) -> None:
+        for entry in entries:
+            if not entry.stale:
+                entry.stale, entry.version = True, entry.block._version
+        self._handed_out = [entry for entry in self._handed_out if not entry.over]
+
+    def written(self) -> int:
+        """Whether somebody wrote to what was handed out on this rank: 0, :data:`FRESH` or :data:`STALE`."""
+        return max((STALE if entry.stale else FRESH for entry in self._handed_out if entry.written), default=0)
+
+    @torch.no_grad()
+    def take_written(self) -> None:
+        """Take over what was written to on any rank since the last training step; every rank must call it."""
+        tables = self.tables
+        fresh = {(entry.table, entry.name): entry for entry in self._handed_out if not entry.stale}
+        mine = [key for key, entry in fresh.items() if entry.written]
+        every: list[Any] = [None] * tables.layout.world_size
+        dist.all_gather_object(every, mine, group=tables.process_group)
+        for table, name in sorted({key for keys in every for key in keys}):
+            entry = fresh.get((table, name))
+            current = self._block(table, name)  # of a rank that nobody wrote to, and where it was let go
+            self._take_block(table, name, current if entry is None or not entry.written else entry.block)
+        for entry in fresh.values():
+            entry.version = entry.block._version
+        self._handed_out = [entry for entry in self._handed_out if not entry.over]
 
 
-@torch.no_grad()
-def from_logical(group: TableGroup, table: int, name: str, value: Any) -> None:
-    """Take a table's weights or state from a whole tensor or a ``DTensor``; every rank must call it.
-
-    Raises:
-        CheckpointError: of another shape.
-    """
-    rows = int(group.layout.num_rows[table])
-    width = group.traits.dim if name == "weight" else group.traits.spec.state_width(name, group.traits.dim)
-    shape = tuple(value.shape)
-    if shape != (rows, width) and not (width == 1 and shape == (rows,)):
-        raise CheckpointError(
-            f"table {group.layout.tables[table]!r}: {name} in the checkpoint has shape {shape}, the model has"
-            f" {(rows, width)}; load it into the model that it was saved from"
-        )
-    if not isinstance(value, DTensor):
-        group.fill(table, {name: value.view(rows, width)})
-        return
-    value = value.redistribute(group.mesh, [Shard(0)]) if value.placements != (Shard(0),) else value
-    local = value.to_local().view(-1, width)
-    world, rank = dist.get_world_size(group.process_group), dist.get_rank(group.process_group)
-    block = -(-rows // world)
-    label = Label(world, "checkpoint", (group.layout.tables[table],))
-    transfer = RowTransfer(group.options.collectives, group.process_group, label)
-    for level, store in enumerate(group.level_stores()):
-        piece = group.layout.piece(table, level, group.groups[store.group_size].local_rank)
-        ids = torch.from_numpy(group.ids_of(table, piece.positions)).to(group.device)
-        answer = transfer.ask(ids, ids // block, lambda asked: local[asked - rank * block])
-        store.part(name)[piece.slots].copy_(answer)
+def _block_rows(tables: ShardedTables, table: int) -> int:
+    """Rows of a rank's block of a table."""
+    return -(-int(tables.layout.num_rows[table]) // tables.layout.world_size)

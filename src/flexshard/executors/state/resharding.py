@@ -15,8 +15,8 @@ from flexshard._internal import PathLike, on_all_ranks
 from flexshard.errors import PlanError
 from flexshard.executors.comm.collectives import Label
 from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
+from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.sharder import check_world, placement_of
-from flexshard.executors.sharding.table_group import TableGroup
 from flexshard.executors.state.row_transfer import RowTransfer
 from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan
 from flexshard.profiling import AccessProfile
@@ -69,26 +69,26 @@ def reshard(
         raise PlanError("the model has no module under a FlexShard plan; shard it first")
     planner = FlexShardPlanner(new_plan, profiles=profiles, base=Path(base))
 
-    def planned() -> list[tuple[str, ShardedFlexShardEmbeddingCollection, int, dict[str, FlexShardParameterSharding]]]:
+    def planned() -> list[tuple[str, ShardedFlexShardEmbeddingCollection, dict[str, FlexShardParameterSharding]]]:
         _check(modules, new_plan)
         return [
-            (name, module, index, planner.shardings_of(_plain_name(name), module.configs_of(group)))
+            (name, module, planner.shardings_of(_plain_name(name), module.configs_of_planned()))
             for name, module in modules.items()
-            for index, group in enumerate(module.groups)
         ]
 
     changes = []
-    process_group = next(iter(modules.values())).groups[0].process_group
-    for name, module, index, shardings in on_all_ranks(planned, PlanError, process_group):
-        check_world(shardings, module.groups[index].process_group, name)
-        changes.append((module, index, _new_group(module.groups[index], shardings)))
+    process_group = next(iter(modules.values())).tables.process_group
+    for name, module, shardings in on_all_ranks(planned, PlanError, process_group):
+        check_world(shardings, module.tables.process_group, name)
+        module.finish_writes()
+        changes.append((module, _new_tables(module.tables, shardings)))
     rows = kept = nbytes = 0
-    for module, index, group in changes:
-        moved = _move(module.groups[index], group)
+    for module, tables in changes:
+        moved = _move(module.tables, tables)
         rows, kept, nbytes = rows + moved.rows, kept + moved.kept, nbytes + moved.nbytes
-        module.replace_group(index, group, new_plan.fingerprint)
-    totals = torch.tensor([rows, nbytes, kept], device=changes[0][2].device)
-    dist.all_reduce(totals, group=changes[0][2].process_group)
+        module.replace_tables(tables, new_plan.fingerprint)
+    totals = torch.tensor([rows, nbytes, kept], device=changes[0][1].device)
+    dist.all_reduce(totals, group=changes[0][1].process_group)
     return Resharded(*totals.tolist())
 
 
@@ -101,7 +101,7 @@ def _check(modules: Mapping[str, ShardedFlexShardEmbeddingCollection], plan: Pla
                 f"collection {name!r}: its ids are translated ahead, to where rows are now; reshard a model that was"
                 " sharded without translated_ids"
             )
-        for table in (table for group in module.groups for table in group.layout.tables):
+        for table in module.tables.names:
             names = {table, f"{_plain_name(name)}.{table}"} & set(plan.tables)
             if not names:
                 raise PlanError(f"the plan has no table {table!r} of {name!r}; plan for all of the model's tables")
@@ -118,31 +118,31 @@ def _plain_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _new_group(old: TableGroup, shardings: Mapping[str, FlexShardParameterSharding]) -> TableGroup:
-    planned = {name: shardings[name] for name in old.layout.tables}
-    index_dedup = next(iter(planned.values())).index_dedup
+def _new_tables(old: ShardedTables, shardings: Mapping[str, FlexShardParameterSharding]) -> ShardedTables:
+    planned = {name: shardings[name] for name in old.names}
+    index_dedup = any(how.index_dedup for how in planned.values())
     return old.with_layout(*placement_of(planned, old.layout.world_size), index_dedup=index_dedup)
 
 
-def _move(old: TableGroup, new: TableGroup) -> Resharded:
-    """Fill the new group's stores from the old one's, wherever those are."""
-    rank = dist.get_rank(old.process_group)
-    names = ["weight", *old.traits.spec.state_names]
-    stores = old.level_stores()
-    packed = [torch.cat([store.part(name).float() for name in names], dim=1) for store in stores]
-    first = np.concatenate([[0], np.cumsum([len(rows) for rows in packed])])
-    flat = torch.cat(packed)
+def _move(old: ShardedTables, new: ShardedTables) -> Resharded:
+    """Fill the new tables' stores from the old ones', wherever those are."""
+    moved = [_move_group(old, new, *pair) for pair in zip(old.groups, new.groups, strict=True)]
+    return Resharded(sum(m.rows for m in moved), sum(m.nbytes for m in moved), sum(m.kept for m in moved))
+
+
+def _move_group(old: ShardedTables, new: ShardedTables, source: TableGroup, target: TableGroup) -> Resharded:
+    names = ["weight", *source.traits.spec.state_names]
+    flat = torch.cat([source.store.part(name).float() for name in names], dim=1)
     moved = kept = 0
-    for table, name in enumerate(old.layout.tables):
-        label = Label(old.layout.world_size, "reshard", (name,))
+    for table in target.tables:
+        label = Label(old.layout.world_size, "reshard", (old.names[table],))
         transfer = RowTransfer(old.options.collectives, old.process_group, label)
-        for level, store in enumerate(new.level_stores()):
-            piece = new.layout.piece(table, level, new.groups[store.group_size].local_rank)
-            ids = new.ids_of(table, piece.positions)
+        for _, slots, positions in new.held(table):
+            ids = new.ids_of(table, positions)
             before = np.asarray(old.bijections[table].positions(ids), np.int64)
-            holder, held_level, slot = old.layout.holder(table, before, rank)
-            index = torch.from_numpy(first[held_level] + slot).to(old.device)
-            here = torch.from_numpy(holder == rank).to(old.device)
+            holder, _, slot = old.layout.holder(table, before, old.rank)
+            index = torch.from_numpy(slot - source.first_slot).to(old.device)
+            here = torch.from_numpy(holder == old.rank).to(old.device)
             rows = flat.new_empty(len(ids), flat.shape[1])
             rows[here] = flat[index[here]]
             away = torch.from_numpy(holder).to(old.device)[~here]
@@ -150,8 +150,7 @@ def _move(old: TableGroup, new: TableGroup) -> Resharded:
             kept, moved = kept + int(here.sum()), moved + int((~here).sum())
             column = 0
             for part in names:
-                target = store.part(part)
-                width = target.shape[1]
-                target[piece.slots].copy_(rows[:, column : column + width])
-                column += width
+                values = target.store.part(part)
+                values[slots].copy_(rows[:, column : column + values.shape[1]])
+                column += values.shape[1]
     return Resharded(moved, moved * flat.shape[1] * 4, kept)

@@ -1,72 +1,89 @@
-"""Rows of one level on one rank: what every store of them offers."""
+"""Rows of some tables on one rank: what every store of them offers."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from flexshard.executors.comm.deferred_gradient import DeferredGradient
-from flexshard.executors.stores.updates import OptimizerSpec
+from flexshard.executors.stores.updates import OptimizerSpec, apply_update
 
-__all__ = ["RowStore", "with_deferred_gradient"]
+__all__ = ["LookedUp", "RowStore"]
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """Rows of a batch.
+
+    Attributes:
+        rows: in the weights' type, outside of any graph; shape (R, D).
+        update: takes their gradients, shape (R, D), float32, and updates the store.
+    """
+
+    rows: torch.Tensor
+    update: Callable[[torch.Tensor], None]
 
 
 class RowStore(nn.Module, abc.ABC):
-    """Rows of one level on this rank.
+    """This rank's rows of tables of one dimension, type and optimizer, with their optimizer states.
 
     Attributes:
-        group_size: g.
         spec: their optimizer.
+        dim: D.
     """
 
-    def __init__(self, group_size: int, spec: OptimizerSpec) -> None:
+    def __init__(self, spec: OptimizerSpec, dim: int) -> None:
         super().__init__()
-        self.group_size, self.spec = group_size, spec
-
-    @abc.abstractmethod
-    def rows(self, slots: torch.Tensor, gradient: DeferredGradient) -> torch.Tensor:
-        """Rows at slots (shape (R,)), shape (R, D), whose gradient is the deferred one."""
+        self.spec, self.dim = spec, dim
+        self._learning_rate, self._step = spec.learning_rate, 0
 
     @property
     @abc.abstractmethod
-    def values(self) -> torch.Tensor:
-        """Weights, shape (slots, D); writing to it changes them."""
+    def flat(self) -> torch.Tensor:
+        """All weights one after the other, a leaf that requires a gradient; shape (slots * D,)."""
 
     @abc.abstractmethod
     def states(self) -> dict[str, torch.Tensor]:
         """Optimizer state by TorchRec's names, shape (slots, 1) or (slots, D) each; writing changes it."""
 
+    @abc.abstractmethod
+    def look_up(self, slots: torch.Tensor) -> LookedUp:
+        """Rows at slots (shape (R,), int64), which this rank alone updates."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Weights, shape (slots, D); writing to it changes them."""
+        return self.flat.detach().view(-1, self.dim)
+
     def part(self, name: str) -> torch.Tensor:
         """Weights ("weight") or a state by its name; writing changes it."""
         return self.values if name == "weight" else self.states()[name]
 
-    @abc.abstractmethod
+    def parameter(self, slots: slice) -> nn.Parameter:
+        """A range of the rows as TorchRec lists them among a module's parameters."""
+        dim, rows = self.dim, slots.stop - slots.start
+        return TableBatchedEmbeddingSlice(self.flat, slots.start * dim, slots.stop * dim, rows, dim)
+
     def set_learning_rate(self, learning_rate: float) -> None:
         """From the next update on."""
+        self._learning_rate = learning_rate
 
-    @abc.abstractmethod
     def begin_step(self, step: int) -> None:
         """The rows that are looked up next will be updated for the ``step``-th time (1 for the first)."""
+        self._step = step
 
-
-class _Deferred(torch.autograd.Function):
-    """Rows in the type in which they are sent; their gradient is the deferred one, in the kernel's own."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, deferred: DeferredGradient, dtype: torch.dtype) -> torch.Tensor:
-        ctx.deferred, ctx.kernel_dtype = deferred, rows.dtype
-        return rows.to(dtype) if rows.dtype != dtype else rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None, None]:
-        gradient = ctx.deferred.take().to(ctx.kernel_dtype)
-        return gradient * ctx.deferred.scale, None, None
-
-
-def with_deferred_gradient(rows: torch.Tensor, deferred: DeferredGradient, dtype: torch.dtype) -> torch.Tensor:
-    """Rows as another type, whose gradient is the deferred one whatever backward brings."""
-    result: torch.Tensor = _Deferred.apply(rows, deferred, dtype)
-    return result
+    @torch.no_grad()
+    def update_rows(self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0) -> None:
+        """Update rows (a range, or distinct slots) by their summed gradients; ``seed`` as for :func:`apply_update`."""
+        weight = self.values[where]
+        state = {name: values[where] for name, values in self.states().items()}
+        rate, step = self._learning_rate, self._step
+        apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=seed)
+        if isinstance(where, torch.Tensor):  # indexing made copies
+            self.values.index_copy_(0, where, weight)
+            for name, values in self.states().items():
+                values.index_copy_(0, where, state[name])

@@ -1,27 +1,36 @@
-"""Rows without copies in a plain tensor: what the sharded store does, in torch alone, for tests and for machines on
-which FBGEMM has no kernels. Slower; the same numbers up to the order of sums.
+"""Rows in a plain tensor: what the fused store does, in torch alone, for tests and for machines on which FBGEMM has no
+kernels. Slower; the same numbers up to the order of sums.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from flexshard.executors.stores.tensor_rows import TensorRows
+from flexshard.executors.stores.base import LookedUp, RowStore
 from flexshard.executors.stores.touched_rows import sum_by_slot
-from flexshard.executors.stores.updates import OptimizerSpec
+from flexshard.executors.stores.updates import OptimizerSpec, new_state
 
 __all__ = ["MemoryStore"]
 
 
-class MemoryStore(TensorRows):
-    """A drop-in for :class:`ShardedStore`; see :class:`TableGroup`'s ``sharded_store``."""
+class MemoryStore(RowStore):
+    """A drop-in for :class:`FusedStore`; see :class:`FlexShardEmbeddingCollectionSharder`'s ``sharded_store``."""
 
-    def __init__(
-        self, group_size: int, spec: OptimizerSpec, slots: int, dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(group_size, spec, torch.zeros(slots, dim, dtype=dtype, device=device, requires_grad=True))
+    def __init__(self, spec: OptimizerSpec, slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dim)
+        self._flat = nn.Parameter(torch.zeros(slots * dim, dtype=dtype, device=device))
+        self._state = new_state(spec, slots, dim, device)
 
-    @torch.no_grad()
-    def reduce(self, slots: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
-        """Update the rows at slots, each by the sum of its gradients."""
-        self.update_rows(*sum_by_slot(slots, gradient * scale))
+    @property
+    def flat(self) -> torch.Tensor:
+        return self._flat
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return self._state
+
+    def look_up(self, slots: torch.Tensor) -> LookedUp:
+        def update(gradient: torch.Tensor) -> None:
+            self.update_rows(*sum_by_slot(slots, gradient))
+
+        return LookedUp(self.values.index_select(0, slots), update)

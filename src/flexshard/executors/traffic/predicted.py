@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from rich.table import Table as Grid
 
 from flexshard import units
 from flexshard._internal import new_grid
-from flexshard.costmodels import Cost, Layout
+from flexshard.costmodels import Cost, Layout, step_collectives
 from flexshard.errors import DataError
 from flexshard.executors.traffic.observation import Observation
-from flexshard.executors.traffic.replaying import COUNT_BYTES, counts_bytes, together
-from flexshard.planner import Plan
+from flexshard.executors.traffic.replaying import classes_of, together
+from flexshard.planner import Plan, TablePlan
 
 __all__ = ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"]
 
@@ -40,24 +41,27 @@ def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None =
 
     world = plan.cluster.world_size
     for tables in together(plan, collections):
-        row_bytes = tables[0].row_bytes
-        layout = Layout.of_tables({t.name: t for t in tables}, world)
-        if world > 1:
-            add("all_to_all", world, "counts", counts_bytes(layout))
-        for level, size in enumerate(layout.group_sizes):
-            reads = sum(tier.reads for t in tables if (tier := t.tier(size)) is not None)
-            if size > 1:
-                add("all_to_all", size, "ids", reads * layout.location_type().itemsize)
-                add("all_to_all", size, "embeddings", reads * row_bytes)
-                add("all_to_all", size, "gradients", reads * row_bytes)
-            if size < world and layout.whole_slots[level]:
-                add("all_reduce", size, "replicas", layout.whole_slots[level] * row_bytes)
-            if size < world and layout.whole_slots[level] < layout.slots[level]:
-                add("all_reduce", size, "touched", COUNT_BYTES)
+        layout, classes = Layout.of_tables({t.name: t for t in tables}, world), classes_of(tables)
+        reads = {
+            size: np.array([sum(_reads(tables[index], size) for index in one.tables) for one in classes])
+            for size in layout.group_sizes
+        }
+        for call in step_collectives(layout, classes):
+            if call.fixed_bytes is not None:
+                add(call.kind, call.group_size, call.content, call.fixed_bytes)
+            elif call.kind == "all_to_all":
+                carried = reads[call.group_size][list(call.classes)] @ np.array(call.item_bytes)
+                add(call.kind, call.group_size, call.content, float(carried))
     for collective in plan.predicted.collectives:
         if collective.kind == "all_gather":
             add("all_gather", collective.group_size, "touched_rows", collective.nbytes)
     return totals
+
+
+def _reads(table: TablePlan, size: int) -> float:
+    """Expected lookups of a table's rows at a level, per rank and step."""
+    tier = table.tier(size)
+    return 0.0 if tier is None else tier.reads
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import SLOT_BYTES, Layout
+from flexshard.costmodels import Layout, StepCollective, TableClass, segment_bytes, step_collectives
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, PlanError
 from flexshard.planner import Plan, TablePlan
 from flexshard.profiling import AccessProfile
 from flexshard.tables import translation_bytes
 
-__all__ = ["COUNT_BYTES", "Lookups", "Replay", "Traffic", "counts_bytes", "replay", "split_by_rank", "together"]
+__all__ = ["Lookups", "Replay", "Traffic", "classes_of", "replay", "split_by_rank", "together"]
 
 IntArray = npt.NDArray[np.int64]
 Ranking = IndexBijection | AccessProfile
 _CHUNK = 1 << 22
-COUNT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def replay(
         steps: lookups by table of each step; a table that a step does not name has none.
         rankings: of the rows of each table that has more than one tier: its profile, or a bijection.
         collections: tables that share collectives, as ``ShardedFlexShardEmbeddingCollection.collections`` gives them;
-            by default those of one dimension, dtype and optimizer.
+            by default all of the plan's.
 
     Raises:
         PlanError: a ranking is missing, or is not the plan's.
@@ -178,19 +178,35 @@ def replay(
 
 
 def together(plan: Plan, collections: Sequence[Sequence[str]] | None) -> list[list[TablePlan]]:
-    """Tables by the collectives that they share; see :func:`replay`."""
-    if collections is not None:
-        return [[plan.table(name) for name in names] for names in collections]
-    groups: dict[tuple[int, str, str], list[TablePlan]] = {}
-    for table in plan.tables.values():
-        groups.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
-    return list(groups.values())
+    """Tables by the collectives that they share, those of one dimension, dtype and optimizer one after the other; see
+    :func:`replay`.
+    """
+    names = [list(plan.tables)] if collections is None else collections
+    result = []
+    for tables in ([plan.table(name) for name in group] for group in names):
+        kinds = list(dict.fromkeys(_kind(table) for table in tables))
+        result.append(sorted(tables, key=lambda table: kinds.index(_kind(table))))
+    return result
+
+
+def _kind(table: TablePlan) -> tuple[int, str, str]:
+    return table.dim, table.dtype, table.optimizer
+
+
+def classes_of(tables: Sequence[TablePlan]) -> list[TableClass]:
+    """Classes of tables as :func:`together` gives them."""
+    found = []
+    for _, members in groupby(enumerate(tables), key=lambda pair: _kind(pair[1])):
+        same = list(members)
+        first = same[0][1]
+        found.append(TableClass.of(range(same[0][0], same[-1][0] + 1), first.dim, first.row_bytes))
+    return found
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Of one step and group: ``pairs[level]`` (U, g) rows that each rank asks each local rank for; ``touched[level]``
-    (U,) distinct rows of gathered tiers that a rank's group touches.
+    """Of one step and module: ``pairs[level]`` (U, g, K) rows of each class that each rank asks each local rank for;
+    ``touched[level]`` (U, K) distinct rows of gathered tiers that a rank's group touches.
     """
 
     pairs: list[IntArray]
@@ -203,21 +219,33 @@ class _Group:
     def __init__(self, plan: Plan, tables: Sequence[TablePlan], rankings: Mapping[str, Ranking]) -> None:
         self.world, self.dedup = plan.cluster.world_size, plan.settings.index_dedup
         self.tables = tables
-        self.row_bytes = tables[0].row_bytes
         self.layout = Layout.of_tables({table.name: table for table in tables}, self.world)
+        self.classes = classes_of(tables)
+        self.collectives = step_collectives(self.layout, self.classes)
         self.bijections = [_bijection(table, rankings.get(table.name)) for table in tables]
+
+    @property
+    def row_bytes(self) -> IntArray:
+        """Of each class; shape (K,)."""
+        return np.array([one.row_bytes for one in self.classes])
 
     def static_bytes(self, level: int) -> float:
         """Rows of a level on one rank, with all that each byte of them brings along."""
         whole = self.layout.group_sizes[level] == self.world
-        kappa = np.array([table.kappa_sharded if whole else table.kappa_replicated for table in self.tables])
-        return float(kappa @ self.layout.depth[:, level]) * self.row_bytes
+        kappa = [(t.kappa_sharded if whole else t.kappa_replicated) * t.row_bytes for t in self.tables]
+        return float(np.array(kappa) @ self.layout.depth[:, level])
+
+    def collective(self, content: str, size: int) -> list[StepCollective]:
+        """Calls of one content at one level."""
+        return [c for c in self.collectives if (c.content, c.group_size) == (content, size)]
 
     def count(self, step: Mapping[str, Lookups]) -> _Counts:
-        layout = self.layout
-        pairs = [np.zeros(self.world * size, np.int64) for size in layout.group_sizes]
-        touched = [np.zeros(self.world, np.int64) for _ in layout.group_sizes]
+        layout, classes = self.layout, len(self.classes)
+        pairs = [np.zeros((classes, self.world * size), np.int64) for size in layout.group_sizes]
+        touched = [np.zeros((classes, self.world), np.int64) for _ in layout.group_sizes]
+        class_of = [number for number, one in enumerate(self.classes) for _ in one.tables]
         for index, table in enumerate(self.tables):
+            number = class_of[index]
             if table.name not in step:
                 continue
             lookups = step[table.name]
@@ -228,12 +256,16 @@ class _Group:
                 ids, ranks = distinct % table.rows, distinct // table.rows
             seen: list[list[IntArray]] = [[] for _ in layout.group_sizes]
             for start in range(0, len(ids), _CHUNK):
-                self._count_chunk(index, ids[start : start + _CHUNK], ranks[start : start + _CHUNK], pairs, seen)
+                part = slice(start, start + _CHUNK)
+                self._count_chunk(index, ids[part], ranks[part], [level[number] for level in pairs], seen)
             for level, parts in enumerate(seen):
                 if parts:
-                    self._count_touched(index, level, np.unique(np.concatenate(parts)), touched[level])
-        shaped = [flat.reshape(self.world, size) for flat, size in zip(pairs, layout.group_sizes, strict=True)]
-        return _Counts(shaped, touched)
+                    self._count_touched(index, level, np.unique(np.concatenate(parts)), touched[level][number])
+        shaped = [
+            np.moveaxis(flat.reshape(classes, self.world, size), 0, -1)
+            for flat, size in zip(pairs, layout.group_sizes, strict=True)
+        ]
+        return _Counts(shaped, [np.moveaxis(counts, 0, -1) for counts in touched])
 
     def _count_chunk(
         self,
@@ -289,7 +321,7 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
     world, width, steps = plan.cluster.world_size, plan.cluster.ranks_per_node, len(counted)
     shape = steps, world
     served, dynamic = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    up, out = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    up, beyond = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     traffic: dict[tuple[str, int, str], Traffic] = {}
 
     def add(kind: str, size: int, content: str, sent: Any, received: Any) -> None:
@@ -307,66 +339,52 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
     if plan.settings.translation == "device":
         static += sum(translation_bytes(table.rows) for table in plan.tables.values())
     for index, group in enumerate(groups):
-        layout = group.layout
-        if world > 1:
-            message = counts_bytes(layout)
-            add("all_to_all", world, "counts", message, message)
-        for level, size in enumerate(layout.group_sizes):
-            pairs = np.stack([step[index].pairs[level] for step in counted])  # (steps, U, g)
-            asked = pairs.sum(axis=2)
-            answered = pairs.reshape(steps, world // size, size, size).sum(axis=2).reshape(shape)
-            served += answered
-            dynamic += asked * group.row_bytes
+        for collective in group.collectives:
+            if collective.fixed_bytes is not None:
+                add(collective.kind, collective.group_size, collective.content, *[collective.fixed_bytes] * 2)
+        for level, size in enumerate(group.layout.group_sizes):
+            pairs = np.stack([step[index].pairs[level] for step in counted])  # (steps, U, g, K)
+            asked, answered = pairs.sum(axis=2), _transposed(pairs, size).sum(axis=2)
+            served += answered.sum(axis=2)
+            dynamic += asked @ group.row_bytes
             static += group.static_bytes(level)
             if size > 1:
-                dynamic += answered * group.row_bytes
-                ids = layout.location_type().itemsize
-                add("all_to_all", size, "ids", asked * ids, answered * ids)
-                rows = group.row_bytes
-                add("all_to_all", size, "embeddings", answered * rows, asked * rows)
-                add("all_to_all", size, "gradients", asked * rows, answered * rows)
-                near, far = _by_distance(pairs, size, width)
-                near_back, far_back = _by_distance(_transposed(pairs, size), size, width)
-                up += near * (ids + rows) + near_back * rows
-                out += far * (ids + rows) + far_back * rows
-            if size < world:
-                _add_reductions(add, group, level, [step[index].touched[level] for step in counted])
-    return Replay(world, width, steps, tuple(traffic.values()), served, up, out, static, dynamic)
+                dynamic += answered @ group.row_bytes
+            for content in ("ids", "embeddings", "gradients") if size > 1 else ():
+                back = _transposed(pairs, size)
+                sent, received = (back, pairs) if content == "embeddings" else (pairs, back)
+                for collective in group.collective(content, size):
+                    out, came = (_segments(collective, counts) for counts in (sent, received))  # (steps, U, g)
+                    add(collective.kind, size, content, out.sum(axis=2), came.sum(axis=2))
+                    near, far = _by_distance(out, size, width)
+                    up, beyond = up + near, beyond + far
+            for collective in group.collective("touched_rows", size):
+                copies = world // size
+                touched = np.stack([step[index].touched[level] for step in counted])  # (steps, U, K)
+                # Every copy sends as many entries as the one that touched most; ranks of one local rank go together.
+                most = touched.reshape(steps, copies, size, -1).max(axis=1) @ np.array(collective.item_bytes)
+                gathered = np.tile(most, (1, copies)) * copies
+                add(collective.kind, size, collective.content, gathered, gathered)
+    return Replay(world, width, steps, tuple(traffic.values()), served, up, beyond, static, dynamic)
 
 
-def counts_bytes(layout: Layout) -> int:
-    """Of the message of counts: to every rank one number for each level with g > 1, and a status."""
-    return layout.world_size * (sum(size > 1 for size in layout.group_sizes) + 1) * COUNT_BYTES
+def _segments(collective: StepCollective, counts: IntArray) -> IntArray:
+    """Bytes of each segment for rows of each class (of all K); shape of the counts but for the last."""
+    return segment_bytes(counts[..., collective.classes], collective.item_bytes)
 
 
 def _transposed(pairs: IntArray, size: int) -> IntArray:
-    """From who asks whom to who answers whom; shape (steps, U, g) both."""
-    steps, world, _ = pairs.shape
-    square = pairs.reshape(steps, world // size, size, size)
-    return square.transpose(0, 1, 3, 2).reshape(steps, world, size)
+    """From who asks whom to who answers whom; shape (steps, U, g, K) both."""
+    steps, world, _, classes = pairs.shape
+    square = pairs.reshape(steps, world // size, size, size, classes)
+    return square.transpose(0, 1, 3, 2, 4).reshape(steps, world, size, classes)
 
 
 def _by_distance(pairs: IntArray, size: int, width: int) -> tuple[IntArray, IntArray]:
-    """Rows that go to other ranks of the same node, and to other nodes; shape (steps, U) each."""
+    """What goes to other ranks of the same node, and to other nodes; shape (steps, U) each."""
     world = pairs.shape[1]
     rank = np.arange(world)
     other = rank[:, None] // size * size + np.arange(size)
     same_node = other // width == rank[:, None] // width
     near = (pairs * (same_node & (other != rank[:, None]))).sum(axis=2)
     return near, (pairs * ~same_node).sum(axis=2)
-
-
-def _add_reductions(add: Any, group: _Group, level: int, touched: Sequence[IntArray]) -> None:
-    layout = group.layout
-    size, whole = layout.group_sizes[level], layout.whole_slots[level]
-    if whole:
-        nbytes = whole * group.row_bytes
-        add("all_reduce", size, "replicas", nbytes, nbytes)
-    if whole < layout.slots[level]:
-        copies = group.world // size
-        # Every copy sends as many entries as the one that touched most; ranks of one local rank go together.
-        most = np.stack([step.reshape(copies, size).max(axis=0) for step in touched])
-        entry = group.row_bytes + SLOT_BYTES
-        sent = np.tile(most * entry, (1, copies))
-        add("all_reduce", size, "touched", COUNT_BYTES, COUNT_BYTES)
-        add("all_gather", size, "touched_rows", sent * copies, sent * copies)

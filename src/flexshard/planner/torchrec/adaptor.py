@@ -100,7 +100,12 @@ class FlexShardPlanner(ShardingPlanner):
         assert plan is not None
         same_on_all_ranks(given, plan, group)
         self._plan = plan
-        return on_all_ranks(lambda: self._with_rankings(decided), PlanError, group)
+
+        def checked() -> ShardingPlan:
+            _check_model(module, decided)
+            return self._with_rankings(decided)
+
+        return on_all_ranks(checked, PlanError, group)
 
     # -- rank 0
 
@@ -263,6 +268,24 @@ class FlexShardPlanner(ShardingPlanner):
     def _ranked(self, fqn: str, name: str, how: FlexShardParameterSharding) -> FlexShardParameterSharding:
         assert how.table is not None
         return replace(how, ranked_rows=self._rankings.ranked_rows(fqn, name, how.table))
+
+
+def _check_model(module: nn.Module, decided: ShardingPlan) -> None:
+    """Whether this rank's model has the tables that rank 0 planned for.
+
+    Raises:
+        PlanError: it has others.
+    """
+    for fqn, part in module.named_modules():
+        if type(part) is not EmbeddingCollection:
+            continue
+        shardings = dict(decided.plan.get(fqn) or {})
+        for config in part.embedding_configs():
+            if config.name not in shardings:
+                raise PlanError(f"rank 0's model has no table {config.name!r} in {fqn or 'the model'}; build one model")
+            how = shardings[config.name]
+            if isinstance(how, FlexShardParameterSharding) and how.table is not None:
+                _check_table(config.name, how.table, config)
 
 
 def same_on_all_ranks(given: str | None, plan: Plan, group: dist.ProcessGroup) -> None:

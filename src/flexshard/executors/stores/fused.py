@@ -1,4 +1,4 @@
-"""Rows without copies, in FBGEMM's table-batched embedding."""
+"""Rows in FBGEMM's table-batched embedding, whose kernels look up and update."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from torch.autograd.graph import get_gradient_edge
 
-from flexshard.executors.comm.deferred_gradient import DeferredGradient
-from flexshard.executors.stores.base import RowStore, with_deferred_gradient
+from flexshard.executors.stores.base import LookedUp, RowStore
 from flexshard.executors.stores.updates import OptimizerSpec
 from flexshard.tables import DATA_TYPES
 
-__all__ = ["ShardedStore"]
+__all__ = ["FusedStore"]
 
 
-class ShardedStore(RowStore):
-    """Rows without copies: looked up by one kernel, updated inside backward."""
+class FusedStore(RowStore):
+    """All tables are one to FBGEMM: a slot already says which. One kernel looks rows up, another updates them."""
 
-    def __init__(
-        self, group_size: int, spec: OptimizerSpec, slots: int, dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(group_size, spec)
+    def __init__(self, spec: OptimizerSpec, slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dim)
         cuda = device.type == "cuda"
         location = EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST
         self._dtype = dtype
         precision = DATA_TYPES[str(dtype).removeprefix("torch.")].fbgemm
         given = {name: value for name, value in spec.fused_params.items() if name != "output_dtype"}
-        # All tables of the level are one to FBGEMM: a slot already says which.
         self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
             [(slots, dim, location, ComputeDevice.CUDA if cuda else ComputeDevice.CPU)],
             pooling_mode=PoolingMode.NONE,
@@ -39,16 +36,25 @@ class ShardedStore(RowStore):
             device=device,
             **given,
         )
-
-    def rows(self, slots: torch.Tensor, gradient: DeferredGradient) -> torch.Tensor:
-        slots = slots.long()
-        result = self._kernel(slots, slots.new_tensor([0, slots.numel()]))
-        return with_deferred_gradient(result, gradient, self._dtype)
+        self._flat = self._kernel.weights_dev if cuda else self._kernel.weights_host
 
     @property
-    def values(self) -> torch.Tensor:
-        weights: torch.Tensor = self._kernel.split_embedding_weights()[0]
-        return weights.detach()
+    def flat(self) -> torch.Tensor:
+        return self._flat
+
+    def look_up(self, slots: torch.Tensor) -> LookedUp:
+        bags = torch.arange(slots.numel() + 1, dtype=slots.dtype, device=slots.device)
+        result = self._kernel(slots, bags)
+        rows = result.detach().to(self._dtype)
+        if not result.requires_grad:
+            return LookedUp(rows, lambda _: None)
+        edge = get_gradient_edge(result)
+
+        def update(gradient: torch.Tensor) -> None:
+            # The graph of this one lookup goes with the batch's own, whoever retains that.
+            torch.autograd.backward((edge,), (gradient,), retain_graph=True)
+
+        return LookedUp(rows, update)
 
     def states(self) -> dict[str, torch.Tensor]:
         if not self.spec.state_names:
@@ -60,9 +66,11 @@ class ShardedStore(RowStore):
         }
 
     def set_learning_rate(self, learning_rate: float) -> None:
+        super().set_learning_rate(learning_rate)
         self._kernel.set_learning_rate(learning_rate)
 
     def begin_step(self, step: int) -> None:
+        super().begin_step(step)
         if self.spec.optimizer.counts_steps:  # FBGEMM counts every forward, evaluations too; updates are what counts
             self._kernel.iter.fill_(step - 1)
             self._kernel.iter_cpu.fill_(step - 1)

@@ -1,0 +1,192 @@
+"""Fifty tables in 1, 10 and 50 groups (dimension, optimizer, learning rate): collectives and time of a step.
+
+Rows and bytes are the same whatever the groups: 48 numbers a row on average, in one group all of them, in ten groups
+five widths under two optimizers, in fifty each table with a learning rate of its own. Every table has a tier of copies.
+
+    python -m benchmarks.table_groups [--ranks 4] [--batch-size 64] [--network]
+
+With ``--network`` (root) nodes are network namespaces with links between them, as ``benchmarks.cluster`` makes them. To
+measure another tree, put its ``src`` into PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+import flexshard
+from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+from flexshard.executors import Observer
+from flexshard.topologies import Cluster, CollectiveRate, Level
+
+TABLES, ROWS, LENGTH = 50, 20_000, 4
+WIDTHS = (16, 32, 48, 64, 80)
+BLOCKS, STEPS = 9, 6
+LINK_MBIT = (2000.0, 1000.0, 8000.0)  # of a node, to one other node, inside a node
+
+
+def model_of(groups: int) -> Any:
+    """Ten tables of each width in a collection of their own, as TorchRec has it, or all of the mean width in one."""
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict()
+    for dim in (48,) if groups == 1 else WIDTHS:
+        members = [index for index in range(TABLES) if groups == 1 or WIDTHS[index % 5] == dim]
+        model[f"d{dim}"] = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name=f"t{i}", num_embeddings=ROWS, embedding_dim=dim, feature_names=[f"f{i}"])
+                for i in members
+            ]
+        )
+        for index in members:
+            adagrad = groups > 1 and index // 5 % 2
+            rate = 0.05 + (0.001 * (index // 10) if groups == TABLES else 0.0)
+            weight = model[f"d{dim}"].embeddings[f"t{index}"].weight
+            apply_optimizer_in_backward(RowWiseAdagrad if adagrad else torch.optim.SGD, [weight], {"lr": rate})
+    return model
+
+
+def plan_of(model: Any, nodes: int, width: int, batch_size: int) -> DistributedModelParallel:
+    world = nodes * width
+    rate = CollectiveRate(1e-5, 1e9)
+    levels = tuple(Level(g, rate if g > 1 else None, rate if g < world else None) for g in sorted({1, width, world}))
+    cluster = Cluster("any", nodes, width, 1e10, 0.0, levels)
+    counts = np.maximum(1, (1e6 / np.arange(1, ROWS + 1)).astype(np.int64))
+    profile = flexshard.AccessProfile.from_counts(counts, num_samples=int(counts.sum() // LENGTH))
+    profiles = {f"t{index}": profile for index in range(TABLES)}
+    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder({})]
+    budget = 0.1 * TABLES * ROWS * 4 * 48
+    planner = FlexShardPlanner(
+        profiles=profiles,
+        cluster=cluster,
+        batch_size=batch_size,
+        budget=f"+{budget:.0f}B",
+        tiers=2,
+        reduction="dense",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = planner.collective_plan(model, sharders)
+    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+
+
+def batches(rank: int, batch_size: int) -> list[KeyedJaggedTensor]:
+    generator = np.random.default_rng(rank)
+    p = 1.0 / np.arange(1, ROWS + 1)
+    made = []
+    for _ in range(STEPS):
+        ids = torch.from_numpy(generator.choice(ROWS, TABLES * batch_size * LENGTH, p=p / p.sum()))
+        lengths = torch.full((TABLES * batch_size,), LENGTH)
+        made.append(KeyedJaggedTensor([f"f{i}" for i in range(TABLES)], ids, lengths=lengths))
+    return made
+
+
+def step(model: Any, batch: KeyedJaggedTensor) -> None:
+    found = [part(batch) for part in model.module.values()]
+    rows = [jagged.values() for output in found for jagged in output.values()]
+    assert len(rows) == TABLES
+    sum((values**2).sum() for values in rows).backward()
+
+
+def run_rank(nodes: int, batch_size: int, result: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    models = {groups: plan_of(model_of(groups), nodes, world // nodes, batch_size) for groups in (1, 10, 50)}
+    data = batches(rank, batch_size)
+    calls = {}
+    for groups, model in models.items():
+        with Observer() as observer:
+            for batch in data:
+                step(model, batch)
+                observer.step()
+        seen = observer.result().collectives
+        calls[groups] = sum(c.calls for c in seen), sum(c.bytes for c in seen)
+    times: dict[int, list[float]] = {groups: [] for groups in models}
+    for _ in range(BLOCKS):
+        for groups, model in models.items():
+            block = []
+            for batch in data:
+                dist.barrier()
+                start = time.perf_counter()
+                step(model, batch)
+                dist.barrier()
+                block.append(time.perf_counter() - start)
+            times[groups].append(statistics.median(block))
+    if rank == 0:
+        result.write_text(json.dumps({str(groups): [*calls[groups], times[groups]] for groups in models}))
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--network", action="store_true", help="nodes are network namespaces (root)")
+    parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_result is not None:
+        run_rank(args.nodes, args.batch_size, args.rank_result)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        arguments = ["--nodes", args.nodes, "--batch-size", args.batch_size, "--rank-result", result]
+        if args.network:
+            from benchmarks.cluster.network import Network, network
+
+            with network(Network(args.nodes, args.ranks // args.nodes, *LINK_MBIT)) as built:
+                built.run("benchmarks.table_groups", [str(value) for value in arguments], timeout_s=900)
+        else:
+            run_here(args.nodes, args.ranks, [str(value) for value in arguments], folder)
+        found = json.loads(result.read_text())
+    print(f"{TABLES} tables of {ROWS:,} rows, {args.ranks} ranks on {args.nodes} nodes, {args.batch_size} samples of")
+    print(f"{LENGTH} ids a table and rank; medians of {BLOCKS} blocks")
+    base = found["1"][2]
+    for groups, (calls, nbytes, times) in found.items():
+        ratio = statistics.median(time / one for time, one in zip(times, base, strict=True))
+        print(
+            f"{groups:>3} groups: {calls:.0f} collectives and {nbytes / 1e6:.2f} MB a rank and step,"
+            f" {statistics.median(times) * 1e3:.1f} ms, {ratio:.2f} of one group's"
+        )
+    return 0
+
+
+def run_here(nodes: int, ranks: int, arguments: list[str], folder: str) -> None:
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank % (ranks // nodes)),
+            "LOCAL_WORLD_SIZE": str(ranks // nodes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29533",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [sys.executable, "-m", "benchmarks.table_groups", *arguments]
+        processes.append(subprocess.Popen(command, env=environment))
+    if any(process.wait() for process in processes):
+        raise SystemExit(f"a rank failed; its message is above ({folder})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

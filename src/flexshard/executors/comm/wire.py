@@ -1,0 +1,62 @@
+"""In what form rows of each class travel in one direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torchrec.distributed.types import QuantizedCommCodec
+
+__all__ = ["Wire"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """As they are, or as TorchRec's codec wants them.
+
+    Attributes:
+        dims: D of each class; shape (K,).
+        dtypes: of its rows.
+        codec: of float32 rows; None to send rows as they are.
+    """
+
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    codec: QuantizedCommCodec[Any] | None = None
+
+    @cached_property
+    def plain(self) -> Wire:
+        """The same rows without a codec."""
+        return self if self.codec is None else Wire(self.dims, self.dtypes)
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """On the wire, of each class."""
+        return tuple(self._width(index) * self.sent_dtype(index).itemsize for index in range(len(self.dims)))
+
+    def sent_dtype(self, index: int) -> torch.dtype:
+        """Of a class's numbers on the wire."""
+        return self.dtypes[index] if self.codec is None else self.codec.quantized_dtype
+
+    def _width(self, index: int) -> int:
+        dim = self.dims[index]
+        if self.codec is None:
+            return dim
+        width: int = self.codec.calc_quantized_size(dim, self.codec.create_context())
+        return width
+
+    def encode(self, rows: torch.Tensor, index: int) -> torch.Tensor:
+        """Rows of a class, shape (n, D), as they are sent, shape (n, width)."""
+        if self.codec is None:
+            return rows
+        encoded: torch.Tensor = self.codec.encode(rows.float().contiguous().view(-1), self.codec.create_context())
+        return encoded.view(rows.shape[0], self._width(index))
+
+    def decode(self, sent: torch.Tensor, index: int) -> torch.Tensor:
+        """The way back."""
+        if self.codec is None:
+            return sent
+        rows: torch.Tensor = self.codec.decode(sent.contiguous().view(-1), self.codec.create_context())
+        return rows.view(sent.shape[0], self.dims[index]).to(self.dtypes[index])

@@ -1,0 +1,287 @@
+"""Tables of one dimension, type and optimizer: what a rank keeps in one store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchrec.distributed.types import QuantizedCommCodecs
+
+from flexshard._internal import level_groups
+from flexshard.costmodels import Layout, TableClass, step_collectives
+from flexshard.embeddings import IndexBijection
+from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
+from flexshard.executors.comm.collectives import Collectives
+from flexshard.executors.comm.exchange import Exchange, ExchangeContext
+from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
+from flexshard.executors.comm.wire import Wire
+from flexshard.executors.sharding.translation import LocationTable
+from flexshard.executors.stores.base import RowStore
+from flexshard.executors.stores.fused import FusedStore
+from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
+from flexshard.executors.stores.updates import OptimizerSpec
+
+__all__ = ["GroupOptions", "GroupTraits", "ShardedTables", "TableGroup"]
+
+
+@dataclass(frozen=True)
+class GroupTraits:
+    """What the tables of a group have in common.
+
+    Attributes:
+        dim: D.
+        dtype: of weights, and of rows on the wire.
+        spec: optimizer.
+        output_dtype: of the rows that the model gets.
+    """
+
+    dim: int
+    dtype: torch.dtype
+    spec: OptimizerSpec
+    output_dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How tables are carried out, besides what they are.
+
+    Attributes:
+        process_group: of all ranks.
+        device: of rows and batches.
+        codecs: TorchRec's, of embeddings and gradients.
+        translated_ids: whether ids come as locations.
+        index_dedup: whether repeated ids of a batch are sent once.
+        collectives: what carries tensors to other ranks.
+        store: makes the store of a group's rows.
+    """
+
+    process_group: dist.ProcessGroup
+    device: torch.device
+    codecs: QuantizedCommCodecs | None = None
+    translated_ids: bool = False
+    index_dedup: bool = False
+    collectives: Collectives = Collectives()  # noqa: RUF009 - it has no state
+    store: Callable[..., RowStore] = FusedStore
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """This rank's rows of tables with the same traits.
+
+    Attributes:
+        traits: what the tables share.
+        tables: indices in the layout, one after the other.
+        first_slot: of the layout, where the store begins.
+        store: the rows.
+    """
+
+    traits: GroupTraits
+    tables: range
+    first_slot: int
+    store: RowStore
+
+    @property
+    def table_class(self) -> TableClass:
+        """As cost models know it."""
+        return TableClass.of(self.tables, self.traits.dim, self.traits.dim * self.traits.dtype.itemsize)
+
+    def width_of(self, name: str) -> int:
+        """Numbers per row of weights ("weight") or of a state."""
+        return self.traits.dim if name == "weight" else self.traits.spec.state_width(name, self.traits.dim)
+
+    def store_slots(self, slots: slice) -> slice:
+        """A part of the rank's slots as part of the store."""
+        return slice(slots.start - self.first_slot, slots.stop - self.first_slot)
+
+
+class ShardedTables:
+    """A module's planned tables on this rank, and how the others' rows are reached.
+
+    Attributes:
+        layout: where every row lives; tables of one group stand together.
+        bijections: order of popularity of each table's rows, in the layout's order of tables.
+        options: how they are carried out.
+        groups: tables by their traits.
+        process_groups: of ranks, by group size.
+        location_tables: of each table.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        traits: Sequence[GroupTraits],
+        bijections: Sequence[IndexBijection],
+        options: GroupOptions,
+    ) -> None:
+        """``traits`` of each table; equal ones stand together."""
+        self.layout, self.traits, self.bijections, self.options = layout, tuple(traits), tuple(bijections), options
+        self.process_groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), options.process_group)
+        self._steps = torch.zeros(1, dtype=torch.long)
+        # Where ids are translated ahead, it happens on the host.
+        device = torch.device("cpu") if options.translated_ids else options.device
+        self.location_tables = [
+            LocationTable(layout, index, bijection, device) for index, bijection in enumerate(bijections)
+        ]
+        self._location_type = torch.int32 if layout.location_type is np.int32 else torch.int64
+        self.groups = [
+            self._group(same, list(tables)) for same, tables in groupby(range(len(traits)), traits.__getitem__)
+        ]
+        ends = [*(group.first_slot for group in self.groups), layout.num_slots]
+        self._class_slots = torch.tensor(ends, dtype=self._location_type, device=options.device)
+        dims = tuple(group.traits.dim for group in self.groups)
+        codecs = options.codecs
+        self.context = ExchangeContext(
+            layout,
+            step_collectives(layout, [group.table_class for group in self.groups]),
+            self.process_groups,
+            [group.store for group in self.groups],
+            tuple(ends),
+            [self._replicas(level) for level in range(len(layout.group_sizes))],
+            options.collectives,
+            Wire(dims, tuple(group.traits.dtype for group in self.groups), codecs and codecs.forward),
+            # Sums of 16-bit gradients would lose what is small and overflow on what is large.
+            Wire(dims, (torch.float32,) * len(dims), codecs and codecs.backward),
+            [group.traits.output_dtype for group in self.groups],
+        )
+
+    def _group(self, traits: GroupTraits, tables: list[int]) -> TableGroup:
+        members = range(tables[0], tables[-1] + 1)
+        first, end = self.layout.table_slots[[members.start, members.stop]].tolist()
+        store = self.options.store(traits.spec, end - first, traits.dim, traits.dtype, self.options.device)
+        return TableGroup(traits, members, first, store)
+
+    def _replicas(self, level: int) -> ReplicaReduction | None:
+        size = self.layout.group_sizes[level]
+        across = self.process_groups[size].across
+        if across is None:
+            return None
+        copied = [CopiedRows(self.layout, level, group.tables, group.store) for group in self.groups]
+        return ReplicaReduction(level, self.layout, copied, across, self.options.collectives)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tables."""
+        return self.layout.tables
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Of all ranks."""
+        return self.options.process_group
+
+    @cached_property
+    def rank(self) -> int:
+        """Of this process among them."""
+        return dist.get_rank(self.options.process_group)
+
+    @property
+    def steps(self) -> torch.Tensor:
+        """Updates so far; shape (1,). Writing changes it."""
+        return self._steps
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rows."""
+        return self.options.device
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks, as checkpoints name them; it goes with the tables, since it holds the process group."""
+        return DeviceMesh.from_group(self.process_group, self.device.type)
+
+    def with_layout(self, layout: Layout, bijections: Sequence[IndexBijection], *, index_dedup: bool) -> ShardedTables:
+        """The same tables in another layout, rows and states still empty."""
+        options = replace(self.options, index_dedup=index_dedup)
+        tables = ShardedTables(layout, self.traits, bijections, options)
+        tables._steps = self._steps  # checkpoints know the tensor
+        return tables
+
+    # -- a step
+
+    def bucketize(self, lookups: Sequence[tuple[int, torch.Tensor]], *, translated: bool) -> BucketizedIds:
+        """A batch's lookups, (table index, ids) in order of tables, sorted by where they go."""
+        counts = [0] * len(self.groups)
+        parts = []
+        for table, ids in lookups:
+            counts[self._group_of[table]] += ids.numel()
+            parts.append(ids if translated else self.location_tables[table].locations(ids))
+        locations = torch.cat(parts) if parts else self._class_slots.new_empty(0)
+        return bucketize(
+            locations.to(self._location_type),
+            counts,
+            self._class_slots,
+            self.layout.num_buckets,
+            index_dedup=self.options.index_dedup,
+        )
+
+    @cached_property
+    def _group_of(self) -> list[int]:
+        """Which group each table is in."""
+        return [index for index, group in enumerate(self.groups) for _ in group.tables]
+
+    def group_of(self, table: int) -> TableGroup:
+        """The group that a table is in."""
+        return self.groups[self._group_of[table]]
+
+    def exchange_splits(self, batch: BucketizedIds, status: Status) -> SplitsExchange:
+        """Tell the other ranks how many ids will come."""
+        return SplitsExchange(self.layout, self.process_groups, self.options.collectives, batch.counts, status)
+
+    def exchange(self, batch: BucketizedIds, splits: Splits) -> Exchange:
+        """Send the ids."""
+        return Exchange(self.context, batch, splits)
+
+    def begin_step(self) -> None:
+        """The rows that are looked up next will be updated."""
+        self._steps += 1
+        for group in self.groups:
+            group.store.begin_step(int(self._steps))
+
+    def train(self, mode: bool) -> None:
+        """As ``nn.Module.train``."""
+        for group in self.groups:
+            group.store.train(mode)
+
+    # -- rows by table
+
+    def parameter(self, table: int) -> nn.Parameter:
+        """This rank's rows of a table, those with copies first; shape (slots, D), sharing their memory."""
+        group = self.group_of(table)
+        first, end = self.layout.table_slots[[table, table + 1]].tolist()
+        return group.store.parameter(group.store_slots(slice(first, end)))
+
+    def held(self, table: int) -> list[tuple[int, slice, range]]:
+        """What this rank holds of a table: (level, slots in its store, positions), level by level."""
+        group, pieces = self.group_of(table), []
+        for level, size in enumerate(self.layout.group_sizes):
+            piece = self.layout.piece(table, level, self.process_groups[size].local_rank)
+            pieces.append((level, group.store_slots(piece.slots), piece.positions))
+        return pieces
+
+    @torch.no_grad()
+    def fill(self, table: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's rows out of a whole table in order of id.
+
+        Args:
+            table: index of the table.
+            values: "weight" of shape (E, D), or states of shape (E, 1) or (E, D), by name.
+        """
+        store = self.group_of(table).store
+        for _, slots, positions in self.held(table):
+            ids = torch.from_numpy(self.ids_of(table, positions))
+            for name, whole in values.items():
+                store.part(name)[slots].copy_(whole[ids])
+
+    def ids_of(self, table: int, positions: range) -> npt.NDArray[np.int64]:
+        """Row ids (int64) at positions of a table; shape (n,)."""
+        bijection = self.bijections[table]
+        if bijection.is_identity:
+            return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
+        return bijection.row_at[positions.start : positions.stop : positions.step].astype(np.int64)

@@ -1,0 +1,165 @@
+"""Gradients of rows that U/g ranks hold copies of, brought together so that every copy is updated alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flexshard.costmodels import Layout
+from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
+from flexshard.executors.stores.base import RowStore
+from flexshard.executors.stores.touched_rows import TouchedRows
+
+__all__ = ["CopiedRows", "ReplicaReduction"]
+
+_MANY_ROWS = 4096
+
+
+class CopiedRows:
+    """Rows of one level in one store, and where the gradients of those that are reduced whole lie in a buffer.
+
+    Attributes:
+        store: that holds them.
+        whole: how many are reduced whole.
+        some_sparse: whether there are others.
+        first: slot of the layout where the store begins.
+    """
+
+    def __init__(self, layout: Layout, level: int, tables: range, store: RowStore) -> None:
+        self.store, self.first = store, int(layout.table_slots[tables.start])
+        depth, sparse = (
+            layout.depth[tables.start : tables.stop, level],
+            layout.sparse[tables.start : tables.stop, level],
+        )
+        starts = layout.first_slot[tables.start : tables.stop, level] - self.first
+        held = np.flatnonzero(depth)
+        depth, sparse, starts = depth[held], sparse[held], starts[held]
+        rows = np.where(sparse, 0, depth)
+        self.whole, self.some_sparse = int(rows.sum()), bool(sparse.any())
+        buffer = np.cumsum(rows) - rows
+        self._ranges = [
+            (slice(start, start + n), slice(at, at + n))
+            for start, at, n in zip(starts.tolist(), buffer.tolist(), rows.tolist(), strict=True)
+            if n
+        ]
+        device = store.values.device
+        self._ends = torch.from_numpy(starts + depth).to(device)
+        self._shift = torch.from_numpy(buffer - starts).to(device)  # from a slot to its row in the buffer
+        self._sparse = torch.from_numpy(sparse).to(device)
+        small = self.whole < _MANY_ROWS * len(self._ranges)
+        slots = [np.arange(slots.start, slots.stop) for slots, _ in self._ranges]
+        self._slots = torch.from_numpy(np.concatenate(slots)).to(device) if small and len(slots) > 1 else None
+
+    def _tiers(self, slots: torch.Tensor) -> torch.Tensor:
+        return torch.bucketize(slots, self._ends, right=True)
+
+    def add(self, buffer: torch.Tensor, slots: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
+        """Sum the gradients of rows that are reduced whole in a buffer of theirs."""
+        shift = self._shift
+        if len(self._ends) > 1:
+            tiers = self._tiers(slots)
+            if self.some_sparse:
+                here = ~self._sparse[tiers]
+                tiers, slots, gradient = tiers[here], slots[here], gradient[here]
+            shift = shift[tiers]
+        buffer.index_add_(0, slots + shift, gradient, alpha=scale)
+
+    def sparse(self, slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of sparse tiers alone, with their gradients."""
+        if not self.whole:
+            return slots, gradient
+        here = self._sparse[self._tiers(slots)] if self.some_sparse else torch.zeros_like(slots, dtype=torch.bool)
+        return slots[here], gradient[here]
+
+    def update(self, gradient: torch.Tensor, *, seed: int) -> None:
+        """Update the rows that are reduced whole; their gradients have shape (whole, D)."""
+        if self._slots is not None:  # many small tables: one update of their rows together
+            self.store.update_rows(self._slots, gradient, seed=seed)
+            return
+        for slots, rows in self._ranges:
+            self.store.update_rows(slots, gradient[rows], seed=seed)
+
+
+class ReplicaReduction:
+    """Sums gradients of one level's rows over its copies during backward, and updates every copy alike before backward
+    ends: as a fused optimizer does it.
+
+    Tiers marked dense reduce all their rows (one all-reduce for all tables); tiers marked sparse gather those that were
+    touched (one all-gather of slots with gradients, after one all-reduce of how many). Gradients are float32 whatever
+    the weights: sums of 16-bit numbers lose what is small.
+    """
+
+    def __init__(
+        self,
+        level: int,
+        layout: Layout,
+        copied: Sequence[CopiedRows],
+        across: dist.ProcessGroup,
+        collectives: Collectives,
+    ) -> None:
+        self._size = layout.group_sizes[level]
+        self._copied, self._across, self._collectives = copied, across, collectives
+        self._tables = layout.tables
+        self._buffer: torch.Tensor | None = None
+        self._open: tuple[PendingCollective | None, TouchedRows | None] | None = None
+
+    def _label(self, content: str) -> Label:
+        return Label(self._size, content, self._tables)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the gradients that are reduced whole."""
+        return 4 * sum(part.whole * part.store.dim for part in self._copied)
+
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Each store's gradients in the buffer."""
+        sizes = [part.whole * part.store.dim for part in self._copied]
+        return [view.view(-1, part.store.dim) for view, part in zip(buffer.split(sizes), self._copied, strict=True)]
+
+    def reduce(self, slots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float) -> None:
+        """Start bringing the copies' gradients together; the update follows when backward ends.
+
+        Args:
+            slots: of each store, from 0; shape (R,), int64.
+            gradients: theirs, to be multiplied by ``scale``; shape (R, D), float32.
+        """
+        self.finish()  # a model that looks up twice updates twice, as with FBGEMM
+        dense, touched = None, None
+        if any(part.whole for part in self._copied):
+            dense = self._reduce_whole(slots, gradients, scale)
+        if any(part.some_sparse for part in self._copied):
+            pairs = [part.sparse(*pair) for part, *pair in zip(self._copied, slots, gradients, strict=True)]
+            touched = TouchedRows(pairs, scale, self._collectives, self._across, self._label)
+        self._open = dense, touched
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _reduce_whole(
+        self, slots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float
+    ) -> PendingCollective:
+        if self._buffer is None:
+            self._buffer = torch.zeros(self.buffer_bytes // 4, dtype=torch.float32, device=slots[0].device)
+        for part, view, at, gradient in zip(self._copied, self._views(self._buffer), slots, gradients, strict=True):
+            if part.whole:
+                part.add(view, at, gradient, scale)
+        return self._collectives.all_reduce(self._buffer, self._across, self._label("replicas"))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the copies' gradients and update the rows."""
+        if self._open is None:
+            return
+        (dense, touched), self._open = self._open, None
+        if dense is not None:
+            assert self._buffer is not None
+            dense.wait()
+            for part, view in zip(self._copied, self._views(self._buffer), strict=True):
+                if part.whole:
+                    part.update(view, seed=self._size)
+            self._buffer.zero_()
+        if touched is not None:
+            for part, (slots, gradient) in zip(self._copied, touched.wait(), strict=True):
+                if part.some_sparse:
+                    part.store.update_rows(slots, gradient, seed=self._size)

@@ -1,0 +1,436 @@
+"""The same user's code beside TorchRec's own sharder: what people do with parameters, optimizers and state dicts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from tests.executors import models, ranks
+
+STEPS = 4
+# Two tiers of copies and one without; in each table some of everything.
+SPLIT = {
+    name: [(1, rows // 4, "dense"), (2, rows // 4, "sparse"), (4, rows - rows // 4 * 2, "dense")]
+    for name, (rows, _) in (models.WIDE | models.NARROW).items()
+}
+PER_TABLE = {f"{part}.embeddings.{name}.weight" for part, name in models.table_names()}
+
+
+def ours(optimizer: str = "sgd") -> Any:
+    return models.shard(models.plan_of(models.small_cluster(2, 2), SPLIT), optimizer)[0]
+
+
+def theirs(optimizer: str = "sgd") -> Any:
+    return models.row_wise_of_torchrec(optimizer, 2, 4)
+
+
+def dense_of(parallel: Any, learning_rate: float = models.DENSE_LEARNING_RATE) -> Any:
+    parameters = dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    assert set(parameters) == {"over.weight", "over.bias"}
+    return KeyedOptimizerWrapper(parameters, lambda p: torch.optim.SGD(p, lr=learning_rate))
+
+
+def whole(value: Any) -> torch.Tensor:
+    """A table on every rank, TorchRec's or ours."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not hasattr(value, "local_shards"):
+        return value.detach().clone()
+    full = torch.zeros(value.size(), dtype=value.dtype)
+    for shard in value.local_shards():
+        first = shard.metadata.shard_offsets[0]
+        full[first : first + shard.tensor.shape[0]] = shard.tensor
+    dist.all_reduce(full)
+    return full
+
+
+def state_of(parallel: Any) -> dict[str, np.ndarray]:
+    state = {name: whole(value).numpy() for name, value in parallel.state_dict().items()}
+    for states in parallel.fused_optimizer.state_dict()["state"].values():
+        state |= {name: whole(value).numpy() for name, value in states.items()}
+    return state
+
+
+def on_both(rank: int, code: Callable[..., Any], optimizer: str, *args: Any) -> list[tuple[Any, dict[str, np.ndarray]]]:
+    """What a user's code gives, and the state afterwards: with TorchRec's sharder, then with ours."""
+    found = []
+    for shard in (theirs, ours):
+        parallel = shard(optimizer)
+        result = code(parallel, rank, *args)
+        found.append((result, state_of(parallel)))
+    return found
+
+
+def equal_on_both(code: Callable[..., Any], *args: Any, optimizer: str = "sgd", tolerance: float = 2e-6) -> Any:
+    """Run a user's code with both sharders: its results and every table, state and dense weight have to be the same."""
+    results = ranks.run(2, 2, on_both, code, optimizer, *args)
+    for (expected, expected_state), (result, state) in results:
+        assert (result or []) == pytest.approx(expected or [], rel=1e-5, abs=tolerance)
+        assert state.keys() == expected_state.keys()
+        for name, value in expected_state.items():
+            np.testing.assert_allclose(state[name], value, atol=tolerance, err_msg=name)
+    return results[0][0][0]
+
+
+# -- optimizers
+
+
+def train(parallel: Any, optimizer: Any, rank: int, steps: range = range(STEPS)) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss, _ = parallel(models.make_batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def clipped(parallel: Any, rank: int, kind: str, limit: float, options: dict[str, Any]) -> list[float]:
+    start = parallel.module.over.weight.detach().clone()
+    both = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel, 1.0))])
+    optimizer = GradientClippingOptimizer(both, GradientClipping[kind], max_gradient=limit, **options)
+    losses = train(parallel, optimizer, rank)
+    moved = float((parallel.module.over.weight.detach() - start).norm())
+    norm = optimizer.last_total_grad_norm
+    return [*losses, moved, 0.0 if norm is None else float(norm)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "options"),
+    [
+        ("NORM", 0.001, {}),
+        ("NORM", 0.01, {"norm_type": "inf"}),
+        ("NORM", 0.001, {"enable_global_grad_clip": True, "track_grad_norm": True}),
+        ("VALUE", 0.001, {"track_grad_norm": True}),
+        ("NONE", 0.001, {"track_grad_norm": True}),
+    ],
+)
+def test_gradient_clipping(kind: str, limit: float, options: dict[str, Any]) -> None:
+    *_, moved, _ = equal_on_both(clipped, kind, limit, options)
+    if kind != "NONE":
+        assert moved < 0.1  # without clipping it would be far more
+
+
+def warmed_up(parallel: Any, rank: int, policy: str) -> list[float]:
+    stage = WarmupStage(WarmupPolicy[policy], max_iters=3, value=0.1, decay_iters=8)
+    fused = WarmupOptimizer(parallel.fused_optimizer, [stage], lr=models.LEARNING_RATE)
+    dense = WarmupOptimizer(dense_of(parallel), [stage], lr=models.DENSE_LEARNING_RATE, param_name="__dense")
+    return train(parallel, CombinedOptimizer([("", fused), ("", dense)]), rank)
+
+
+@pytest.mark.parametrize("policy", ["LINEAR", "CONSTANT", "POLY", "COSINE_ANNEALING_WARM_RESTARTS"])
+def test_warm_up(policy: str) -> None:
+    equal_on_both(warmed_up, policy, optimizer="rowwise_adagrad", tolerance=3e-4)
+
+
+def scheduled(parallel: Any, rank: int, name: str) -> list[float]:
+    from torch.optim import lr_scheduler
+
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    made = {
+        "StepLR": lambda: lr_scheduler.StepLR(optimizer, 2, gamma=0.1),
+        "LambdaLR": lambda: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "CosineAnnealingLR": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 4),
+    }[name]()
+    losses = []
+    for step in range(STEPS):
+        losses += train(parallel, optimizer, rank, range(step, step + 1))
+        made.step()
+    return [*losses, *made.get_last_lr()]
+
+
+@pytest.mark.parametrize("name", ["StepLR", "LambdaLR", "CosineAnnealingLR"])
+def test_schedulers(name: str) -> None:
+    equal_on_both(scheduled, name)
+
+
+def groups_saved(parallel: Any, rank: int) -> list[float]:
+    """Parameter groups in checkpoints; TorchRec has one group a table, so its names are compared, not how many."""
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    optimizer.save_param_groups(True)
+    saved = optimizer.state_dict()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.load_state_dict(saved)
+    assert {name for group in saved["param_groups"] for name in group["params"]} == set(optimizer.params)
+    return train(parallel, optimizer, rank)
+
+
+def test_parameter_groups_in_checkpoints() -> None:
+    equal_on_both(groups_saved)
+
+
+def initialised(parallel: Any, rank: int) -> list[float]:
+    """What loading into a fresh optimizer asks for must not leave gradients behind."""
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    optimizer.init_state()
+    left = [name for name, p in parallel.named_parameters() if p.grad is not None and name in PER_TABLE]
+    return [float(len(left)), *train(parallel, optimizer, rank)]
+
+
+def test_optimizers_that_initialise_their_state() -> None:
+    equal_on_both(initialised)
+
+
+# -- parameters
+
+
+def names_of(parallel: Any, rank: int) -> None:
+    named = dict(parallel.named_parameters())
+    assert set(named) == PER_TABLE | {"over.weight", "over.bias"}
+    assert len(list(parallel.parameters())) == len(named)
+    assert {name for name, p in named.items() if hasattr(p, "_in_backward_optimizers")} == PER_TABLE
+    assert set(parallel.fused_optimizer.params) == PER_TABLE
+    assert set(parallel.state_dict()) == set(named)
+    for name in PER_TABLE:
+        assert named[name].requires_grad
+        with pytest.raises(RuntimeError, match="leaf"):
+            named[name].requires_grad_(False)  # freezing is refused, not ignored
+
+
+def test_names_of_parameters() -> None:
+    equal_on_both(names_of)
+
+
+def zeroed(parallel: Any, rank: int, which: str) -> None:
+    found = parallel.parameters() if which == "model" else parallel.fused_optimizer.params.values()
+    with torch.no_grad():
+        for parameter in found:
+            if hasattr(parameter, "local_shards"):
+                for shard in parameter.local_shards():
+                    shard.tensor.zero_()
+            else:
+                parameter.zero_()
+    tables = {name: value for name, value in state_of(parallel).items() if name in PER_TABLE}
+    assert len(tables) == 4
+    assert not any(value.any() for value in tables.values())
+
+
+@pytest.mark.parametrize("which", ["model", "optimizer"])
+def test_zeroing_all_parameters(which: str) -> None:
+    equal_on_both(zeroed, which)
+
+
+def scaled(parallel: Any, rank: int) -> list[float]:
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5).clamp_(-0.1, 0.1)
+    return train(parallel, CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))]), rank)
+
+
+def test_parameters_changed_in_place() -> None:
+    equal_on_both(scaled)
+
+
+def norms(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    from flexshard.executors import table_norms
+
+    parallel = ours()
+    weights = {name: value.full_tensor() for name, value in parallel.state_dict().items() if name in PER_TABLE}
+    expected = {name: float(value.norm()) for name, value in weights.items()}
+    largest = {name: float(value.abs().max()) for name, value in weights.items()}
+    assert table_norms(parallel, norm_type=float("inf")) == pytest.approx(largest)
+    mine = {name: float(p.detach().norm() ** 2) for name, p in parallel.named_parameters() if name in PER_TABLE}
+    return expected, table_norms(parallel), mine
+
+
+def test_norms_of_logical_tables() -> None:
+    found = ranks.run(2, 2, norms)
+    expected = found[0][0]
+    for name, value in expected.items():
+        assert found[0][1][name] == pytest.approx(value, rel=1e-5)
+        # What the documentation says: rows with copies count once for each.
+        assert sum(rank[2][name] for rank in found) > 1.5 * value**2
+
+
+# -- state dicts
+
+
+def loaded_in_place(parallel: Any, rank: int, folder: str) -> list[float]:
+    """``dcp.load`` into a state dict, and nothing else, as TorchRec's tensors allow it."""
+    import torch.distributed.checkpoint as dcp
+
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    path = f"{folder}/{type(parallel.module.wide).__name__}"
+    train(parallel, optimizer, rank)
+    dcp.save({"m": parallel.state_dict(), "o": parallel.fused_optimizer.state_dict()}, checkpoint_id=path)
+    train(parallel, optimizer, rank, range(10, 12))
+    dcp.load({"m": parallel.state_dict(), "o": parallel.fused_optimizer.state_dict()}, checkpoint_id=path)
+    return train(parallel, optimizer, rank, range(20, 22))
+
+
+def test_loading_in_place(tmp_path: Path) -> None:
+    equal_on_both(loaded_in_place, str(tmp_path), optimizer="rowwise_adagrad", tolerance=3e-4)
+
+
+def copied_state(parallel: Any, rank: int, evaluates_first: bool) -> list[float]:
+    """TorchRec's own helper for its tests, which imports models that its wheel leaves out."""
+    import sys
+    from unittest.mock import MagicMock
+
+    missing = "torchrec.distributed.tests"
+    sys.modules.update({missing: MagicMock(), f"{missing}.test_sequence_model": MagicMock()})
+    from torchrec.distributed.test_utils.test_sharding import copy_state_dict
+
+    torch.manual_seed(3)
+    other = models.Model()
+    copy_state_dict(parallel.state_dict(), other.state_dict())
+    if evaluates_first:
+        with torch.no_grad():
+            parallel(models.make_batch(7, rank))
+    return train(parallel, CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))]), rank)
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_copying_into_a_state_dict(evaluates_first: bool) -> None:
+    equal_on_both(copied_state, evaluates_first)
+
+
+def multiplied(parallel: Any, rank: int) -> None:
+    """Operations in place on what ``state_dict`` gives."""
+    for name, value in parallel.state_dict().items():
+        if name in PER_TABLE:
+            shards = [s.tensor for s in value.local_shards()] if hasattr(value, "local_shards") else [value]
+            for shard in shards:
+                shard.mul_(2.0)
+
+
+def test_operations_on_a_state_dict() -> None:
+    equal_on_both(multiplied)
+
+
+def written_too_late(rank: int) -> None:
+    parallel = ours()
+    state = parallel.state_dict()
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    train(parallel, optimizer, rank, range(1))
+    if rank == 1:
+        state["wide.embeddings.goods.weight"].to_local().local_shards()[0].zero_()
+    train(parallel, optimizer, rank, range(1, 2))
+
+
+def test_writing_to_a_state_dict_of_before_a_step_stops_every_rank() -> None:
+    from flexshard.errors import CheckpointError
+
+    for error in ranks.run(2, 2, written_too_late, expect_failures=True):
+        assert isinstance(error, CheckpointError), error
+        assert "on rank 1 tensors of a state_dict() from before a training step" in str(error)
+
+
+def kept_for_nothing(rank: int) -> tuple[int, int]:
+    """A state dict that nobody holds any more takes no memory."""
+    parallel = ours()
+    logical = parallel.module.wide._logical
+    state = parallel.state_dict()
+    held = len(logical._handed_out)
+    del state
+    with torch.no_grad():
+        parallel(models.make_batch(0, rank))
+    train(parallel, CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))]), rank, range(1))
+    return held, len(logical._handed_out)
+
+
+def test_state_dicts_are_let_go() -> None:
+    assert set(ranks.run(2, 2, kept_for_nothing)) == {(3, 0)}
+
+
+def test_a_state_dict_on_one_rank_says_who_is_missing(tmp_path: Path) -> None:
+    import time
+
+    from flexshard.errors import CheckpointError
+
+    start = time.monotonic()
+    found = ranks.run(2, 1, saved_alone, str(tmp_path), timeout=12.0, expect_failures=True)
+    assert isinstance(found[0], CheckpointError), found[0]
+    assert "rank 1 has not come" in str(found[0])
+    assert "full_state_dict" in str(found[0])
+    after, text = found[1]
+    assert after < 10
+    assert "rank 0 waits in state_dict(): rank 1 has not come; every rank has to call it" in text
+    assert time.monotonic() - start < 60
+
+
+def saved_alone(rank: int, folder: str) -> Any:
+    """Rank 0 saves alone; rank 1 sees what it says meanwhile."""
+    import time
+
+    parallel = models.shard(models.plan_of(models.small_cluster(2, 1), two_tiers()), "sgd")[0]
+    said = Path(folder) / "said"
+    start = time.monotonic()
+    if rank == 0:
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: said.write_text(f"{time.monotonic() - start} {message}")
+        torch.save(parallel.state_dict(), f"{folder}/model.pt")
+    while not said.exists() or not said.read_text():
+        time.sleep(0.1)
+    time.sleep(9)
+    after, _, text = said.read_text().partition(" ")
+    return float(after), text
+
+
+def two_tiers() -> dict[str, list[tuple[int, int, str]]]:
+    return {n: [(1, rows // 2, "dense"), (2, rows - rows // 2, "dense")] for n, (rows, _) in SPLIT_ROWS.items()}
+
+
+SPLIT_ROWS = models.WIDE | models.NARROW
+
+
+def saved_to_a_file(rank: int, folder: str) -> tuple[list[str], bool]:
+    """A state dict that every rank calls for and one writes; and what loads it again."""
+    parallel = ours()
+    state = parallel.state_dict()
+    path = f"{folder}/{rank}.pt"
+    torch.save(state, path)
+    again = torch.load(path)
+    same = all(torch.equal(whole(again[name]), whole(value)) for name, value in state.items())
+    return sorted(again), same
+
+
+def test_state_dicts_are_pickled(tmp_path: Path) -> None:
+    for names, same in ranks.run(2, 2, saved_to_a_file, str(tmp_path)):
+        assert set(names) == PER_TABLE | {"over.weight", "over.bias"}
+        assert same
+
+
+# -- inputs
+
+
+def tensor_dicts(parallel: Any, rank: int) -> list[float]:
+    from dataclasses import replace as changed
+
+    from tensordict import TensorDict
+
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    losses = []
+    for step in range(STEPS):
+        batch = models.make_batch(step, rank)
+        jagged = {
+            name: torch.nested.nested_tensor_from_jagged(part.values(), offsets=part.offsets())
+            for name, part in batch.features.to_dict().items()
+        }
+        optimizer.zero_grad()
+        loss, _ = parallel(changed(batch, features=TensorDict(jagged)))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_tensor_dicts() -> None:
+    equal_on_both(tensor_dicts)
