@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import flexshard
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag
 from flexshard.errors import DataError, TableError
 
@@ -164,3 +165,40 @@ def test_a_row_that_stays_hot_keeps_what_torchs_optimizer_remembers_of_it() -> N
     moved = (table.rows(torch.tensor([3, 5])) - before).abs().mean(1)
     assert moved[1] > 0.05  # Adam's momentum goes on with the row it is of
     assert moved[0] < 1e-6
+
+
+@pytest.mark.parametrize("source", ["lookups", "profile"])
+def test_folding_protects_rows_by_how_often_they_are_read(source: str) -> None:
+    """Of 20,000 rows 1,000 are ever read; rows drawn uniformly would nearly all be others, which nobody misses."""
+    torch.manual_seed(0)
+    read, hot = 1000, 100
+    table = TTEmbedding(20_000, 16, tt_ranks=16, hot_rows=hot, optimizer="sgd", learning_rate=0.02)
+    counts = (1e6 / torch.arange(1, read + 1)).long()
+    p, target = counts / counts.sum(), torch.randn(read, 16)
+    table.pin_rows(torch.arange(hot))
+    for _ in range(300):
+        ids = torch.multinomial(p, 512, replacement=True)
+        ((table(ids) - target[ids]) ** 2).sum().div(512).backward()
+
+    def rows() -> torch.Tensor:
+        return table.rows(torch.arange(read)).detach()
+
+    def loss() -> float:
+        return float((p[:, None] * (rows() - target) ** 2).sum())
+
+    held, before = loss(), rows()
+    profile = flexshard.AccessProfile.from_counts(counts.numpy(), num_samples=1000) if source == "profile" else None
+    found = table.unpin_rows(profile=profile)
+    assert found.weights == source
+    assert loss() < 1.03 * held  # with uniformly drawn rows it is 1.06
+    weights = p[hot:, None]
+    moved = (weights * (rows() - before)[hot:] ** 2).sum().sqrt() / (weights * before[hot:] ** 2).sum().sqrt()
+    assert found.others == pytest.approx(float(moved), rel=0.3)
+
+
+def test_a_profile_of_a_larger_table_says_nothing_about_rows() -> None:
+    table = TTEmbedding(500, 8, tt_ranks=4, hot_rows=2)
+    table.pin_rows(torch.tensor([1]))
+    profile = flexshard.AccessProfile.from_counts([1] * 501, num_samples=10)
+    with pytest.raises(TableError, match="profile is of 501 rows, the table has 500"):
+        table.unpin_rows(profile=profile)

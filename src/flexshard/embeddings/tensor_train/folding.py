@@ -5,50 +5,136 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import nn
 
-__all__ = ["Folded", "fit_rows", "relative_error"]
+from flexshard.errors import TableError
+from flexshard.profiling import AccessProfile
+
+__all__ = ["Folded", "Frequencies", "SeenIds", "fit_rows", "relative_error"]
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
+_SEEN, _PER_LOOKUP = 1 << 16, 256
+_MOST_KNOWN = 1 << 14
+
+
 @dataclass(frozen=True)
 class Folded:
-    """How well the cores took pinned rows over; relative errors (Frobenius).
+    """How well the cores took pinned rows over; relative errors (Frobenius), rows weighted by how often they are read.
 
     Attributes:
         before, after: of the cores' rows to the pinned ones, before and after.
         others: how far other rows moved.
+        weights: where frequencies are from: "profile", "lookups" (a sample of the ids that were trained on), or "none"
+            where neither was there and all rows counted alike.
     """
 
     before: float
     after: float
     others: float
+    weights: str = "none"
+
+
+class SeenIds(nn.Module):
+    """A sample of the ids that were looked up in training, the latest :data:`_SEEN` of them."""
+
+    def __init__(self, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.ids: torch.Tensor
+        self.register_buffer("ids", torch.zeros(_SEEN, dtype=torch.int64, device=device), persistent=False)
+        self.count = 0
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Keep a few of a batch's ids, repeated ones as often as they repeat."""
+        flat = ids.detach().reshape(-1)
+        number = min(flat.numel(), _PER_LOOKUP)
+        if not number:
+            return
+        steps = torch.arange(number, device=flat.device) * 7919 + self.count  # all over the batch, whatever its order
+        at = (torch.arange(number, device=flat.device) + self.count) % _SEEN
+        self.ids[at] = flat[steps % flat.numel()].to(self.ids.dtype)
+        self.count += number
+
+    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distinct ids and how often each was seen; shape (n,) each."""
+        return torch.unique(self.ids[: min(self.count, _SEEN)], return_counts=True)
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """How often the rows that are read most are read.
+
+    Attributes:
+        ids: of these rows, ascending; shape (n,).
+        counts: of each; shape (n,).
+        source: as :attr:`Folded.weights`.
+    """
+
+    ids: torch.Tensor
+    counts: torch.Tensor
+    source: str
+
+    @classmethod
+    def of(
+        cls, profile: AccessProfile | None, seen: SeenIds | None, num_rows: int, device: torch.device
+    ) -> Frequencies:
+        """Of a profile, or of the ids that were seen in training, or none.
+
+        Raises:
+            TableError: a profile of a larger table.
+        """
+        if profile is not None:
+            if profile.num_rows > num_rows:
+                raise TableError(
+                    f"the profile is of {profile.num_rows:,} rows, the table has {num_rows:,}; give this table's"
+                )
+            ranked = np.asarray(profile.ranked_rows[:_MOST_KNOWN], np.int64)
+            counts = np.repeat(profile.counts, profile.rows)[: len(ranked)].astype(np.float32)
+            order = np.argsort(ranked)
+            return cls(
+                torch.from_numpy(ranked[order]).to(device), torch.from_numpy(counts[order]).to(device), "profile"
+            )
+        if seen is not None and seen.count:
+            ids, found = seen.counts()
+            most = torch.sort(torch.topk(found, min(_MOST_KNOWN, found.numel())).indices).values
+            return cls(ids[most], found[most].float(), "lookups")
+        return cls(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device), "none")
+
+    def of_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Weights of rows: rarely read ones count half of the least known; shape (n,)."""
+        if not self.ids.numel():
+            return torch.ones(ids.numel(), device=ids.device)
+        at = torch.searchsorted(self.ids, ids).clamp(max=self.ids.numel() - 1)
+        return torch.where(self.ids[at] == ids, self.counts[at], 0.5 * self.counts.min())
 
 
 def fit_rows(
     cores: Iterable[torch.Tensor],
     rows: Rows,
-    wanted: tuple[torch.Tensor, torch.Tensor],
-    kept: tuple[torch.Tensor, torch.Tensor],
+    ids: torch.Tensor,
+    wanted: torch.Tensor,
+    weights: torch.Tensor,
     steps: int,
 ) -> None:
-    """Change cores by L-BFGS, in place.
+    """Change cores by L-BFGS, in place, to least squares.
 
     Args:
         cores: that take gradients.
         rows: what the cores give for ids.
-        wanted: ids and the rows that they are to have; shape (n,) and (n, D).
-        kept: ids and the rows that they have now.
+        ids: of rows; shape (n,).
+        wanted: what they are to be; shape (n, D).
+        weights: how much each counts; shape (n,).
         steps: at most.
     """
-    scales = [max(float(target.norm()) ** 2, 1e-30) for _, target in (wanted, kept)]
+    each = weights[:, None] / max(float((weights[:, None] * wanted**2).sum()), 1e-30)
     optimizer = torch.optim.LBFGS(cores, max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = ((rows(wanted[0]) - wanted[1]) ** 2).sum() / scales[0]
-        loss = loss + ((rows(kept[0]) - kept[1]) ** 2).sum() / scales[1]
+        loss = (each * (rows(ids) - wanted) ** 2).sum()
         loss.backward()
         return loss
 
@@ -57,7 +143,7 @@ def fit_rows(
 
 
 @torch.no_grad()
-def relative_error(rows: Rows, ids: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of what the cores give for ids to other rows; 0 where these are nothing."""
-    norm = float(wanted.norm())
-    return float((rows(ids).float() - wanted).norm()) / norm if norm else 0.0
+def relative_error(rows: Rows, ids: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> float:
+    """Of what the cores give for ids to other rows, each weighted; 0 where these are nothing."""
+    norm = float((weights[:, None] * wanted**2).sum())
+    return (float((weights[:, None] * (rows(ids).float() - wanted) ** 2).sum()) / norm) ** 0.5 if norm else 0.0

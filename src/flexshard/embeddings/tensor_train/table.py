@@ -12,10 +12,11 @@ from torch import nn
 from flexshard._internal import check_int, deprecated_attribute, renamed_parameters
 from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, at_least_0
 from flexshard.embeddings.tensor_train.decomposition import decompose
-from flexshard.embeddings.tensor_train.folding import Folded, fit_rows, relative_error
+from flexshard.embeddings.tensor_train.folding import Folded, Frequencies, SeenIds, fit_rows, relative_error
 from flexshard.embeddings.tensor_train.hot_rows import HotRows
 from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows
 from flexshard.errors import DataError, TableError
+from flexshard.profiling import AccessProfile
 from flexshard.tables import TTShape
 
 __all__ = ["TTTable"]
@@ -96,6 +97,7 @@ class TTTable(nn.Module):
         if check_int(hot_rows, "hot_rows", TableError, least=0):
             size = (min(hot_rows, self.num_embeddings), embedding_dim)
             self.hot = HotRows(size, self.core_optimizer, dtype=dtype, device=device)
+        self.seen = None if self.hot is None else SeenIds(device)
         self.reset_parameters(std)
 
     @property
@@ -185,14 +187,16 @@ class TTTable(nn.Module):
         return self.rows(torch.arange(self.num_embeddings, device=self.cores[0].device))
 
     @torch.no_grad()
-    def pin_rows(self, ids: torch.Tensor, *, steps: int = 100, seed: int = 0) -> Folded | None:
+    def pin_rows(
+        self, ids: torch.Tensor, *, profile: AccessProfile | None = None, steps: int = 100, seed: int = 0
+    ) -> Folded | None:
         """Hold rows dense from now on: they are read and trained there, and nowhere else.
 
         Rows that are pinned already stay as they are; those that are and are not named are folded back.
 
         Args:
             ids: of the rows, such as the hottest of a profile.
-            steps, seed: as for :meth:`unpin_rows`.
+            profile, steps, seed: as for :meth:`unpin_rows`.
 
         Returns:
             how well rows were folded back, if any were.
@@ -206,23 +210,33 @@ class TTTable(nn.Module):
         if self.hot is None or distinct.numel() > room:
             raise TableError(f"{distinct.numel():,} rows to pin are more than hot_rows={room:,}")
         leaving = self.hot.pinned[~torch.isin(self.hot.pinned, distinct)]
-        folded = self.unpin_rows(leaving, steps=steps, seed=seed) if leaving.numel() else None
+        folded = self.unpin_rows(leaving, profile=profile, steps=steps, seed=seed) if leaving.numel() else None
         self.hot.fill(distinct, self.rows(distinct))
         return folded
 
     @torch.no_grad()
-    def unpin_rows(self, ids: torch.Tensor | None = None, *, steps: int = 100, seed: int = 0) -> Folded:
-        """Give pinned rows back to the cores: least squares over them and over others, which are to stay as they are.
+    def unpin_rows(
+        self,
+        ids: torch.Tensor | None = None,
+        *,
+        profile: AccessProfile | None = None,
+        steps: int = 100,
+        seed: int = 0,
+    ) -> Folded:
+        """Give pinned rows back to the cores: least squares over them and over others, which are to stay as they are,
+        each row weighted by how often it is read.
 
         A tensor train cannot hold any rows it is given; what is returned says how near it came.
 
         Args:
             ids: of pinned rows; all of them by default.
+            profile: how often rows are read; by default a sample of the ids that the table has been trained on since it
+                was made or loaded.
             steps: most of L-BFGS, on a copy of the cores in float32.
-            seed: of the other rows, four times as many.
+            seed: of the rarely read rows that are to stay too, four times as many as are unpinned.
 
         Raises:
-            TableError: a row that is not pinned.
+            TableError: a row that is not pinned, or a profile of a larger table.
         """
         hot = self.hot
         if hot is None:
@@ -233,22 +247,33 @@ class TTTable(nn.Module):
         wanted = self.rows(given).float()
         if not bool(wanted.isfinite().all()):
             raise TableError("a row to unpin has a number that is not finite")
+        known = Frequencies.of(profile, self.seen, self.num_embeddings, given.device)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(self.num_embeddings, (4 * given.numel(),), generator=generator)
-        others = torch.unique(drawn.to(given.device))
+        others = torch.unique(torch.cat([known.ids, drawn.to(given.device)]))
         others = others[~torch.isin(others, hot.pinned)]
         kept = self._rows(others).float()
+        weights = [known.of_rows(part) for part in (given, others)]
         trial = copy.deepcopy(self).float()
         trial.core_optimizer, trial.hot = None, None
         trial.cores.requires_grad_(True)
-        before = relative_error(trial._rows, given, wanted)
+        before = relative_error(trial._rows, given, wanted, weights[0])
         if given.numel():
-            fit_rows(trial.cores.parameters(), trial._rows, (given, wanted), (others, kept), steps)
+            both, order = torch.sort(torch.cat([given, others]))
+            fit_rows(
+                trial.cores.parameters(),
+                trial._rows,
+                both,
+                torch.cat([wanted, kept])[order],
+                torch.cat(weights)[order],
+                steps,
+            )
         for core, fitted in zip(self.cores, trial.cores, strict=True):
             core.copy_(fitted)
-        after, moved = relative_error(trial._rows, given, wanted), relative_error(trial._rows, others, kept)
+        after = relative_error(trial._rows, given, wanted, weights[0])
+        moved = relative_error(trial._rows, others, kept, weights[1])
         hot.drop(given)
-        return Folded(before, after, moved)
+        return Folded(before, after, moved, known.source)
 
     hold = deprecated_attribute("hold", "pin_rows")
     fold = deprecated_attribute("fold", "unpin_rows")
@@ -257,6 +282,8 @@ class TTTable(nn.Module):
         """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
         distinct, inverse = self._distinct(ids)
         padding = self._padding(distinct)
+        if self.seen is not None and self.training and torch.is_grad_enabled():
+            self.seen.add(ids)
         if self.hot is None:
             return _without(self._rows(distinct), padding), inverse, padding
         pinned, slot = self.hot.find(distinct)
