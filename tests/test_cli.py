@@ -282,7 +282,7 @@ def test_a_missing_column_option(data: Path) -> None:
 def test_a_disk_that_is_full_keeps_what_was_there(project: Path) -> None:
     target = project / "full.parquet"
     target.write_text("precious")
-    arguments = ("profile", "clicks.parquet", "--column", "items", "-o", "full.parquet")
+    arguments = ("profile", "clicks.parquet", "--column", "items", "-o", "full.parquet", "--force")
     assert "cannot write full.parquet: file too large" in bad(project, *arguments, limit_bytes=4096)
     assert target.read_text() == "precious"
     for arguments in (
@@ -387,7 +387,7 @@ def test_wrong_usage_is_one_line(project: Path) -> None:
     assert "No such command 'plam'" in bad(project, "plam")
     assert "No such option" in bad(project, "plan", "job.yaml", "--colour")
     assert "pictures are .png, .svg or .pdf" in bad(project, "pareto", "job.yaml", "-o", "x.txt")
-    assert "is the data itself" in bad(
+    assert "is what this command reads, and would be lost" in bad(
         project, "profile", "clicks.parquet", "--column", "items", "-o", "clicks.parquet"
     )
     twice = ("profile", "clicks.parquet", "clicks.parquet", "--column", "items", "-o", "x.parquet")
@@ -523,3 +523,45 @@ def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:
     assert "no column 'user'" in bad(tmp_path, *cluster[:3], "x", "--session", "user", "--time", "time")
     assert "--keep-by is 'session' or 'sample'" in bad(tmp_path, *kept[:-2], "row")
     assert "DataError" not in bad(tmp_path, "duplication", "nowhere", "--session", "session")
+
+
+def test_outputs_do_not_replace_inputs(project: Path) -> None:
+    job = (project / "job.yaml").read_bytes()
+    for words in (("plan", "job.yaml"), ("pareto", "job.yaml"), ("plot", "skew", "job.yaml")):
+        assert "job.yaml is what this command reads, and would be lost" in bad(project, *words, "-o", "job.yaml")
+        assert "would be lost" in bad(project, *words, "-o", "job.yaml", "--force")
+    (project / "link.json").symlink_to("job.yaml")
+    assert "would be lost" in bad(project, "plan", "job.yaml", "-o", "link.json")
+    assert (project / "job.yaml").read_bytes() == job
+
+
+def test_outputs_replace_their_own_kind_alone(project: Path) -> None:
+    (project / "notes.txt").write_text("what I must not forget")
+    assert "notes.txt exists and is another file, not a plan" in bad(project, "plan", "job.yaml", "-o", "notes.txt")
+    profile = "items.parquet"
+    assert "is a profile, not a plan" in bad(project, "plan", "job.yaml", "-o", profile)
+    assert "is a Parquet file of data, not a profile" in bad(
+        project, "profile", "clicks.parquet", "--column", "items", "-o", written_copy(project / "clicks.parquet")
+    )
+    assert (project / "notes.txt").read_text() == "what I must not forget"
+    good(project, "plan", "job.yaml", "-o", "again.json")
+    good(project, "plan", "job.yaml", "-o", "again.json")  # a plan in a plan's place
+    (project / "empty.json").touch()
+    good(project, "plan", "job.yaml", "-o", "empty.json")
+    good(project, "plan", "job.yaml", "-o", "notes.txt", "--force")
+    assert Plan.load(project / "notes.txt").fingerprint == Plan.load(project / "again.json").fingerprint
+
+
+def written_copy(path: Path) -> str:
+    copy = path.with_name("copy.parquet")
+    copy.write_bytes(path.read_bytes())
+    return copy.name
+
+
+@pytest.mark.parametrize("budget", ["900TiB", "+900TiB"])
+def test_the_clusters_memory_is_a_limit(project: Path, budget: str) -> None:
+    text = bad(project, "plan", "job.yaml", "-o", "x.json", "--budget", budget)
+    assert f"budget '{budget}' comes to" in text
+    assert "900 TiB" in text
+    assert "less a reserve of" in text
+    assert not (project / "x.json").exists()

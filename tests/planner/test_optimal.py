@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pulp
 import pytest
@@ -96,7 +98,7 @@ def test_one_more_gib_and_the_price_of_memory_are_what_another_plan_saves(
     cluster: Cluster, tables: list[Table], batch: int
 ) -> None:
     plan = solve(tables, cluster, batch_size=batch)
-    richer = solve(tables, cluster, batch_size=batch, budget="+1GiB")
+    richer = solve(tables, replace(cluster, hbm_bytes=1e12), batch_size=batch, budget="+1GiB")
     assert plan.next_gib_seconds == pytest.approx(richer.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
     if plan.memory_price_seconds_per_gib > 0:
         # Within one set of levels time is convex in memory: a step inwards loses at least what the price says.

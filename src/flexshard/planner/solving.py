@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flexshard import units
 from flexshard.costmodels import Cost
-from flexshard.errors import JobError
+from flexshard.errors import BudgetError, JobError
 from flexshard.planner.assembly import closed_form_baselines, table_plans
 from flexshard.planner.digest import job_digest
 from flexshard.planner.methods import Placement
@@ -19,7 +19,7 @@ from flexshard.planner.plan import Plan, Settings, TablePlan
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.reductions import cost_with_reductions
 from flexshard.planner.solver.build import build_instance
-from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solver.instance import Instance, memory_limit
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -62,9 +62,24 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
 
 
 def limit_of(problem: Problem, instance: Instance) -> float:
-    """Bytes per rank that a problem's budget comes to."""
-    neutral = instance.cost(instance.uniform(problem.cluster.world_size)).memory_bytes
-    return problem.budget.limit_bytes(neutral, problem.cluster)
+    """Bytes per rank that a problem's budget comes to.
+
+    Raises:
+        BudgetError: more than a rank of the cluster has.
+    """
+    cluster = problem.cluster
+    neutral = instance.cost(instance.uniform(cluster.world_size)).memory_bytes
+    limit = problem.budget.limit_bytes(neutral, cluster)
+    available = cluster.hbm_bytes - cluster.reserve_bytes
+    if limit > memory_limit(available):
+        show = units.format_bytes
+        raise BudgetError(
+            f"budget {problem.budget.name!r} comes to {show(limit)} per rank (row-wise needs {show(neutral)}); a rank"
+            f" of cluster {cluster.name!r} has but {show(available)} ({show(cluster.hbm_bytes)} less a reserve of"
+            f" {show(cluster.reserve_bytes)}); take a larger cluster, or a limit within its memory",
+            neutral,
+        )
+    return limit
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import typer
 
 from flexshard import calibration, planner
 from flexshard.cli.app import AsJson, JobFile, app, written
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import counting_progress
 from flexshard.errors import JobError
 
@@ -19,9 +20,11 @@ def calibrate_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="File of rates to write (YAML).")],
     rounds: Annotated[int, typer.Option(help="Rounds per batch; the least time counts.")] = 5,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Time lookups of the tensor trains that a job offers, and of dense tables, on this machine."""
+    check_output(output, "flexshard.rates", inputs=[job], force=force)
     spec = planner.load_job(job)
     length_of = {table.name: table.profile.avg_length for table in spec.tables}
     shapes = [option.shape for options in spec.options.values() for option in options]

@@ -11,6 +11,7 @@ from flexshard import topologies, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, app
 from flexshard.cli.cluster_grid import cluster_grid
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say
 
 
@@ -20,6 +21,7 @@ def clusters_command(
         str | None, typer.Argument(help="A preset, preset:nodes, or a cluster file; none lists the presets.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it as a cluster file.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """List the cluster presets, or show one with its sources."""
@@ -33,6 +35,8 @@ def clusters_command(
             grid.add_row(preset.name, f"{c.nodes} x {c.ranks_per_node}", memory, preset.title)
         emit([topologies.cluster_document(preset.cluster()) for preset in presets], as_json=as_json, text=grid)
         return
+    if output is not None:
+        check_output(output, "flexshard.cluster", force=force)
     cluster = topologies.Cluster.resolve(name)
     if output is not None:
         cluster.save(output)

@@ -10,6 +10,7 @@ import typer
 from flexshard import executors, planner, plots
 from flexshard._internal import first_repeated
 from flexshard.cli.app import AsJson, app
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say, working
 from flexshard.errors import DataError, JobError
 
@@ -29,9 +30,13 @@ def compare_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Picture of predicted and observed reduction (Figure 6).")
     ] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Set a job's plan beside every baseline (the paper's, whole tables, TorchRec's), or a plan beside what ran."""
+    if output is not None:
+        read = [*files, *([] if row_wise is None else [row_wise])]
+        check_output(output, "picture", inputs=read, force=force)
     if len(files) > 1:
         _compare_observed(files, row_wise, output, as_json=as_json)
         return

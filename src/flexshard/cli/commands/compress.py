@@ -11,6 +11,7 @@ import typer
 from flexshard import costmodels, planner, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, JobFile, app
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say, working
 from flexshard.errors import JobError
 
@@ -28,11 +29,15 @@ def compress_command(
     plan: Annotated[Path | None, typer.Option(help="Where to write the plan of the tables that stay.")] = None,
     budget: Annotated[str | None, typer.Option(help="neutral, +2GiB, or a limit such as 40GiB.")] = None,
     hashed: Annotated[bool, typer.Option("--hashed", help="Compressed tables keep ids in no order.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Decide which tables become tensor trains, so that a job fits its budget at the least step time."""
     if plan is not None and plan.resolve() == output.resolve():
         raise JobError(f"{plan}: the decision and the plan are two files; give two names")
+    check_output(output, "flexshard.compression", inputs=[job, rates], force=force)
+    if plan is not None:
+        check_output(plan, "flexshard.plan", inputs=[job, rates], force=force)
     spec = planner.load_job(job)
     if budget is not None:
         spec = replace(spec, budget=planner.parse_budget(budget))

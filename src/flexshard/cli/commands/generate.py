@@ -9,6 +9,7 @@ import typer
 
 from flexshard import profiling
 from flexshard.cli.app import AsJson, app, written
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import working
 
 
@@ -21,9 +22,11 @@ def generate_command(
     exponent: Annotated[float, typer.Option(help="Of the power law of popularity.")] = 1.05,
     column: Annotated[str, typer.Option(help="Name of the column.")] = "items",
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write power-law sequences, to try FlexShard without data."""
+    check_output(output, "parquet", force=force)
     with working("generating"):
         profiling.write_power_law_sequences(
             output, rows=rows, samples=samples, mean_length=length, exponent=exponent, column=column, seed=seed

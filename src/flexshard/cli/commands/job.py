@@ -9,6 +9,7 @@ import typer
 
 from flexshard import planner
 from flexshard.cli.app import AsJson, app, written
+from flexshard.cli.outputs import Force, check_output
 
 
 @app.command("job")
@@ -22,9 +23,11 @@ def job_command(
     optimizer: Annotated[str, typer.Option(help="Optimizer of the tables.")] = "rowwise_adagrad",
     budget: Annotated[str, typer.Option(help="neutral, +2GiB, or a limit such as 40GiB.")] = "neutral",
     tiers: Annotated[int, typer.Option(help="Most group sizes of the plan.")] = 3,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a job file for some profiles, to plan as it is or to edit first."""
+    check_output(output, "flexshard.job", inputs=[*profiles, cluster], force=force)
     planner.save_job(
         output,
         profiles,

@@ -10,6 +10,7 @@ import typer
 from flexshard import calibration, topologies, units
 from flexshard.cli.app import AsJson, app
 from flexshard.cli.cluster_grid import cluster_grid
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit
 
 
@@ -26,9 +27,11 @@ def measure_command(
         str, typer.Option(help="Buffers of one rank to time, separated by commas.")
     ] = "64 KiB,1 MiB,8 MiB,32 MiB",
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each size; their median is used.")] = 7,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Time the collectives of this cluster and fit alpha and beta; run it under torchrun."""
+    check_output(output, "flexshard.cluster", force=force)
     with calibration.process_group() as member:
         cluster = calibration.measure_cluster(
             name=name,

@@ -12,6 +12,7 @@ from flexshard import planner, plots, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, JobFile, app
 from flexshard.cli.job_options import Tiers, job_with
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, working
 
 
@@ -20,9 +21,11 @@ def pareto_command(
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
     tiers: Tiers = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw the frontier of memory against communication, with the paper's points."""
+    check_output(output, "picture", inputs=[job], force=force)
     spec = job_with(job, tiers=tiers)
     with working("finding the frontier"):
         curve = planner.pareto(spec)

@@ -10,6 +10,7 @@ import typer
 from flexshard import planner
 from flexshard.cli.app import AsJson, JobFile, app
 from flexshard.cli.job_options import Budget, Method, Tiers, job_with
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say, working
 
 
@@ -20,9 +21,11 @@ def plan_command(
     tiers: Tiers = None,
     budget: Budget = None,
     method: Method = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Decide where every row lives, and prove it."""
+    check_output(output, "flexshard.plan", inputs=[job], force=force)
     with working("planning"):
         plan = job_with(job, tiers=tiers, budget=budget, method=method).solve()
     plan.save(output)

@@ -10,6 +10,7 @@ import typer
 
 from flexshard import planner, plots
 from flexshard.cli.app import AsJson, JobFile, app, written
+from flexshard.cli.outputs import Force, check_output
 from flexshard.errors import JobError
 
 
@@ -19,9 +20,11 @@ def plot_command(
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
     table: Annotated[str | None, typer.Option(help="One table of the job; all, or the first, by default.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw a figure of the FlexShard paper for the job's own profiles."""
+    check_output(output, "picture", inputs=[job], force=force)
     spec = planner.load_job(job)
     tables = [t for t in spec.tables if table in (None, t.name)]
     if not tables:

@@ -12,6 +12,7 @@ import typer
 from flexshard import profiling
 from flexshard._internal import make_folder, new_grid, replacing
 from flexshard.cli.app import AsJson, app
+from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import counting_progress, emit
 from flexshard.errors import DataError
 
@@ -41,11 +42,11 @@ def profile_command(
     reuse: Annotated[bool, typer.Option("--reuse", help="DATA is Meta's reuse statistics (text).")] = False,
     batch: Annotated[int, typer.Option(help="Which block of the reuse statistics, from 0.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Row groups decoded at once.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Count how often each row of a table is read."""
-    if any(Path(name).exists() and output.exists() and output.samefile(name) for name in data if "://" not in name):
-        raise DataError(f"{output} is the data itself; choose another path with -o")
+    check_output(output, "flexshard.profile", inputs=data, force=force)
     if reuse:
         if by or column or hash_ or sample_key or holdout or distinct_batch:
             raise DataError("--reuse goes with --rows, --batch and --name alone")

@@ -1,0 +1,85 @@
+"""Files that a command is about to write: none that it reads, and none of another kind unless somebody says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard.errors import OutputError
+
+__all__ = ["Force", "check_output"]
+
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
+
+_PARQUET, _PICTURES = b"PAR1", (b"\x89PNG", b"%PDF", b"<?xml", b"<svg")
+_TEXT_FORMAT = re.compile(rb"[\"']?format[\"']?\s*:\s*[\"']?(flexshard\.\w+)")
+# What commands call what they write, by what it says it is.
+_NOUNS = {
+    "flexshard.cluster": "a cluster file",
+    "flexshard.compression": "a decision on compression",
+    "flexshard.job": "a job",
+    "flexshard.observed": "an observation",
+    "flexshard.plan": "a plan",
+    "flexshard.profile": "a profile",
+    "flexshard.rates": "a file of rates",
+    "parquet": "a Parquet file of data",
+    "picture": "a picture",
+}
+
+
+def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), force: bool = False) -> None:
+    """Whether a command may write a file.
+
+    Args:
+        path: of the file.
+        kind: what it will be: a format of FlexShard's files, "parquet" (data) or "picture".
+        inputs: what the command reads.
+        force: whether an existing file of another kind may be replaced.
+
+    Raises:
+        OutputError: it is one of the inputs, or exists and is of another kind.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    for given in inputs:
+        if "://" not in str(given) and Path(given).exists() and path.samefile(given):
+            raise OutputError(f"{path} is what this command reads, and would be lost; choose another path with -o")
+    found = _kind(path)
+    if found != kind and not force:
+        what = _NOUNS.get(found, "another file")
+        raise OutputError(
+            f"{path} exists and is {what}, not {_NOUNS[kind]}; choose another path with -o, or replace it with --force"
+        )
+
+
+def _kind(path: Path) -> str:
+    """What a file is: as ``check_output`` has it, or "" if it is nothing known."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 12)
+    except OSError as error:
+        raise OutputError(
+            f"cannot read what stands at {path}: {error.strerror}; choose another path with -o"
+        ) from error
+    if head.startswith(_PARQUET):
+        return _parquet_kind(path)
+    if head.startswith(_PICTURES):
+        return "picture"
+    named = _TEXT_FORMAT.search(head)
+    return named.group(1).decode() if named else ""
+
+
+def _parquet_kind(path: Path) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError):
+        return ""  # what is left of one
+    named = re.search(rb'"format"\s*:\s*"(flexshard\.\w+)"', metadata.get(b"flexshard", b""))
+    return named.group(1).decode() if named else "parquet"
