@@ -310,3 +310,14 @@ def test_bfloat16_weights_and_dictionaries_of_lists() -> None:
     assert torch.equal(batch.to_keyed_jagged().weights(), features.weights().detach())
     lists = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array([[1, 2], [3]]))
     assert InverseKeyedJaggedTensor.from_arrow(pa.table({"a": lists}), [["a"]]).groups[0].inverse.tolist() == [0, 1, 0]
+
+
+def test_numbers_that_do_not_fit_are_named() -> None:
+    large = pa.table({"a": pa.array([[1], [2**63 + 1]], pa.list_(pa.uint64()))})
+    with pytest.raises(DataError, match="column 'a' has 9223372036854775809 in row 11, more than ids of 63 bits hold"):
+        InverseKeyedJaggedTensor.from_arrow(large, [["a"]], first_row=10)
+    heavy = pa.table({"a": [[1], [2]], "w": [[0.5], [1e300]]})
+    with pytest.raises(DataError, match=r"column 'w' has a weight of 1e\+300 in row 1, which float32 does not hold"):
+        InverseKeyedJaggedTensor.from_arrow(heavy, [["a"]], keys=["a"], weights={"a": "w"})
+    endless = pa.table({"a": [[1]], "w": [[float("inf")]]})
+    assert InverseKeyedJaggedTensor.from_arrow(endless, [["a"]], keys=["a"], weights={"a": "w"}) is not None

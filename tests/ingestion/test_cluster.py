@@ -288,3 +288,79 @@ def test_columns_that_duckdb_would_change(tmp_path: Path, columns: dict[str, obj
     for memory in (float("nan"), -5, "much"):
         with pytest.raises(DataError, match="memory"):
             cluster_sessions(tmp_path / "in", tmp_path / "out", session="s", time="t", memory=memory)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.struct([("a", pa.int64()), ("A", pa.int64())]),
+        pa.struct([("a", pa.int64()), ("a", pa.int64())]),
+        pa.list_(pa.struct([("x", pa.struct([("Name", pa.string()), ("name", pa.string())]))])),
+    ],
+)
+def test_fields_that_duckdb_takes_for_one_are_refused(tmp_path: Path, kind: pa.DataType) -> None:
+    schema = pa.schema([("s", pa.int64()), ("t", pa.int64()), ("x", kind)])
+    with pq.ParquetWriter(tmp_path / "a.parquet", schema) as file:
+        file.write_table(pa.table([pa.array([1]), pa.array([1]), pa.nulls(1, kind)], schema=schema))
+    with pytest.raises(DataError, match=r"column 'x' has fields '\w+' and '\w+', which differ by case at most"):
+        cluster_sessions(tmp_path / "a.parquet", tmp_path / "out", session="s", time="t")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_value_is_compared_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were DuckDB, or whatever sorts, to change a value, nothing would be written."""
+    from flexshard.ingestion.sessions import clustering
+
+    written(log(), tmp_path / "in")
+    kept = clustering.sort_here
+
+    def changing(*arguments: object) -> object:
+        counts = kept(*arguments)  # type: ignore[arg-type]
+        (path,) = arguments[-1]  # type: ignore[misc]
+        table = pq.read_table(path)
+        column = table.schema.get_field_index("time")
+        values = table.column("time").to_pylist()
+        pq.write_table(
+            table.set_column(column, table.schema.field("time"), pa.array([values[0] + 1, *values[1:]])), path
+        )
+        return counts
+
+    monkeypatch.setattr(clustering, "sort_here", changing)
+    with pytest.raises(DataError, match="column 'time' would not keep its values; nothing has been written"):
+        cluster_sessions(tmp_path / "in", tmp_path / "out", session="session", time="time")
+    assert not (tmp_path / "out").exists()
+
+
+VALUES = {
+    "uint64": pa.array([2**63 + 5, 2**64 - 1, None], pa.uint64()),
+    "lists": pa.array([[2**63 + 5, 1], [], None], pa.list_(pa.uint64())),
+    "fixed lists": pa.array([[1, 2], [3, 4], None], pa.list_(pa.int32(), 2)),
+    "struct": pa.array([{"a": 1, "b": "x"}, {"a": None, "b": ""}, None]),
+    "map": pa.array([[("k", 1)], [("k", 2), ("l", 3)], []], pa.map_(pa.string(), pa.int64())),
+    "float64": pa.array([1e300, 5e-324, float("nan")]),
+    "half": pa.array(np.array([1, 2, 3], np.float16)),
+    "decimal": pa.array([1, 2, None]).cast(pa.decimal128(21, 2)),
+    "time": pa.array([1, 2, 3], pa.timestamp("ns", tz="UTC")),
+    "date": pa.array([86_400_000, 0, None], pa.date64()),
+    "text": pa.array(["aé", None, ""]),
+    "binary": pa.array([b"\xff\x00", b"", None]),
+    "category": pa.array(["a", "b", "a"]).dictionary_encode(),
+    "bool": pa.array([True, None, False]),
+    "nulls": pa.nulls(3),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_every_type_are_kept(tmp_path: Path, name: str) -> None:
+    table = pa.table({"s": [2, 1, 2], "t": [0, 1, 2], "x": VALUES[name]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    cluster_sessions(tmp_path / "a.parquet", tmp_path / "out", session="s", time="t")
+    found = pq.read_table(tmp_path / "out").sort_by("t").column("x")
+    kind = VALUES[name].type
+    if name == "half":  # compared as float32: Arrow has no comparison of its own
+        kind = pa.float32()
+    elif name == "category":
+        kind = pa.string()
+    assert str(found.cast(kind).to_pylist() if name != "time" else found.cast(pa.int64())) == str(
+        VALUES[name].cast(kind).to_pylist() if name != "time" else pa.chunked_array([VALUES[name].cast(pa.int64())])
+    )

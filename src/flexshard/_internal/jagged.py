@@ -219,7 +219,17 @@ def jagged_of_arrow(
         row = int(np.searchsorted(offsets, position, side="right")) - 1
         raise DataError(f"{where}: column {name!r} has a null id in row {first_row + row:,}; drop or fill it")
     flat = values.to_numpy(zero_copy_only=False)
-    return JaggedArray(flat.astype(np.int64) if flat.dtype.kind == "u" else flat, offsets)
+    if flat.dtype.kind != "u":
+        return JaggedArray(flat, offsets)
+    signed = flat.astype(np.int64)
+    if flat.dtype.itemsize == 8 and signed.size and signed.min() < 0:
+        position = int(np.flatnonzero(signed < 0)[0])
+        row = int(np.searchsorted(offsets, position, side="right")) - 1
+        raise DataError(
+            f"{where}: column {name!r} has {flat[position]} in row {first_row + row:,}, more than ids of 63 bits hold;"
+            " hash or encode it before"
+        )
+    return JaggedArray(signed, offsets)
 
 
 def shared_runs(rows: JaggedArray, *, newest: str = "last", max_shift: int = 16) -> tuple[AnyArray, IntArray]:

@@ -96,7 +96,17 @@ def arrow_columns(
                     f"{where}: column {weights[name]!r} has {other.lengths[row]} weights for {column.lengths[row]} ids"
                     f" of {name!r} in row {first_row + row:,}"
                 )
-            column = JaggedArray(column.values, column.offsets, other.values.astype(np.float32, copy=False))
+            with np.errstate(over="ignore"):
+                narrow = other.values.astype(np.float32, copy=False)
+            lost = np.isinf(narrow) & ~np.isinf(other.values)
+            if lost.any():
+                position = int(np.flatnonzero(lost)[0])
+                row = int(np.searchsorted(column.offsets, position, side="right")) - 1
+                raise DataError(
+                    f"{where}: column {weights[name]!r} has a weight of {other.values[position]:g} in row"
+                    f" {first_row + row:,}, which float32 does not hold; scale the weights"
+                )
+            column = JaggedArray(column.values, column.offsets, narrow)
         columns[name] = JaggedArray(column.values.astype(np.int64, copy=False), column.offsets, column.weights)
     return columns
 

@@ -17,6 +17,7 @@ import pyarrow.fs as pafs
 from flexshard import units
 from flexshard._internal import ParquetSource, PathLike, check_finite, check_int, expand, make_folder
 from flexshard.errors import DataError, OutputError, UnitError
+from flexshard.ingestion.sessions.checksums import changed_column, checksums
 from flexshard.ingestion.sessions.schema import common_schema
 from flexshard.ingestion.sessions.sorting import ClusterJob, sort_here, sort_with_ray
 
@@ -97,7 +98,8 @@ def cluster_sessions(
             that all its machines see.
 
     Raises:
-        DataError: a column that is missing, null or of another type in some file; names file and row.
+        DataError: a column that is missing, null or of another type in some file; names file and row. Or one whose
+            values would not be kept: counts and sums of every column are compared after writing.
         OutputError: ``output`` exists and is not empty, or could not be written.
         MissingDependencyError: Ray was asked for and is not installed.
     """
@@ -124,6 +126,8 @@ def cluster_sessions(
         sort = sort_with_ray if ray else sort_here
         counts = sort(job, local, sources, schema, outputs)
         after = sum(_size(path) for path in outputs)
+        if keep >= 1:
+            _check_values(local, outputs, schema.names)
         try:
             with suppress(FileNotFoundError):
                 target.rmdir()  # an empty folder may stand there
@@ -133,6 +137,15 @@ def cluster_sessions(
     read, seen, *kept = (sum(column) for column in zip(*counts, strict=True))
     kept_by = {"session": (kept[0], kept[1]), "sample": (kept[2], kept[3])}
     return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after)
+
+
+def _check_values(read: Sequence[str], written: Sequence[str], columns: Sequence[str]) -> None:
+    """Whether every value that was read was written."""
+    changed = changed_column(checksums(read, columns), checksums(written, columns))
+    if changed is not None:
+        raise DataError(
+            f"column {changed!r} would not keep its values; nothing has been written: cast it or leave it out"
+        )
 
 
 def _memory(memory: str | float) -> int:

@@ -54,10 +54,29 @@ def _check_names(source: ParquetSource) -> None:
             raise DataError(f"{source.name}: columns {other!r} and {field.name!r} differ by case at most; rename one")
         if not field.name or field.name.lower() in RESERVED:
             raise DataError(f"{source.name}: a column cannot be called {field.name!r} here; rename it")
+        alike = _alike(field.type)
+        if alike is not None:
+            raise DataError(
+                f"{source.name}: column {field.name!r} has fields {alike[0]!r} and {alike[1]!r}, which differ by case"
+                " at most; rename one"
+            )
         if _lossy(field.type):
             raise DataError(
                 f"{source.name}: column {field.name!r} holds {field.type}, which DuckDB changes; cast it before"
             )
+
+
+def _alike(kind: pa.DataType) -> tuple[str, str] | None:
+    """Two fields of one struct that DuckDB takes for one."""
+    if not pt.is_nested(kind):
+        return None
+    fields = [kind.field(number) for number in range(kind.num_fields)]
+    seen: dict[str, str] = {}
+    for field in fields if pt.is_struct(kind) else []:
+        if field.name.lower() in seen:
+            return seen[field.name.lower()], field.name
+        seen[field.name.lower()] = field.name
+    return next((found for field in fields if (found := _alike(field.type)) is not None), None)
 
 
 def _lossy(kind: pa.DataType) -> bool:
