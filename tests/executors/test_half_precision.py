@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from torchrec.distributed.types import CommOp, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 import flexshard
+from flexshard.costmodels import strategy_name
 from flexshard.executors import FlexShardEmbeddingCollectionSharder
-from flexshard.planner import FlexShardPlanner
+from flexshard.planner import FlexShardPlanner, Tier
 from tests.executors import models, ranks
 
-ROWS, DIM = 64, 8
+ROWS, DIM = 64, 32
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-8}
 
 
@@ -53,9 +55,14 @@ def sharded(whose: str, registry: Any = None) -> Any:
         counts = [1000 // (1 + row) for row in range(ROWS)]
         profile = flexshard.AccessProfile.from_counts(counts, num_samples=1000)
         table = flexshard.Table("goods", ROWS, DIM, profile, dtype="float16", features=["f"])
-        tiers = 2 if whose == "two tiers" else 1
-        cluster = models.small_cluster(2, 1)
-        solved = flexshard.solve([table], cluster, batch_size=8, budget="1MiB", tiers=tiers)
+        solved = flexshard.solve([table], models.small_cluster(2, 1), batch_size=8, budget="1MiB")
+        sizes = [(2, ROWS)] if whose == "one tier" else [(1, ROWS // 2), (2, ROWS // 2)]
+        tiers, first = [], 0
+        for size, rows in sizes:
+            tiers.append(Tier(strategy_name(size, 2), size, rows, first, 0.0, None, 0.0, 0.0, 0.0, "dense"))
+            first += rows
+        placed = replace(solved.tables["goods"], tiers=tuple(tiers))
+        solved = replace(solved, tables={"goods": placed})
         sharder = FlexShardEmbeddingCollectionSharder(FUSED, registry)
         plan = FlexShardPlanner(solved, profiles={"goods": profile}).plan(model, [sharder])
     return DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
@@ -121,3 +128,16 @@ def test_what_quantised_gradients_lose_is_said() -> None:
     (text,) = ranks.run(2, 1, with_codecs, "BF16")[0]
     assert "8 significant bits" in text
     assert ranks.run(2, 1, with_codecs, "FP32") == [[], []]
+
+
+def with_int8(rank: int) -> float:
+    config = QCommsConfig(forward_precision=CommType.INT8, backward_precision=CommType.FP32)
+    parallel = sharded("one tier", {CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name: get_qcomm_codecs(config)})
+    ids = torch.arange(ROWS)
+    out = parallel.module.rows(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(ROWS, dtype=torch.long)))
+    return float((out["f"].values() - weights(parallel)).abs().max())
+
+
+def test_rows_of_eight_bits_on_the_wire() -> None:
+    for difference in ranks.run(2, 1, with_int8):
+        assert 0 < difference < 0.01

@@ -302,17 +302,85 @@ def test_copying_into_a_state_dict(evaluates_first: bool) -> None:
     equal_on_both(copied_state, evaluates_first)
 
 
-def multiplied(parallel: Any, rank: int) -> None:
-    """Operations in place on what ``state_dict`` gives."""
-    for name, value in parallel.state_dict().items():
-        if name in PER_TABLE:
-            shards = [s.tensor for s in value.local_shards()] if hasattr(value, "local_shards") else [value]
-            for shard in shards:
-                shard.mul_(2.0)
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "mul": lambda shard: shard.mul_(2.0),
+    "part": lambda shard: shard[:, :2].zero_(),
+    "transposed": lambda shard: shard.t().mul_(0.5),
+    "many": lambda shard: torch._foreach_mul_([shard], 3.0),
+    "copied": lambda shard: shard.copy_(torch.ones(shard.shape)),
+    "detached": lambda shard: shard.detach().add_(1.0),
+}
 
 
-def test_operations_on_a_state_dict() -> None:
-    equal_on_both(multiplied)
+def written(parallel: Any, rank: int, way: str, twice: bool) -> list[float]:
+    """Operations in place on what ``state_dict`` gives, on the whole tensor or on the rank's shards."""
+    for _ in range(1 + twice):
+        state, other = parallel.state_dict(), parallel.state_dict()
+        for name in PER_TABLE:
+            if hasattr(state[name], "local_shards"):
+                for shard in state[name].local_shards():
+                    WAYS[way](shard.tensor)
+            else:
+                WAYS[way](state[name].to_local())
+        del other
+    return train(parallel, CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))]), rank)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("twice", [False, True])
+def test_writing_to_a_state_dict(way: str, twice: bool) -> None:
+    equal_on_both(written, way, twice, tolerance=3e-5)
+
+
+def alive_at_once(rank: int) -> list[float]:
+    """Two state dicts are of one tensor, and see parameters that were changed between them."""
+    parallel = ours()
+    name = "wide.embeddings.goods.weight"
+    first = parallel.state_dict()[name]
+    with torch.no_grad():
+        dict(parallel.named_parameters())[name].fill_(2.0)
+    second = parallel.state_dict()[name]
+    seen = float(first.to_local().local_shards()[0].mean())
+    first.to_local().fill_(5.0)
+    found = float(parallel.state_dict()[name].full_tensor().mean())
+    return [seen, found, float(second.to_local().local_shards()[0].mean())]
+
+
+def test_state_dicts_that_live_at_once() -> None:
+    assert ranks.run(2, 2, alive_at_once) == [[2.0, 5.0, 5.0]] * 4
+
+
+def half_precision_state(rank: int) -> tuple[bool, bool]:
+    from torchrec.modules.embedding_configs import DataType
+
+    from flexshard.executors import full_state_dict
+
+    plan = models.plan_of(models.small_cluster(2, 1), two_tiers(), dtype="float16")
+    parallel, _ = models.shard(plan, dtype=DataType.FP16, model=models.new_model(DataType.FP16))
+    with torch.inference_mode():
+        state = parallel.state_dict()
+    exported = full_state_dict(parallel)
+    kinds = {value.dtype for name, value in state.items() if name in PER_TABLE}
+    return kinds == {torch.float16}, all(exported[name].dtype == torch.float16 for name in PER_TABLE if exported)
+
+
+def test_state_dicts_have_the_tables_types() -> None:
+    assert ranks.run(2, 1, half_precision_state) == [(True, True)] * 2
+
+
+def exported_alone(rank: int) -> float:
+    """One process gets tensors of its own."""
+    from flexshard.executors import full_state_dict
+
+    whole_rows = {name: [(1, rows, "dense")] for name, (rows, _) in SPLIT_ROWS.items()}
+    parallel, _ = models.shard(models.plan_of(models.small_cluster(1, 1), whole_rows))
+    for value in full_state_dict(parallel).values():
+        value.zero_()
+    return float(parallel.state_dict()["wide.embeddings.goods.weight"].full_tensor().abs().max())
+
+
+def test_what_is_exported_is_not_the_model() -> None:
+    assert ranks.run(1, 1, exported_alone)[0] > 0
 
 
 def written_too_late(rank: int) -> None:
@@ -434,3 +502,94 @@ def tensor_dicts(parallel: Any, rank: int) -> list[float]:
 
 def test_tensor_dicts() -> None:
     equal_on_both(tensor_dicts)
+
+
+# -- steps of other shapes
+
+
+def looked_up_twice(parallel: Any, rank: int, how: str) -> list[float]:
+    """Two lookups before one backward pass, as in two-tower models; or one lookup and two backward passes."""
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss, _ = parallel(models.make_batch(step, rank))
+        if how == "two lookups":
+            loss = loss + parallel(models.make_batch(step + 50, rank))[0]
+        elif how == "retained":
+            loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("how", ["two lookups", "retained"])
+def test_more_lookups_or_backward_passes_than_one(how: str) -> None:
+    equal_on_both(looked_up_twice, how, tolerance=1e-5)
+
+
+def mixed(rank: int, code: Callable[..., Any], *args: Any) -> Any:
+    """A collection of which TorchRec shards one table."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+
+    from flexshard.executors import FlexShardEmbeddingCollectionSharder
+    from flexshard.planner import FlexShardPlanner
+
+    model = models.new_model()
+    sharders: list[Any] = [
+        FlexShardEmbeddingCollectionSharder({"optimizer": models.OPTIMIZERS["sgd"][1], "learning_rate": 0.1})
+    ]
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    plan = models.plan_of(models.small_cluster(2, 1), two_tiers())
+    sharding = FlexShardPlanner(plan, profiles=profiles).collective_plan(model, sharders)
+    how = {name: row_wise(compute_kernel="fused") for name in models.WIDE}
+    stock = construct_module_sharding_plan(model.wide, how, sharders[0], local_size=1, world_size=2, device_type="cpu")
+    sharding.plan["wide"]["shops"] = stock["shops"]
+    parallel = DistributedModelParallel(model, plan=sharding, sharders=sharders, device=torch.device("cpu"))
+    return code(parallel, rank, *args)
+
+
+def mixed_names(parallel: Any, rank: int) -> None:
+    from flexshard.executors import full_state_dict
+
+    names_of(parallel, rank)
+    start = {name: whole(value) for name, value in parallel.state_dict().items()}
+    exported = full_state_dict(parallel)
+    if rank == 0:
+        assert all(torch.equal(exported[name], value) for name, value in start.items())
+    saved = {name: value.clone() for name, value in parallel.state_dict().items() if not name.startswith("over")}
+    saved |= dict(parallel.module.over.state_dict(prefix="over."))
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.zero_()
+    parallel.module.load_state_dict(saved)  # as of any nn.Module
+    for name, value in parallel.state_dict().items():
+        if not name.startswith("over"):
+            assert torch.equal(whole(value), start[name]), name
+
+
+def test_names_where_torchrec_shards_a_table() -> None:
+    ranks.run(2, 1, mixed, mixed_names)
+
+
+def mixed_and_skipped(parallel: Any, rank: int) -> list[bool]:
+    """A batch with a bad id is skipped, and training goes on."""
+    from flexshard.errors import DataError
+
+    finished = []
+    for step in range(3):
+        batch = models.make_batch(step, rank)
+        if step == 1 and rank == 1:
+            batch.features.values()[0] = 997
+        try:
+            parallel(batch)[0].backward()
+            finished.append(True)
+        except DataError:
+            finished.append(False)
+    return finished
+
+
+def test_skipping_a_bad_batch() -> None:
+    assert ranks.run(2, 1, mixed, mixed_and_skipped) == [[True, False, True]] * 2

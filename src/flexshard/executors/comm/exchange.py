@@ -7,7 +7,7 @@ keys are sent: a slot says which table it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.stores.base import LookedUp, RowStore
+from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.replicas import ReplicaReduction
 
 __all__ = ["Exchange", "ExchangeContext"]
@@ -46,6 +46,7 @@ class ExchangeContext:
         transport: what carries tensors.
         forward, backward: in what form rows and gradients travel.
         output_dtypes: of the rows that the model gets, of each class.
+        on_update: called before rows are updated.
     """
 
     layout: Layout
@@ -58,6 +59,7 @@ class ExchangeContext:
     forward: Wire
     backward: Wire
     output_dtypes: Sequence[torch.dtype]
+    on_update: Callable[[], None]
 
     @cached_property
     def bundles(self) -> list[tuple[int, ...]]:
@@ -161,7 +163,7 @@ class Exchange:
             self._pending.append(self._all_to_all(level, "ids", asked, own, back.tolist(), out.tolist()))
             self._asked.append(asked)
         self._slots: list[list[torch.Tensor]] = []
-        self._looked_up: list[LookedUp] = []
+        self._updates: list[Callable[[torch.Tensor], None]] = []
         self._answers: list[_Rows] = []
         self._gradients: list[list[_Rows]] = []
         self._arrivals: list[list[_Arrival]] = []
@@ -240,8 +242,9 @@ class Exchange:
         stores, slots = self._context.stores, self._slots[level]
         if self._context.replicas[level] is not None:
             return [store.values.index_select(0, at) for store, at in zip(stores, slots, strict=True)]
-        self._looked_up = [store.look_up(at) for store, at in zip(stores, slots, strict=True)]
-        return [found.rows for found in self._looked_up]
+        found = [store.look_up(at) for store, at in zip(stores, slots, strict=True)]
+        self._updates = [one.update for one in found]
+        return [one.rows for one in found]
 
     def gather(self) -> list[torch.Tensor]:
         """Rows of the batch's lookups of each class in their own order; shape (lookups, D) each."""
@@ -314,6 +317,7 @@ class Exchange:
         """Take the gradients that came, and update the rows: those with copies first, whose sums then travel while the
         others are updated.
         """
+        self._context.on_update()
         # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed.
         scale = 1.0 / self._context.layout.world_size if get_gradient_division() else 1.0
         for level in self._levels:
@@ -327,8 +331,8 @@ class Exchange:
             if replicas is not None:
                 replicas.reduce(self._slots[level], gradients, scale)
                 continue
-            for found, gradient in zip(self._looked_up, gradients, strict=True):
-                found.update(gradient.mul_(scale))
+            for update, gradient in zip(self._updates, gradients, strict=True):
+                update(gradient.mul_(scale))
         self._gradients, self._arrivals = [], []
 
 

@@ -32,6 +32,12 @@ class Wire:
         return self if self.codec is None else Wire(self.dims, self.dtypes)
 
     @cached_property
+    def _contexts(self) -> list[Any]:
+        """Of each class; an encoder leaves word there of what its decoder needs."""
+        assert self.codec is not None
+        return [self.codec.create_context() for _ in self.dims]
+
+    @cached_property
     def row_bytes(self) -> tuple[int, ...]:
         """On the wire, of each class."""
         return tuple(self._width(index) * self.sent_dtype(index).itemsize for index in range(len(self.dims)))
@@ -44,19 +50,19 @@ class Wire:
         dim = self.dims[index]
         if self.codec is None:
             return dim
-        width: int = self.codec.calc_quantized_size(dim, self.codec.create_context())
+        width: int = self.codec.calc_quantized_size(dim, self._contexts[index])
         return width
 
     def encode(self, rows: torch.Tensor, index: int) -> torch.Tensor:
         """Rows of a class, shape (n, D), as they are sent, shape (n, width)."""
         if self.codec is None:
             return rows
-        encoded: torch.Tensor = self.codec.encode(rows.float().contiguous().view(-1), self.codec.create_context())
+        encoded: torch.Tensor = self.codec.encode(rows.float().contiguous().view(-1), self._contexts[index])
         return encoded.view(rows.shape[0], self._width(index))
 
     def decode(self, sent: torch.Tensor, index: int) -> torch.Tensor:
         """The way back."""
         if self.codec is None:
             return sent
-        rows: torch.Tensor = self.codec.decode(sent.contiguous().view(-1), self.codec.create_context())
+        rows: torch.Tensor = self.codec.decode(sent.contiguous().view(-1), self._contexts[index])
         return rows.view(sent.shape[0], self.dims[index]).to(self.dtypes[index])

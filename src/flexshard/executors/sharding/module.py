@@ -43,7 +43,8 @@ class _TableRows(nn.Module):
     def __init__(self, rows: nn.Parameter) -> None:
         super().__init__()
         self.weight = rows
-        self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]
+        if not hasattr(rows, "_in_backward_optimizers"):
+            self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]
 
     def _load_from_state_dict(self, *_: Any) -> None:
         pass
@@ -108,7 +109,7 @@ class ShardedFlexShardEmbeddingCollection(
             if config.name in planned:
                 self.embeddings[config.name] = _TableRows(self.tables.parameter(planned[config.name]))
             else:
-                self.embeddings[config.name] = self._torchrec[0].embeddings[config.name]
+                self.embeddings[config.name] = _TableRows(self._torchrec[0].embeddings[config.name].weight)
 
     def _find_lookups(self) -> tuple[list[Lookup], list[tuple[str, str]]]:
         """Features of planned tables in the tables' order, and (output name, feature) of the others."""
@@ -150,9 +151,14 @@ class ShardedFlexShardEmbeddingCollection(
             splits = tables.exchange_splits(batch, replace(status, written=self._logical.written()))
         awaitables: list[Any] = [SplitsAwaitable(splits, partial(self._send, batch, problem))]
         ctx.sharding_contexts = [None]
-        for collection in self._torchrec if problem is None else []:
+        for collection in self._torchrec:
             ctx.torchrec = collection.create_context()
-            request = collection.input_dist(ctx.torchrec, features)
+            try:  # it starts on every rank or on none, whatever is wrong with our part of the batch
+                request = collection.input_dist(ctx.torchrec, features)
+            except Exception:
+                if problem is None:
+                    raise
+                break
             awaitables += request.awaitables
             ctx.sharding_contexts += ctx.torchrec.sharding_contexts
         return KJTListSplitsAwaitable(awaitables, ctx)
@@ -175,7 +181,7 @@ class ShardedFlexShardEmbeddingCollection(
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:  # noqa: ARG002 - TorchRec's interface
         self._optimizer.step()  # a scheduler may have set another learning rate
         if torch.is_grad_enabled():
-            self._logical.begin_step()
+            self._logical.rows_change()
             self.tables.begin_step()
         exchange = dist_input[0].exchange
         return LookedUpRows(exchange, exchange.start())
@@ -348,3 +354,9 @@ class ShardedFlexShardEmbeddingCollection(
             missing_keys += self._load_tables(dict(state_dict), prefix)
         except CheckpointError as error:
             error_msgs.append(str(error))
+        for collection in self._torchrec:
+            theirs = {
+                name: state_dict[prefix + name] for name in collection.state_dict() if prefix + name in state_dict
+            }
+            missing = collection.load_state_dict(theirs, strict=False).missing_keys
+            missing_keys += [prefix + name for name in missing]

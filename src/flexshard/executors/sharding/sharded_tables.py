@@ -111,6 +111,7 @@ class ShardedTables:
         options: how they are carried out.
         groups: tables by their traits.
         process_groups: of ranks, by group size.
+        on_update: called before rows are updated.
         location_tables: of each table.
     """
 
@@ -125,6 +126,7 @@ class ShardedTables:
         self.layout, self.traits, self.bijections, self.options = layout, tuple(traits), tuple(bijections), options
         self.process_groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), options.process_group)
         self._steps = torch.zeros(1, dtype=torch.long)
+        self.on_update: Callable[[], None] = lambda: None
         # Where ids are translated ahead, it happens on the host.
         device = torch.device("cpu") if options.translated_ids else options.device
         self.location_tables = [
@@ -150,6 +152,7 @@ class ShardedTables:
             # Sums of 16-bit gradients would lose what is small and overflow on what is large.
             Wire(dims, (torch.float32,) * len(dims), codecs and codecs.backward),
             [group.traits.output_dtype for group in self.groups],
+            lambda: self.on_update(),
         )
 
     def _group(self, traits: GroupTraits, tables: list[int]) -> TableGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,13 +15,16 @@ from flexshard.errors import CheckpointError
 __all__ = ["Attendance"]
 
 _SAY_AFTER_SECONDS = 5.0
+_made = itertools.count()
 
 
 class Attendance:
     """Waits for all ranks, and names those that have not come: each leaves word in the process group's store."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._group, self._calls = process_group, 0
+        self._group = process_group
+        self._calls: dict[str, int] = {}
+        self._number = next(_made)  # alike on all ranks, which make their modules in one order
         self._store = dist.PrefixStore("flexshard", distributed_c10d._get_process_group_store(process_group))
 
     def wait(self, call: str, instead: str) -> None:
@@ -39,8 +43,8 @@ class Attendance:
         world, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         if world == 1:
             return
-        self._calls += 1
-        keys = [f"{call}/{self._calls}/{other}" for other in range(world)]
+        number = self._calls[call] = self._calls.get(call, 0) + 1
+        keys = [f"{self._number}/{call}/{number}/{other}" for other in range(world)]
         self._store.set(keys[rank], "here")
         everybody = dist.barrier(group=self._group, async_op=True)
         assert everybody is not None
@@ -56,7 +60,8 @@ class Attendance:
             raise CheckpointError(
                 f"rank {rank}: {call} failed: {self._absent(keys)} before the process group's timeout; {instead}"
             ) from error
-        self._store.delete_key(f"{call}/{self._calls - 1}/{rank}")  # everybody has left the call before this one
+        # Everybody has left the call before this one.
+        self._store.delete_key(f"{self._number}/{call}/{number - 1}/{rank}")
 
     def _absent(self, keys: Sequence[str]) -> str:
         absent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]

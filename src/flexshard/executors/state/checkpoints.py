@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from flexshard._internal import DocumentFormat, PathLike, lost_rank, on_all_ranks, read_json, write_json, write_text
 from flexshard.errors import CheckpointError, FlexShardError, OutputError
@@ -129,10 +131,23 @@ def full_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None
     """
     weights = {}
     for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank(process_group) == 0:
-            weights[name] = whole.detach().cpu()
+        whole = _whole(value, process_group)
+        if whole is not None and dist.get_rank(process_group) == 0:
+            weights[name] = whole.detach().to("cpu", copy=True)
     return weights
+
+
+def _whole(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """A tensor of a ``state_dict``, whole; TorchRec's own shards on rank 0 alone."""
+    if isinstance(value, DTensor):
+        full = value.full_tensor()
+        return full.local_shards()[0] if isinstance(full, LocalShardsWrapper) else full
+    if not isinstance(value, ShardedTensor):
+        return value
+    first = dist.get_rank(process_group) == 0
+    gathered = torch.empty(value.size(), dtype=value.dtype) if first else None
+    value.gather(dst=0, out=gathered)
+    return gathered
 
 
 def _state(model: Any, optimizer: Any) -> dict[str, Any]:

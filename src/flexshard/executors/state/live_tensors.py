@@ -13,21 +13,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 __all__ = ["FRESH", "STALE", "HandedOut", "LogicalShard"]
 
 aten = torch.ops.aten
-_KEEP_SHARD = {
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.view.default,
-    aten.zeros_like.default,
-}
-_ALIASES = {aten.detach.default, aten.view.default}
+_KEEP_SHARD = {aten._to_copy.default, aten.clone.default, aten.empty_like.default, aten.zeros_like.default}
 # What was written to: tensors of the rows as they are, or as they were before a training step.
 FRESH, STALE = 1, 2
 
@@ -38,16 +30,27 @@ class _Holder:
 
 class LogicalShard(LocalShardsWrapper):
     """One rank's block of a table inside a ``DTensor``: TorchRec's class, which its tools look for, with what it leaves
-    out: the operations that gather a ``DTensor`` work on the block itself.
+    out: its data type, and the operations that gather a ``DTensor``, which work on the block itself.
     """
 
     _holder: _Holder | None
+    _watched: torch.Tensor
 
     @staticmethod
-    def of(block: torch.Tensor, offsets: tuple[int, ...], holder: _Holder | None = None) -> LogicalShard:
-        """A block that begins at ``offsets`` of the table."""
-        shard = LogicalShard([block], [offsets])
-        shard._holder = holder
+    def __new__(
+        cls,
+        block: torch.Tensor,
+        offsets: tuple[int, ...],
+        holder: _Holder | None = None,
+        watched: torch.Tensor | None = None,
+    ) -> LogicalShard:
+        """A block that begins at ``offsets`` of the table; or a view of ``watched``, which is one."""
+        shard: LogicalShard = torch.Tensor._make_wrapper_subclass(
+            cls, block.size(), block.stride(), block.storage_offset(), dtype=block.dtype, device=block.device
+        )
+        shard._local_shards = [block]
+        shard._storage_meta = LocalShardsWrapper([block], [offsets])._storage_meta
+        shard._holder, shard._watched = holder, block if watched is None else watched
         return shard
 
     @classmethod
@@ -61,16 +64,25 @@ class LogicalShard(LocalShardsWrapper):
             return value.local_shards()[0]
 
         result = func(*tree_map(block, args), **tree_map(block, kwargs or {}))
+        for shard in _written(func, args, kwargs or {}):
+            increment_version(shard._watched)  # which this far down autograd does not count
         first = shards[0]
         own = first.local_shards()[0]
-        if result is own:  # an operation in place, which this far down autograd does not count
-            increment_version(own)
+        if result is own:
             return first
-        if func not in _KEEP_SHARD:
+        if func in _KEEP_SHARD:
+            return LogicalShard(result, tuple(first.local_offsets()[0]))
+        if not func.is_view:
             return result
-        if func in _ALIASES and result.shape == own.shape:  # the very tensor that is watched
-            return LogicalShard.of(own, tuple(first.local_offsets()[0]), first._holder)
-        return LogicalShard.of(result, tuple(first.local_offsets()[0]))
+
+        def view(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            whole = value.shape == own.shape and value.stride() == own.stride()
+            offsets = tuple(first.local_offsets()[0]) if whole else (0,) * value.ndim
+            return LogicalShard(own if whole else value, offsets, first._holder, first._watched)
+
+        return tree_map(view, result)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The block's; one process alone gets it for the whole table."""
@@ -85,6 +97,16 @@ class LogicalShard(LocalShardsWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.local_shards()[0].__reduce_ex__(protocol)  # files hold plain tensors
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[LogicalShard]:
+    """What an operator writes to, as its schema says."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [one for one in tree_leaves(value) if isinstance(one, LogicalShard)]
+    return found
 
 
 @dataclass
@@ -107,11 +129,16 @@ class HandedOut:
     stale: bool = False
 
     @classmethod
-    def of(cls, table: int, name: str, block: torch.Tensor, offsets: tuple[int, ...]) -> tuple[HandedOut, LogicalShard]:
-        """What to remember, and what to hand out."""
+    def of(cls, table: int, name: str, block: torch.Tensor, gone: Callable[[], None]) -> tuple[HandedOut, _Holder]:
+        """What to remember, and what has to live as long as anybody holds the block; ``gone`` is called then."""
         holder = _Holder()
-        entry = cls(table, name, block.detach(), block._version, weakref.ref(holder))
-        return entry, LogicalShard.of(block, offsets, holder)
+        reference = weakref.ref(holder, lambda _: gone())
+        return cls(table, name, block.detach(), block._version, reference), holder
+
+    def refresh(self, block: torch.Tensor) -> None:
+        """Let it be this block, in what was handed out too."""
+        self.block.copy_(block)
+        self.version = self.block._version
 
     @property
     def written(self) -> bool:

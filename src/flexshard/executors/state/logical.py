@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from flexshard.errors import CheckpointError
 from flexshard.executors.comm.collectives import Label
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.attendance import Attendance
-from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut
+from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut, LogicalShard
 from flexshard.executors.state.row_transfer import RowTransfer
 
 __all__ = ["LogicalTables"]
@@ -27,16 +28,33 @@ _INSTEAD = (
 
 
 class LogicalTables:
-    """Weights and optimizer states of a module's planned tables, as ``state_dict`` gives and takes them.
-
-    Attributes:
-        tables: whose they are.
-    """
+    """Weights and optimizer states of a module's planned tables, as ``state_dict`` gives and takes them."""
 
     def __init__(self, tables: ShardedTables) -> None:
-        self.tables = tables
+        self._tables = tables
+        tables.on_update = self._on_update()
         self._attendance = Attendance(tables.process_group)
         self._handed_out: list[HandedOut] = []
+
+    @property
+    def tables(self) -> ShardedTables:
+        """Whose they are."""
+        return self._tables
+
+    @tables.setter
+    def tables(self, tables: ShardedTables) -> None:
+        self._tables = tables
+        tables.on_update = self._on_update()
+
+    def _on_update(self) -> Callable[[], None]:
+        own = weakref.WeakMethod(self.rows_change)
+
+        def changed() -> None:
+            method = own()
+            if method is not None:
+                method()
+
+        return changed
 
     # -- out
 
@@ -51,15 +69,37 @@ class LogicalTables:
         Until the next training step it may be written to in place.
         """
         tables = self.tables
-        block = self._block(table, name)
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference do not count what is written to them
+            block = self._block(table, name)
         rows, width = int(tables.layout.num_rows[table]), block.shape[1]
         shape, stride = torch.Size((rows, width)), torch.Size((width, 1))
         if width == 1 and name != "weight":  # as TorchRec has a number per row
             block, shape, stride = block.view(-1), torch.Size((rows,)), torch.Size((1,))
         first = min(tables.rank * _block_rows(tables, table), rows)
-        entry, shard = HandedOut.of(table, name, block, (first,) + (0,) * (block.ndim - 1))
-        self._handed_out = [kept for kept in self._handed_out if not kept.over] + [entry]
+        known = next((e for e in self._handed_out if (e.table, e.name, e.stale) == (table, name, False)), None)
+        holder = None if known is None else known.holder()
+        if known is None or holder is None:
+            known, holder = HandedOut.of(table, name, block, self._gone)
+            self._handed_out.append(known)
+        else:  # the same tensor as before, as TorchRec's: writing to either is writing to both
+            known.refresh(block)
+        shard = LogicalShard(known.block, (first,) + (0,) * (block.ndim - 1), holder)
         return DTensor.from_local(shard, tables.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    @property
+    def _gone(self) -> Callable[[], None]:
+        """Forgets what nobody holds any more."""
+        own = weakref.ref(self)
+
+        def forget() -> None:
+            logical = own()
+            if logical is not None:
+                logical._prune()
+
+        return forget
+
+    def _prune(self) -> None:
+        self._handed_out = [entry for entry in self._handed_out if not entry.over]
 
     def _block(self, table: int, name: str) -> torch.Tensor:
         """This rank's rows by id; shape (n, width). Copies share the work: each sends another part of the rows."""
@@ -124,16 +164,17 @@ class LogicalTables:
 
     # -- what is written to in place
 
-    def begin_step(self) -> None:
-        """Rows are about to change: what was handed out is no longer what they are.
+    def rows_change(self) -> None:
+        """Rows are looked up to be updated, or are updated: what was handed out is no longer what they are.
 
         Raises:
             CheckpointError: somebody wrote to it while this step's batch was under way already.
         """
         if self.written() == FRESH:
             raise CheckpointError(
-                f"rank {self.tables.rank}: tensors of state_dict() were written to while batches were under way"
-                " in a pipeline, too late for the next of them; call load_state_dict() with them between two steps"
+                f"rank {self.tables.rank}: tensors of state_dict() were written to while a batch was under way (between"
+                " forward and backward, or in a pipeline), too late for it; call load_state_dict() with them between"
+                " two steps"
             )
         self._outdate(self._handed_out)
 
@@ -141,7 +182,7 @@ class LogicalTables:
         for entry in entries:
             if not entry.stale:
                 entry.stale, entry.version = True, entry.block._version
-        self._handed_out = [entry for entry in self._handed_out if not entry.over]
+        self._prune()
 
     def written(self) -> int:
         """Whether somebody wrote to what was handed out on this rank: 0, :data:`FRESH` or :data:`STALE`."""
@@ -161,7 +202,7 @@ class LogicalTables:
             self._take_block(table, name, current if entry is None or not entry.written else entry.block)
         for entry in fresh.values():
             entry.version = entry.block._version
-        self._handed_out = [entry for entry in self._handed_out if not entry.over]
+        self._prune()
 
 
 def _block_rows(tables: ShardedTables, table: int) -> int:

@@ -56,8 +56,12 @@ class RowStore(nn.Module, abc.ABC):
 
     @property
     def values(self) -> torch.Tensor:
-        """Weights, shape (slots, D); writing to it changes them."""
-        return self.flat.detach().view(-1, self.dim)
+        """Weights, shape (slots, D); writing to it changes them.
+
+        Writes are not counted: FBGEMM keeps the weights for backward, and copies may be updated between a lookup of
+        rows without copies and its backward pass.
+        """
+        return self.flat.data.view(-1, self.dim)
 
     def part(self, name: str) -> torch.Tensor:
         """Weights ("weight") or a state by its name; writing changes it."""

@@ -61,7 +61,7 @@ class FusedStore(RowStore):
             return {}
         rows = self.values.shape[0]
         return {
-            name: state.detach().view(rows, -1)
+            name: state.data.view(rows, -1)
             for name, state in zip(self.spec.state_names, self._kernel.split_optimizer_states()[0], strict=True)
         }
 
