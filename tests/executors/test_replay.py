@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import flexshard
 from flexshard import AccessProfile, Cluster, Table
@@ -123,3 +124,24 @@ def test_bad_input_is_named() -> None:
         replay(plan, [{}], {})
     with pytest.raises(DataError, match="no batches"):
         replay(plan, [], ranking)
+
+
+def test_a_place_takes_four_bytes_a_row_however_many_ranks() -> None:
+    """Locations of 1,024 ranks' rows do not fit into 31 bits here; positions do."""
+    from flexshard.embeddings import IndexBijection
+    from flexshard.executors.sharding.translation import LocationTable
+    from flexshard.planner import Tier
+
+    rows, world = 2_000_000, 1024
+    tiers = [
+        Tier("data_parallel", 1, rows - 1000, 0, 0.0, None, 0.0, 0.0, 0.0),
+        Tier("row_wise", world, 1000, rows - 1000, 0.0, None, 0.0, 0.0, 0.0),
+    ]
+    layout = Layout.of({"a": tiers, "b": tiers}, {"a": rows, "b": rows}, world)
+    assert layout.location_type is np.int64
+    ranking = np.random.default_rng(0).permutation(rows)
+    table = LocationTable(layout, 1, IndexBijection(ranking, rows), torch.device("cpu"))
+    assert table.nbytes == 4 * rows
+    ids = torch.from_numpy(ranking[[0, 5, rows - 1, rows - 1000]].copy())
+    positions = np.array([0, 5, rows - 1, rows - 1000])
+    assert table.locations(ids).tolist() == layout.locations(1, positions).tolist()

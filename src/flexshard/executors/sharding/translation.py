@@ -1,6 +1,7 @@
 """From ids to locations: which rank holds a row, at which level and slot, in one number per row.
 
-A ranked table has its locations listed, four bytes a row; a table without a ranking needs none, they are computed.
+A ranked table has its locations listed, four bytes a row, or its positions where locations need more; a table without a
+ranking needs none, they are computed.
 """
 
 from __future__ import annotations
@@ -34,28 +35,29 @@ class LocationTable:
         self.num_rows = int(layout.num_rows[table])
         self._layout, self._index = layout, table
         self._type = torch.int32 if layout.location_type is np.int32 else torch.int64
-        self._locations: torch.Tensor | None = None
+        self._listed: torch.Tensor | None = None
+        self._positions = layout.location_type is np.int64 and self.num_rows < 1 << 31
         if not bijection.is_identity:
-            listed = np.empty(self.num_rows, layout.location_type)
+            listed = np.empty(self.num_rows, np.int32 if self._positions else layout.location_type)
             step = 1 << 22
             for start in range(0, self.num_rows, step):  # bounds the memory of int64 in between
                 ids = bijection.row_at[start : start + step]
                 positions = np.arange(start, min(start + step, self.num_rows), dtype=np.int64)
-                listed[ids] = layout.locations(table, positions)
-            self._locations = torch.from_numpy(listed).to(device)
+                listed[ids] = positions if self._positions else layout.locations(table, positions)
+            self._listed = torch.from_numpy(listed).to(device)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the listed locations."""
-        listed = self._locations
+        """Memory of what is listed."""
+        listed = self._listed
         return 0 if listed is None else listed.numel() * listed.element_size()
 
     def to(self, device: torch.device) -> LocationTable:
         """The same on another device."""
         moved = LocationTable.__new__(LocationTable)
         moved.__dict__.update(self.__dict__)
-        if self._locations is not None:
-            moved._locations = self._locations.to(device)
+        if self._listed is not None:
+            moved._listed = self._listed.to(device)
         return moved
 
     @property
@@ -65,8 +67,10 @@ class LocationTable:
 
     def locations(self, ids: torch.Tensor) -> torch.Tensor:
         """Locations of ids, shape (n,) each. Ids must lie in the table."""
-        if self._locations is not None:
-            return self._locations.index_select(0, ids)
+        if self._listed is not None:
+            ids = self._listed.index_select(0, ids)
+            if not self._positions:
+                return ids
         locations: torch.Tensor = self._layout.locations(self._index, ids.long())
         return locations.to(self._type)
 
