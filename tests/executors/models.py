@@ -108,9 +108,28 @@ def new_model(dtype: DataType = DataType.FP32) -> Model:
     return Model(dtype)
 
 
+class LazyAdam(torch.optim.Adam):
+    """torch's Adam of the rows that have a gradient, as tables are trained: the others stay as they are."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        kept = [
+            (tensor, tensor.detach().clone(), (parameter.grad == 0).all(1))
+            for parameter in parameters
+            for tensor in (parameter, *(self.state[parameter].get(n) for n in ("exp_avg", "exp_avg_sq")))
+            if tensor is not None
+        ]
+        result = super().step(closure)
+        with torch.no_grad():
+            for tensor, before, unread in kept:
+                tensor[unread] = before[unread]
+        return result
+
+
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=LEARNING_RATE), EmbOptimType.EXACT_SGD),
     "adagrad": (lambda p: torch.optim.Adagrad(p, lr=LEARNING_RATE, eps=EPS), EmbOptimType.EXACT_ADAGRAD),
+    "adam": (lambda p: LazyAdam(p, lr=LEARNING_RATE, eps=EPS), EmbOptimType.ADAM),
     "rowwise_adagrad": (lambda p: RowWiseAdagrad(p, lr=LEARNING_RATE, eps=EPS), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
 }
 

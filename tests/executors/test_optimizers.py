@@ -10,8 +10,10 @@ pytest.importorskip("fbgemm_gpu")
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from flexshard.errors import TableError
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update, new_state, rounded
 
 KINDS: dict[str, tuple[EmbOptimType, Any]] = {
@@ -26,7 +28,7 @@ KINDS: dict[str, tuple[EmbOptimType, Any]] = {
 def test_an_update_is_that_of_torch(name: str) -> None:
     kind, make = KINDS[name]
     fused = {"optimizer": kind, "learning_rate": 0.1, "eps": 1e-6}
-    spec = OptimizerSpec.of(fused, "t", torch.device("cuda"))  # Adam is refused on CPU, its formula is not
+    spec = OptimizerSpec.of(fused, "t", torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     theirs = torch.nn.Parameter(torch.randn(7, 4, generator=generator))
     ours, state, optimizer = theirs.detach().clone(), new_state(spec, 7, 4, torch.device("cpu")), make(theirs)
@@ -38,10 +40,89 @@ def test_an_update_is_that_of_torch(name: str) -> None:
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+def updated(spec: OptimizerSpec, weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    result, state = weight.clone(), new_state(spec, *weight.shape, torch.device("cpu"))
+    for step, gradient in enumerate(gradients, 1):
+        apply_update(spec, result, gradient, state, learning_rate=spec.learning_rate, step=step)
+    return result
+
+
+def some_gradients(rows: int = 7, dim: int = 4) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, dim, generator=generator), [torch.randn(rows, dim, generator=generator) for _ in range(5)]
+
+
+def test_adams_weight_decay_is_that_of_adamw() -> None:
+    weight, gradients = some_gradients()
+    fused = {"optimizer": "adam", "learning_rate": 0.1, "eps": 1e-6, "betas": (0.8, 0.95), "weight_decay": 0.2}
+    theirs = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.1, eps=1e-6, betas=(0.8, 0.95), weight_decay=0.2)
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        optimizer.step()
+    ours = updated(OptimizerSpec.of(fused, "t", torch.device("cpu")), weight, gradients)
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_rowwise_adam_by_hand() -> None:
+    weight, gradients = some_gradients()
+    fused = {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "learning_rate": 0.1, "eps": 1e-6, "weight_decay": 0.2}
+    expected, mean, square = weight.double(), torch.zeros(7, 4).double(), torch.zeros(7, 1).double()
+    for step, gradient in enumerate(gradients, 1):
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * (gradient.double() ** 2).mean(1, keepdim=True)
+        change = (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-6)
+        expected = expected - 0.1 * (change + 0.2 * expected)
+    ours = updated(OptimizerSpec.of(fused, "t", torch.device("cpu")), weight, gradients)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["L2", "DECOUPLE"])
+def test_weight_decay_of_rowwise_adagrad_is_fbgemms(mode: str) -> None:
+    """Of the rows that were read, in the kernel for rows without copies and in the update of those with copies."""
+    from flexshard.executors.stores.fused import FusedStore
+
+    weight, gradients = some_gradients()
+    fused = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": 0.1,
+        "eps": 1e-6,
+        "weight_decay": 0.3,
+        "weight_decay_mode": WeightDecayMode[mode],
+    }
+    spec = OptimizerSpec.of(fused, "t", torch.device("cpu"))
+    store = FusedStore(spec, 7, 4, torch.float32, torch.device("cpu"))
+    store.values.copy_(weight)
+    read = torch.tensor([0, 2, 3, 6])
+    for gradient in gradients:
+        store.look_up(read).update(gradient[read].clone())
+        gradient[[1, 4, 5]] = 0
+    torch.testing.assert_close(updated(spec, weight, gradients), store.values, rtol=1e-5, atol=1e-6)
+    without = OptimizerSpec.of(fused | {"weight_decay": 0.0}, "t", torch.device("cpu"))
+    assert not torch.equal(store.values[0], updated(without, weight, gradients)[0])
+
+
+@pytest.mark.parametrize(
+    ("fused", "text"),
+    [
+        (
+            {"optimizer": "exact_sgd", "weight_decay": 0.1},
+            "sgd on cpu has no weight_decay, which FBGEMM ignores",
+        ),
+        ({"optimizer": "exact_adagrad", "weight_decay": 0.1}, "optimizer adagrad on cpu has no weight_decay"),
+        ({"optimizer": "exact_row_wise_adagrad", "weight_decay": 0.1}, "weight_decay_mode NONE, which FBGEMM ignores"),
+        ({"optimizer": "adam", "gradient_clipping": True}, "optimizer adam on cpu has no gradient_clipping"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(fused: dict[str, Any], text: str) -> None:
+    with pytest.raises(TableError, match=text):
+        OptimizerSpec.of(fused, "t", torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_without_a_gradient_stay_as_they_are(name: str) -> None:
     fused = {"optimizer": KINDS[name][0], "learning_rate": 0.1}
-    spec = OptimizerSpec.of(fused, "t", torch.device("cuda"))
+    spec = OptimizerSpec.of(fused, "t", torch.device("cpu"))
     weight, state = torch.randn(5, 4), new_state(spec, 5, 4, torch.device("cpu"))
     apply_update(spec, weight, torch.randn(5, 4), state, learning_rate=0.1, step=1)
     before, old = weight.clone(), {key: value.clone() for key, value in state.items()}

@@ -26,6 +26,7 @@ from flexshard.executors.comm.wire import Wire
 from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
+from flexshard.executors.stores.memory import MemoryStore
 from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
 from flexshard.executors.stores.updates import OptimizerSpec
 
@@ -158,7 +159,10 @@ class ShardedTables:
     def _group(self, traits: GroupTraits, tables: list[int]) -> TableGroup:
         members = range(tables[0], tables[-1] + 1)
         first, end = self.layout.table_slots[[members.start, members.stop]].tolist()
-        store = self.options.store(traits.spec, end - first, traits.dim, traits.dtype, self.options.device)
+        make: Callable[..., RowStore] = self.options.store
+        if make is FusedStore and self.options.device.type == "cpu" and not traits.spec.optimizer.on_cpu:
+            make = MemoryStore  # FBGEMM has no such kernel there
+        store = make(traits.spec, end - first, traits.dim, traits.dtype, self.options.device)
         return TableGroup(traits, members, first, store)
 
     def _replicas(self, level: int) -> ReplicaReduction | None:

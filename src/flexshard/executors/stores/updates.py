@@ -1,17 +1,19 @@
 """What an optimizer does to replicated rows, as FBGEMM's fused kernels do it to sharded ones.
 
 FBGEMM updates a row by the sum of its gradients of one backward pass, and leaves rows alone that were not read. For
-SGD and both Adagrads a gradient of 0 changes nothing, so all rows can be updated; others have to leave such rows alone.
+SGD and both Adagrads a gradient of 0 changes nothing, so all rows can be updated; others, and weight decay, have to
+leave such rows alone. A row that was read and whose gradients cancel to 0 is not told from one that was not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
 from flexshard.errors import TableError
 from flexshard.tables import DATA_TYPES, OPTIMIZERS, Optimizer, StepOptions
@@ -20,6 +22,8 @@ __all__ = ["OptimizerSpec", "apply_update", "new_state", "rounded"]
 
 _CHUNK_ROWS = 1 << 16
 # Options that say how FBGEMM stores and looks up rows, not what an update does to them.
+_KNOWN = {"learning_rate", "eps", "beta1", "beta2", "weight_decay", "weight_decay_mode"}
+_NO_DEFAULT = ("weight_decay",)  # where these are given, they are meant
 _NEUTRAL = {"bounds_check_mode", "output_dtype", "prefetch_pipeline", "record_cache_metrics", "stochastic_rounding"}
 
 
@@ -29,27 +33,29 @@ class OptimizerSpec:
 
     Attributes:
         name: of the optimizer in :data:`flexshard.tables.OPTIMIZERS`.
-        learning_rate, eps, beta1, beta2: as FBGEMM's; its defaults.
+        learning_rate: at the start.
+        step_options: as FBGEMM's; its defaults.
         options: other options, as text: tables that differ in one do not travel together.
         fused_params: all that was given, for FBGEMM's own kernel.
     """
 
     name: str
     learning_rate: float = 0.01
-    eps: float = 1e-8
-    beta1: float = 0.9
-    beta2: float = 0.999
+    step_options: StepOptions = StepOptions()  # noqa: RUF009 - frozen
     options: tuple[tuple[str, str], ...] = ()
     fused_params: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
 
     @classmethod
     def of(cls, fused_params: Mapping[str, Any], table: str, device: torch.device) -> OptimizerSpec:
-        """From TorchRec's ``fused_params``.
+        """From TorchRec's ``fused_params``, or what ``apply_optimizer_in_backward`` was given.
 
         Raises:
-            TableError: an optimizer or option that replicated rows cannot have, or that the device does not offer.
+            TableError: an optimizer that is not known, or an option that it does not have.
         """
-        kind = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+        given = dict(fused_params)
+        if "betas" in given:
+            given["beta1"], given["beta2"] = given.pop("betas")
+        kind = given.get("optimizer", EmbOptimType.EXACT_SGD)
         if isinstance(kind, str):
             kind = next((known for known in EmbOptimType if known.value == kind), kind)
         runs = {EmbOptimType[one.fbgemm]: one for one in OPTIMIZERS.values() if one.fbgemm is not None}
@@ -58,23 +64,29 @@ class OptimizerSpec:
                 f"table {table!r}: optimizer {getattr(kind, 'value', kind)} on {device.type} is not supported under a"
                 f" FlexShard plan; use one of {', '.join(one.name for one in runs.values())}"
             )
-        name = runs[kind].name
-        if not runs[kind].on_cpu and device.type == "cpu":
+        optimizer = runs[kind]
+        others = {name: value for name, value in given.items() if name not in _KNOWN and name != "optimizer"}
+        unknown = [name for name, value in others.items() if name not in _NEUTRAL and value]
+        unknown += [name for name in _NO_DEFAULT if given.get(name) and name not in optimizer.takes]
+        if unknown:
+            takes = ", ".join(("learning_rate", *optimizer.takes))
             raise TableError(
-                f"table {table!r}: optimizer {name} is not offered by FBGEMM on {device.type}; train on CUDA or use"
-                " another optimizer"
+                f"table {table!r}: optimizer {optimizer.name} on {device.type} has no {unknown[0]}, which FBGEMM"
+                f" ignores or a FlexShard plan does not support; it takes {takes}: leave {unknown[0]} out, or use another"
+                " optimizer"
             )
-        known = ("learning_rate", "eps", "beta1", "beta2")
-        given = {name: float(fused_params[name]) for name in known if name in fused_params}
-        others = {name: value for name, value in fused_params.items() if name not in (*known, "optimizer")}
-        refused = [name for name, value in others.items() if name not in _NEUTRAL and value]
-        if refused:
-            raise TableError(
-                f"table {table!r}: optimizer {name} on {device.type} with {refused[0]} is not supported under a"
-                f" FlexShard plan, whose replicated rows take {', '.join(known)} alone; leave it out"
-            )
+        numbers: dict[str, Any] = {
+            name: float(given[name]) for name in ("eps", "beta1", "beta2", "weight_decay") if name in given
+        }
+        mode = _decay_mode(given.get("weight_decay_mode"), optimizer, table, numbers.get("weight_decay", 0.0))
         options = tuple(sorted((name, str(value)) for name, value in others.items()))
-        return cls(name, **given, options=options, fused_params=dict(fused_params) | {"optimizer": kind})
+        return cls(
+            optimizer.name,
+            float(given.get("learning_rate", cls.learning_rate)),
+            replace(StepOptions(decay_mode=mode), **numbers),
+            options,
+            given | {"optimizer": kind},
+        )
 
     @property
     def optimizer(self) -> Optimizer:
@@ -94,6 +106,24 @@ class OptimizerSpec:
     def state_width(self, name: str, dim: int) -> int:
         """Numbers per row of a state."""
         return self.optimizer.state(name).width(dim)
+
+
+def _decay_mode(given: Any, optimizer: Optimizer, table: str, decay: float) -> str:
+    """How weight decay is applied.
+
+    Raises:
+        TableError: a mode that copies cannot have, or none where there is a choice.
+    """
+    if "weight_decay_mode" not in optimizer.takes or not decay:
+        return "decoupled"
+    modes = {WeightDecayMode.L2: "l2", WeightDecayMode.DECOUPLE: "decoupled"}
+    mode = WeightDecayMode.NONE if given is None else WeightDecayMode(given)
+    if mode not in modes:
+        raise TableError(
+            f"table {table!r}: weight_decay={decay:g} with weight_decay_mode {mode.name}, which FBGEMM ignores or a"
+            " FlexShard plan does not support; set weight_decay_mode to WeightDecayMode.L2 or DECOUPLE"
+        )
+    return modes[mode]
 
 
 def new_state(spec: OptimizerSpec, rows: int, dim: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -125,7 +155,7 @@ def apply_update(
         seed: of the rounding of 16-bit weights, with the step: copies that give the same round alike.
     """
     random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step)
-    options = StepOptions(spec.eps, spec.beta1, spec.beta2, step)
+    options = replace(spec.step_options, step=step)
     for start in range(0, weight.shape[0], _CHUNK_ROWS):  # bounds the memory of what follows
         part = slice(start, start + _CHUNK_ROWS)
         grad = gradient[part].float()

@@ -19,6 +19,7 @@ class Adagrad(Optimizer):
     name = "adagrad"
     torchrec = ("exact_adagrad", "adagrad")
     fbgemm = "EXACT_ADAGRAD"
+    takes = ("eps",)
     states = (State("momentum1", per_row=False),)
 
     def change(

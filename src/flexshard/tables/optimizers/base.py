@@ -37,12 +37,16 @@ class StepOptions:
 
     Attributes:
         eps, beta1, beta2: as FBGEMM's; its defaults.
+        weight_decay: of the rows that a batch read; 0 for none.
+        decay_mode: what it is added to: "l2" the gradient, "decoupled" the step (Loshchilov and Hutter 2019).
         step: number of the update, 1 for the first.
     """
 
     eps: float = 1e-8
     beta1: float = 0.9
     beta2: float = 0.999
+    weight_decay: float = 0.0
+    decay_mode: str = "decoupled"
     step: int = 1
 
 
@@ -54,7 +58,9 @@ class Optimizer:
         torchrec: values of FBGEMM's ``EmbOptimType`` by which TorchRec's ``fused_params`` name it.
         fbgemm: the member of ``EmbOptimType`` whose kernels update rows without copies; None if plans with it are made
             but not run.
-        on_cpu: whether FBGEMM has these kernels on the CPU.
+        on_cpu: whether FBGEMM has these kernels on the CPU; elsewhere rows without copies are updated as those with
+            copies are.
+        takes: options besides the learning rate, as ``fused_params`` name them.
         counts_steps: whether an update depends on its number, as a bias correction does; checkpoints keep it then.
         states: in the order of FBGEMM's ``split_optimizer_states``.
     """
@@ -63,6 +69,7 @@ class Optimizer:
     torchrec: tuple[str, ...]
     fbgemm: str | None = None
     on_cpu: bool = True
+    takes: tuple[str, ...] = ()
     counts_steps: bool = False
     states: tuple[State, ...] = ()
 
@@ -96,3 +103,8 @@ class Optimizer:
             shape (n, D); may be ``gradient`` itself.
         """
         raise NotImplementedError(f"plans with {self.name} are made, not run")
+
+    @staticmethod
+    def read_rows(gradient: torch.Tensor) -> torch.Tensor:
+        """Which rows have a gradient; shape (n, 1)."""
+        return (gradient != 0).any(1, keepdim=True)

@@ -14,18 +14,27 @@ __all__ = ["RowwiseAdagrad"]
 
 
 class RowwiseAdagrad(Optimizer):
-    """``h += mean(g²); w -= lr · g / (√h + eps)``."""
+    """``h += mean(g²); w -= lr · g / (√h + eps)``; with weight decay λ as FBGEMM has it: ``g += λ·w`` first (L2), or
+    ``w -= lr · λ·w`` besides (decoupled).
+    """
 
     name = "rowwise_adagrad"
     torchrec = ("exact_row_wise_adagrad", "row_wise_adagrad")
     fbgemm = "EXACT_ROWWISE_ADAGRAD"
+    takes = ("eps", "weight_decay", "weight_decay_mode")
     states = (State("momentum1", per_row=True),)
 
     def change(
         self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
     ) -> torch.Tensor:
         """See the class."""
-        del weight
-        sums = state["momentum1"]
+        sums, decay = state["momentum1"], options.weight_decay
+        if not decay:
+            sums.add_((gradient * gradient).mean(1, keepdim=True))
+            return gradient / sums.sqrt().add_(options.eps)
+        decayed = decay * weight * self.read_rows(gradient)
+        if options.decay_mode == "l2":
+            gradient = gradient + decayed
         sums.add_((gradient * gradient).mean(1, keepdim=True))
-        return gradient / sums.sqrt().add_(options.eps)
+        change = gradient / sums.sqrt().add_(options.eps)
+        return change if options.decay_mode == "l2" else change + decayed
