@@ -126,9 +126,9 @@ def rank_main(rank: int, world: int, store: str) -> None:
 
 
 def main() -> int:
-    world = 4
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(world, f"{folder}/store"), nprocs=world)
+    for world in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(rank_main, args=(world, f"{folder}/store"), nprocs=world)
     return 0
 
 

@@ -42,7 +42,7 @@ COMMANDS = {
     "compare": {"--torchrec", "--time-limit", "--row-wise", "--output", "--json"},
     "diff": {"--json"},
     "drift": {"--json"},
-    "replay": {"--column", "--steps", "--profile", "--json"},
+    "replay": {"--column", "--steps", "--batch-size", "--profile", "--json"},
     "cluster-sessions": {
         "--session",
         "--time",
@@ -565,3 +565,31 @@ def test_the_clusters_memory_is_a_limit(project: Path, budget: str) -> None:
     assert "900 TiB" in text
     assert "less a reserve of" in text
     assert not (project / "x.json").exists()
+
+
+def test_replay_reads_data_as_the_profile_did(tmp_path: Path) -> None:
+    """Samples are users, ids are hashed: one click a row, eight of a user."""
+    generator = np.random.default_rng(0)
+    users = np.repeat(np.arange(400), 8)
+    shuffled = generator.permutation(users.size)
+    raw = generator.zipf(1.3, users.size).astype(np.uint64) + np.uint64(2**63)
+    table = pa.table({"user": [f"u{user}" for user in users[shuffled]], "item": raw})
+    pq.write_table(table, tmp_path / "clicks.parquet", row_group_size=1000)
+    profile = ("profile", "clicks.parquet", "--column", "item", "--rows", 1000, "--hash", "splitmix64")
+    good(tmp_path, *profile, "--sample-key", "user", "-o", "item.parquet")
+    assert AccessProfile.load(tmp_path / "item.parquet").hash == "splitmix64"
+    good(tmp_path, "job", "item.parquet", "--cluster", "dgx-a100:2", "--batch-size", 16, "--dim", 8, "-o", "job.yaml")
+    good(tmp_path, "plan", "job.yaml", "-o", "plan.json")
+    out = json.loads(good(tmp_path, "replay", "plan.json", "clicks.parquet", "--column", "item", "--json"))
+    assert out["steps"] == 400 // (16 * 16)
+    plan = Plan.load(tmp_path / "plan.json")
+    rows = {(c["group_size"]): c["bytes"] for c in out["collectives"] if c["content"] == "embeddings"}
+    expected = 16 * 8 * 8 * 4  # samples, clicks, dimension, bytes
+    served = sum(tier.reads for tier in plan.tables["item"].tiers if tier.group_size > 1) * 8 * 4
+    assert served > 0
+    assert sum(rows.values()) == pytest.approx(served, rel=0.1)
+    assert sum(rows.values()) <= expected
+    small = json.loads(
+        good(tmp_path, "replay", "plan.json", "clicks.parquet", "--column", "item", "--batch-size", 4, "--json")
+    )
+    assert small["steps"] == 400 // (16 * 4)

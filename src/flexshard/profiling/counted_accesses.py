@@ -38,6 +38,7 @@ class CountedAccesses:
         table: name of the table, for messages.
         path: file that the profile was read from, if any.
         sample_key: column whose distinct values are the samples; None where they are rows.
+        hash: how raw ids were folded into the table; None where ids are rows.
 
     Raises:
         ProfileError: the fields contradict each other.
@@ -54,6 +55,7 @@ class CountedAccesses:
     sample_key: str | None = None
     row_counts: RowCounts | None = field(default=None, repr=False)
     sample_keys: Any = field(default=None, repr=False)
+    hash: str | None = None
 
     def __repr__(self) -> str:
         return (

@@ -40,7 +40,9 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
     lengths, keys = _lengths(a, b)
     if keys is not None and holdout is not None:
         holdout = replace(holdout, num_samples=keys.moments()[1].num_samples)
-    return type(a).from_row_counts(
+    if a.hash != b.hash:
+        raise ProfileError(f"table {a.table!r}: profiles of raw ids and of hashed ones do not add up")
+    merged = type(a).from_row_counts(
         RowCounts.dense(counts),
         a.num_samples + b.num_samples if lengths is None else lengths.num_samples,
         num_rows,
@@ -51,6 +53,7 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
         sample_key=a.sample_key,
         sample_keys=keys,
     )
+    return replace(merged, hash=a.hash)
 
 
 def _samples(profile: AccessProfile) -> str:

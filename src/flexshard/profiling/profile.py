@@ -164,7 +164,7 @@ class AccessProfile(CountedAccesses):
         """
         make = bound("flexshard.profiling", "AccessProfile.from_ids")
         profile: AccessProfile = make(ids, lengths, num_rows=num_rows, hash=hash, table=table)
-        return profile
+        return replace(profile, hash=hash)
 
     @classmethod
     def from_parquet(
@@ -216,7 +216,7 @@ class AccessProfile(CountedAccesses):
             table=column if table is None else table,
             progress=progress,
         )
-        return profile
+        return replace(profile, hash=hash)
 
     @classmethod
     def from_parquet_by(
@@ -271,7 +271,7 @@ class AccessProfile(CountedAccesses):
         """
         make = bound("flexshard.profiling", "AccessProfile.from_ray")
         profile: AccessProfile = make(dataset, column=column, num_rows=num_rows, hash=hash, table=table or column)
-        return profile
+        return replace(profile, hash=hash)
 
     # -- what one does with it
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 
 from flexshard._internal import DocumentFormat, PathLike, replacing
 from flexshard.errors import ProfileError
+from flexshard.profiling.hashing import HASHES
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
@@ -63,6 +65,7 @@ def _metadata(profile: AccessProfile) -> dict[str, Any]:
         "held_out_samples": None if profile.holdout is None else profile.holdout.num_samples,
         "held_out_share": None if profile.holdout is None else profile.holdout.share,
         "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
+        **({} if profile.hash is None else {"hash": profile.hash}),
     }
 
 
@@ -95,7 +98,7 @@ def load_profile(path: PathLike) -> AccessProfile:
             f"{name}: counts add up to {profile.num_accesses:,}, but its metadata says {meta['num_accesses']:,};"
             " build the profile again"
         )
-    return profile
+    return replace(profile, hash=meta["hash"])
 
 
 def _with_rows(
@@ -148,7 +151,7 @@ def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
     meta = FORMAT.of_metadata(table.schema.metadata, name)
     numbers = ("num_rows", "num_samples", "num_accesses")
     optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples", "held_out_seed")
-    meta = dict.fromkeys((*optional, "held_out_share", "sample_key")) | meta
+    meta = dict.fromkeys((*optional, "held_out_share", "sample_key", "hash")) | meta
     for field in (*numbers, *optional):
         value = meta.get(field)
         known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 126
@@ -156,6 +159,8 @@ def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
             raise ProfileError(f"{name}: metadata field {field!r} must be a whole number, found {value!r}")
     if not isinstance(meta["sample_key"], (str, type(None))):
         raise ProfileError(f"{name}: metadata field 'sample_key' must be a text, found {meta['sample_key']!r}")
+    if meta["hash"] not in (None, *HASHES):
+        raise ProfileError(f"{name}: metadata field 'hash' must be one of {', '.join(HASHES)}, found {meta['hash']!r}")
     if not isinstance(meta.get("table"), str):
         raise ProfileError(f"{name}: metadata field 'table' must be a text, found {meta.get('table')!r}")
     return table, meta

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table as Grid
 
     from flexshard.executors import Replay
-    from flexshard.planner import Plan
+    from flexshard.planner import Plan, TablePlan
+    from flexshard.profiling import AccessProfile
 
 
 @app.command("replay")
@@ -28,6 +29,7 @@ def replay_command(
         list[str], typer.Option(help="COLUMN, or TABLE=COLUMN once for every table where the plan has several.")
     ],
     steps: Annotated[int, typer.Option(min=1, help="Most steps to replay.")] = 100,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per rank; by default the plan's.")] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
@@ -38,7 +40,8 @@ def replay_command(
 ) -> None:
     """Count what a plan would move for real batches, on any number of ranks, without running them.
 
-    Ids are taken as rows of the table; samples are rows of the files.
+    Data are read as each table's profile was: with its sample key and its hash. Without a profile ids are rows of the
+    table and samples rows of the files.
     """
     loaded = planner.Plan.load(plan)
     columns = _by_table(loaded, column, "column")
@@ -50,16 +53,25 @@ def replay_command(
         for name, path in _ranking_files(loaded, plan.parent, profile or []).items()
     }
     with working("replaying"):
-        per_step = loaded.cluster.world_size * loaded.settings.batch_size
-        samples = {name: profiling.read_samples(data, text, limit=steps * per_step) for name, text in columns.items()}
+        size = loaded.settings.batch_size if batch_size is None else batch_size
+        limit = steps * loaded.cluster.world_size * size
+        samples = {
+            name: profiling.read_samples(data, text, limit=limit, **_reading(loaded.table(name), rankings.get(name)))
+            for name, text in columns.items()
+        }
         result = executors.replay(
             loaded,
-            executors.split_by_rank(
-                samples, world_size=loaded.cluster.world_size, batch_size=loaded.settings.batch_size
-            ),
+            executors.split_by_rank(samples, world_size=loaded.cluster.world_size, batch_size=size),
             rankings,
         )
-    emit(_document(result), as_json=as_json, text=_grid(loaded, result))
+    emit(_document(result), as_json=as_json, text=_grid(size, result))
+
+
+def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
+    """How a table's ids are read."""
+    if profile is None:
+        return {}
+    return {"sample_key": profile.sample_key, "hash": profile.hash, "num_rows": table.rows}
 
 
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
@@ -79,8 +91,10 @@ def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
 def _ranking_files(plan: Plan, folder: Path, given: list[str]) -> dict[str, Path]:
     files = {name: Path(path) for name, path in _by_table(plan, given, "profile").items()}
     for name, table in plan.tables.items():
-        if name not in files and table.profile_path is not None and len(table.tiers) > 1:
-            files[name] = folder / table.profile_path
+        if name not in files and table.profile_path is not None:
+            path = folder / table.profile_path
+            if len(table.tiers) > 1 or path.exists():  # a table of one tier is replayed without, by its ids
+                files[name] = path
     return files
 
 
@@ -107,9 +121,9 @@ def _document(result: Replay) -> dict[str, Any]:
     }
 
 
-def _grid(plan: Plan, result: Replay) -> Grid:
+def _grid(batch_size: int, result: Replay) -> Grid:
     title = (
-        f"Replayed: {result.steps} steps of {plan.settings.batch_size:,} samples on each of {result.world_size:,}"
+        f"Replayed: {result.steps} steps of {batch_size:,} samples on each of {result.world_size:,}"
         " ranks, per rank and step"
     )
     headings = ("calls", "mean", "fullest rank", "imbalance")

@@ -72,8 +72,8 @@ class OptimizerSpec:
             takes = ", ".join(("learning_rate", *optimizer.takes))
             raise TableError(
                 f"table {table!r}: optimizer {optimizer.name} on {device.type} has no {unknown[0]}, which FBGEMM"
-                f" ignores or a FlexShard plan does not support; it takes {takes}: leave {unknown[0]} out, or use another"
-                " optimizer"
+                f" ignores or a FlexShard plan does not support; it takes {takes}: leave {unknown[0]} out, or use"
+                " another optimizer"
             )
         numbers: dict[str, Any] = {
             name: float(given[name]) for name in ("eps", "beta1", "beta2", "weight_decay") if name in given

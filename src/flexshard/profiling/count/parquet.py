@@ -17,6 +17,7 @@ from flexshard.errors import DataError
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import DistinctBatches, IdBatch, check_column, key_array, key_kind, read_ids
 from flexshard.profiling.count.keyed_lengths import KeyedLengths, held_out
+from flexshard.profiling.hashing import HASHES, hash_to_rows
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
@@ -176,12 +177,19 @@ def _sample_ids(chunk: Chunk, sample_key: str | None) -> pa.ChunkedArray | npt.N
 
 
 def read_samples(
-    paths: PathLike | Sequence[PathLike], column: str, *, limit: int | None = None
+    paths: PathLike | Sequence[PathLike],
+    column: str,
+    *,
+    limit: int | None = None,
+    sample_key: str | None = None,
+    hash: str | None = None,
+    num_rows: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Ids of consecutive samples, and how many each sample has.
 
     Args:
-        paths, column: as for :meth:`AccessProfile.from_parquet`.
+        paths, column, sample_key, hash, num_rows: as for :meth:`AccessProfile.from_parquet`. Samples by key come in the
+            order in which their keys first do, and all of the files is read for them.
         limit: most samples to read.
 
     Returns:
@@ -190,17 +198,44 @@ def read_samples(
     Raises:
         DataError: as :meth:`AccessProfile.from_parquet`.
     """
+    if hash is not None and (hash not in HASHES or num_rows is None):
+        raise DataError(f"hash is one of {', '.join(HASHES)}, with num_rows; found {hash!r} with {num_rows}")
     sources = _checked(paths, column)
-    ids, lengths, number = [], [], 0
-    for chunk in read_chunks(sources, [column], 1):
+    if sample_key is not None:
+        _check_keys(sources, sample_key)
+    ids, lengths, keys, number = [], [], [], 0
+    for chunk in read_chunks(sources, [column, *([] if sample_key is None else [sample_key])], 1):
         batch = read_ids(chunk, column)
         sample_lengths = (
             np.ones(batch.num_samples, np.int64) if batch.lengths is None else batch.lengths.astype(np.int64)
         )
-        keep = sample_lengths.size if limit is None else min(sample_lengths.size, limit - number)
+        keep = sample_lengths.size
+        if sample_key is not None:
+            keys.append(key_array(chunk, sample_key))
+        elif limit is not None:
+            keep = min(keep, limit - number)
         lengths.append(sample_lengths[:keep])
-        ids.append(batch.ids[: int(sample_lengths[:keep].sum())].astype(np.int64))
+        taken = batch.ids[: int(sample_lengths[:keep].sum())]
+        ids.append(taken.astype(np.int64) if hash is None else hash_to_rows(taken, num_rows or 1))
         number += keep
-        if number == limit:
+        if number == limit and sample_key is None:
             break
-    return np.concatenate(ids or [np.zeros(0, np.int64)]), np.concatenate(lengths or [np.zeros(0, np.int64)])
+    all_ids = np.concatenate(ids or [np.zeros(0, np.int64)])
+    all_lengths = np.concatenate(lengths or [np.zeros(0, np.int64)])
+    if sample_key is None:
+        return all_ids, all_lengths
+    return _by_key(all_ids, all_lengths, pa.chunked_array([part for key in keys for part in key.chunks]), limit)
+
+
+def _by_key(
+    ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], keys: pa.ChunkedArray, limit: int | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Rows' ids put together by the rows' keys, in the order in which keys first appear."""
+    codes = pc.dictionary_encode(keys).combine_chunks().indices.to_numpy()
+    order = np.argsort(codes, kind="stable")
+    per_sample = np.bincount(codes, weights=lengths).astype(np.int64)
+    first = np.cumsum(lengths) - lengths
+    starts = np.repeat(first[order] - (np.cumsum(lengths[order]) - lengths[order]), lengths[order])
+    gathered = ids[starts + np.arange(len(ids))]
+    kept = per_sample[:limit]
+    return gathered[: int(kept.sum())], kept
