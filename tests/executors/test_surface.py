@@ -593,3 +593,58 @@ def mixed_and_skipped(parallel: Any, rank: int) -> list[bool]:
 
 def test_skipping_a_bad_batch() -> None:
     assert ranks.run(2, 1, mixed, mixed_and_skipped) == [[True, False, True]] * 2
+
+
+# -- tables that are left to TorchRec by a word
+
+
+def left_out(rank: int, how: dict[str, Any]) -> tuple[dict[str, str], dict[str, float], list[str]]:
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    if "constraints" in how:
+        how = how | {"constraints": {n: ParameterConstraints(**given) for n, given in how["constraints"].items()}}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = models.plan_of(models.small_cluster(2, 1), two_tiers())
+        parallel, optim = models.shard(plan, "rowwise_adagrad", **how)
+    kinds = {f"{part}.{name}": parallel.plan.plan[part][name].sharding_type for part, name in models.table_names()}
+    outputs = models.train(parallel, optim, rank, range(3))
+    expected = models.reference("rowwise_adagrad", 3, 2)
+    worst = max(float((mine - e[rank]).abs().max()) for mine, e in zip(outputs, expected.outputs, strict=True))
+    names = {name for name, _ in parallel.named_parameters()}
+    assert names == PER_TABLE | {"over.weight", "over.bias"}
+    assert set(parallel.state_dict()) == names
+    return (
+        kinds,
+        {"outputs": worst},
+        [str(warning.message) for warning in said if "constraints" in str(warning.message)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        ({"torchrec_tables": ["shops"]}, {"wide.shops"}),
+        ({"torchrec_tables": ["wide.days", "narrow"]}, {"wide.days", "narrow.users"}),
+        ({"constraints": {"goods": {"sharding_types": ["table_wise"]}}}, {"wide.goods"}),
+    ],
+)
+def test_tables_left_to_torchrec(how: dict[str, Any], left: set[str]) -> None:
+    for kinds, found, _ in ranks.run(2, 1, left_out, how):
+        assert {name for name, kind in kinds.items() if kind != "flex_shard"} == left
+        assert found["outputs"] < 1e-4
+        if "constraints" in how:
+            assert kinds["wide.goods"] == "table_wise"
+
+
+def test_constraints_that_decide_nothing_are_named() -> None:
+    *_, said = ranks.run(2, 1, left_out, {"constraints": {"goods": {"min_partition": 8}}})[0]
+    assert len(said) == 1
+    assert "table 'goods': its constraints say min_partition, which decides nothing" in said[0]
+
+
+def test_what_is_left_has_to_be_there() -> None:
+    from flexshard.errors import PlanError
+
+    found = ranks.run(2, 1, left_out, {"torchrec_tables": ["shop"]}, expect_failures=True)
+    assert all(isinstance(error, PlanError) and "is called 'shop'" in str(error) for error in found), found

@@ -35,7 +35,7 @@ from flexshard.executors.sharding.sharded_tables import GroupOptions, GroupTrait
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
-from flexshard.planner import FlexShardParameterSharding
+from flexshard.planner import FlexShardParameterSharding, part_of
 from flexshard.tables import data_type_of_torchrec
 
 __all__ = ["FlexShardEmbeddingCollectionSharder", "check_world", "placement_of"]
@@ -190,10 +190,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         others = [config for config in module.embedding_configs() if config.name not in planned]
         if not others:
             return None
-        part = EmbeddingCollection(others, device=torch.device("meta"), need_indices=module.need_indices())
-        for config in others:
-            part.embeddings[config.name] = module.embeddings[config.name]
-        part._device = module.device
+        part = part_of(module, others)
         return self._torchrec_sharder.shard(part, {c.name: params[c.name] for c in others}, env, device, module_fqn)
 
 

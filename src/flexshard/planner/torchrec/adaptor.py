@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingPlanner
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -21,6 +22,7 @@ from flexshard.errors import JobError, PlanError
 from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.solving import solve
+from flexshard.planner.torchrec.left_to_torchrec import left_tables, model_of_the_rest
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
 from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
 from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table, data_type_of_torchrec, optimizer_of_torchrec
@@ -43,6 +45,10 @@ class FlexShardPlanner(ShardingPlanner):
         base: directory that a plan's profile paths are relative to: that of its job file.
         torchrec_planner: for the other modules, with a memory limit of its own; by default TorchRec's with what the
             plan leaves.
+        torchrec_tables: tables of an ``EmbeddingCollection`` (by their own names, or with the module's full name
+            before), or whole modules, that are left to TorchRec's planner too.
+        constraints: TorchRec's, by table; a table whose sharding types or kernels they name is left to TorchRec's
+            planner, which gets them all (a planner of yours in ``torchrec_planner`` has its own).
         options: as for :func:`flexshard.solve`, with profiles; by default reduction is "auto" here, and the translation
             of ids is counted as on the device.
 
@@ -59,6 +65,8 @@ class FlexShardPlanner(ShardingPlanner):
         dedup_factors: Mapping[str, float] | None = None,
         base: PathLike = ".",
         torchrec_planner: ShardingPlanner | None = None,
+        torchrec_tables: Collection[str] = (),
+        constraints: Mapping[str, ParameterConstraints] | None = None,
         **options: Unpack[ProblemOptions],
     ) -> None:
         if plan is None and (profiles is None or cluster is None or "batch_size" not in options):
@@ -72,6 +80,7 @@ class FlexShardPlanner(ShardingPlanner):
         self._rankings = Rankings(known, base)
         self._dedup_factors = dict(dedup_factors or {})
         self._torchrec_planner = torchrec_planner
+        self._torchrec_tables, self._constraints = tuple(torchrec_tables), dict(constraints or {})
 
     @property
     def solved(self) -> Plan | None:
@@ -121,11 +130,15 @@ class FlexShardPlanner(ShardingPlanner):
         tables = {
             (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
         }
+        left_out = left_tables(tables, self._torchrec_tables, self._constraints)
+        ours = {key: config for key, config in tables.items() if key not in left_out}
         if self._plan is None:
-            self._plan = solve(self._problem or self._problem_of(tables, collections, kinds))
-        plan, used, result = self._plan, set(), {}
+            self._plan = solve(self._problem or self._problem_of(ours, collections, kinds))
+        plan, result = self._plan, {}
+        used = {key_of(*key, plan.tables) for key in left_out}
         for fqn, part in collections.items():
-            shardings, named = self._shardings(fqn, part.embedding_configs(), plan)
+            configs = [config for config in part.embedding_configs() if (fqn, config.name) in ours]
+            shardings, named = self._shardings(fqn, configs, plan)
             used |= named
             result[fqn] = EmbeddingModuleShardingPlan(shardings)
         left = [name for name in plan.tables if name not in used]
@@ -133,7 +146,10 @@ class FlexShardPlanner(ShardingPlanner):
             raise PlanError(
                 f"the plan has table {left[0]!r}, which no EmbeddingCollection of the model has; plan for this model"
             )
-        result.update(self._others(module, sharders, tables))
+        rest = model_of_the_rest(module, collections, left_out, set(kinds) - {EmbeddingCollection})
+        if rest is not None:
+            for fqn, shardings in self._others(rest, sharders, ours).items():
+                result.setdefault(fqn, type(shardings)()).update(shardings)
         return ShardingPlan(result)
 
     def shardings_of(self, fqn: str, configs: Sequence[EmbeddingConfig]) -> dict[str, FlexShardParameterSharding]:
@@ -219,11 +235,7 @@ class FlexShardPlanner(ShardingPlanner):
         sharders: Sequence[ModuleSharder[Any]],
         tables: Mapping[tuple[str, str], EmbeddingConfig],
     ) -> dict[str, Any]:
-        """TorchRec's plan of all but the collections, within the memory that they leave."""
-        others = [sharder for sharder in sharders if sharder.module_type is not EmbeddingCollection]
-        kinds = {sharder.module_type for sharder in others}
-        if not any(type(part) in kinds for _, part in module.named_modules()):
-            return {}
+        """TorchRec's plan of the rest of the model, within the memory that planned tables leave."""
         assert self._plan is not None
         plan, cluster = self._plan, self._plan.cluster
         unplanned = sum(
@@ -251,8 +263,9 @@ class FlexShardPlanner(ShardingPlanner):
                     **memory,
                 ),
                 batch_size=plan.settings.batch_size,
+                constraints=self._constraints or None,
             )
-        return dict(planner.plan(module, others).plan)
+        return dict(planner.plan(module, list(sharders)).plan)
 
     # -- every rank
 
