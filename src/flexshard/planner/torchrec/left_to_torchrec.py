@@ -37,8 +37,8 @@ def left_tables(
     if unknown:
         shown = ", ".join(f"{fqn}.{name}" if fqn else name for fqn, name in known)
         raise PlanError(
-            f"no EmbeddingCollection and no table is called {min(unknown)!r}, which is to be left to TorchRec; there are"
-            f" {shown}"
+            f"no EmbeddingCollection and no table is called {min(unknown)!r}, which is to be left to TorchRec; there"
+            f" are {shown}"
         )
     for fqn, name in known:
         given = constraints.get(name)
@@ -61,8 +61,8 @@ def _name_what_decides_nothing(name: str, given: ParameterConstraints) -> None:
     ]
     if told:
         warnings.warn(
-            f"table {name!r}: its constraints say {', '.join(told)}, which decides nothing where FlexShard plans its rows;"
-            " give sharding_types to leave the table to TorchRec",
+            f"table {name!r}: its constraints say {', '.join(told)}, which decides nothing where FlexShard plans its"
+            " rows; give sharding_types to leave the table to TorchRec",
             UserWarning,
             stacklevel=6,
         )
