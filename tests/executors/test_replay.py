@@ -145,3 +145,43 @@ def test_a_place_takes_four_bytes_a_row_however_many_ranks() -> None:
     ids = torch.from_numpy(ranking[[0, 5, rows - 1, rows - 1000]].copy())
     positions = np.array([0, 5, rows - 1, rows - 1000])
     assert table.locations(ids).tolist() == layout.locations(1, positions).tolist()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("hot", [0, 1, 64, 200])
+def test_rows_without_copies_are_found_by_arithmetic(hot: int, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexshard.embeddings import IndexBijection
+    from flexshard.executors.sharding import translation
+    from flexshard.planner import Tier
+
+    if plain:
+        monkeypatch.setattr(translation, "compiled", lambda: False)
+    rows, world = 1000, 4
+    tiers = [
+        Tier("data_parallel", 1, hot // 2, 0, 0.0, None, 0.0, 0.0, 0.0),
+        Tier("flex", 2, hot - hot // 2, hot // 2, 0.0, None, 0.0, 0.0, 0.0),
+        Tier("row_wise", world, rows - hot, hot, 0.0, None, 0.0, 0.0, 0.0),
+    ]
+    placed = [tier for tier in tiers if tier.rows]
+    layout = Layout.of({"a": placed, "b": placed}, {"a": rows, "b": rows}, world)
+    ranking = np.random.default_rng(hot).permutation(rows)[:hot]
+    bijection = IndexBijection(ranking, rows)
+    table = translation.LocationTable(layout, 1, bijection, torch.device("cpu"))
+    ids = np.random.default_rng(1).integers(0, rows, 5000)
+    expected = layout.locations(1, np.concatenate([ranking, np.setdiff1d(np.arange(rows), ranking)]).argsort()[ids])
+    for kind in (torch.int32, torch.int64):
+        assert table.locations(torch.from_numpy(ids).to(kind)).tolist() == expected.tolist()
+    assert table.nbytes <= (0 if not hot else rows / 4 + 16 + 8 * hot)
+    assert bijection.positions(ids).tolist() == [*bijection.position_of[ids]]
+    assert bijection.rows(np.arange(rows)).tolist() == bijection.row_at.tolist()
+
+
+def test_rows_dealt_by_id_are_as_even_as_those_dealt_by_popularity() -> None:
+    """Of what is left to row-wise, popular rows fall to the ranks by chance; so many do that it evens out."""
+    rows, world, hot = 100_000, 8, 1000
+    p = 1.0 / np.arange(1, rows + 1) ** 1.05
+    popularity = np.random.default_rng(0).permutation(rows)  # position of each id
+    load = p[popularity]
+    cold = np.flatnonzero(popularity >= hot)
+    by_id = np.bincount(np.arange(cold.size) % world, weights=load[cold])
+    assert by_id.max() / by_id.mean() < 1.05

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
         segment_bytes as segment_bytes,
         spread as spread,
     )
-    from flexshard.costmodels.layout import Layout as Layout, Piece as Piece
+    from flexshard.costmodels.layout import (
+        Layout as Layout,
+        Piece as Piece,
+        rows_with_places as rows_with_places,
+    )
     from flexshard.costmodels.overlap import Overlap as Overlap, OverlapLike as OverlapLike, overlap_of as overlap_of
     from flexshard.costmodels.placement import (
         collective as collective,
@@ -64,7 +68,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
         "frames": ["Frame", "bundles", "segment_bytes", "spread"],
-        "layout": ["Layout", "Piece"],
+        "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "overlap_of"],
         "placement": ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "replica_reduction": ["SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"],

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from flexshard._internal import deprecated_attribute, renamed_parameters
 from flexshard.errors import PlanError
 
-__all__ = ["Layout", "Piece", "PlacedRows", "PlacedTable"]
+__all__ = ["Layout", "Piece", "PlacedRows", "PlacedTable", "rows_with_places"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -45,6 +45,14 @@ class PlacedTable(Protocol):
     def rows(self) -> int: ...  # noqa: D102 - as a plan's TablePlan has them
     @property
     def tiers(self) -> Sequence[PlacedRows]: ...  # noqa: D102
+
+
+def rows_with_places(table: PlacedTable, world_size: int) -> int:
+    """How many of a table's hottest rows need a place of their own: those ahead of a last tier without copies, whose
+    rows are dealt to the ranks by id, whatever their order of popularity.
+    """
+    last = max(table.tiers, key=lambda tier: tier.first_position)
+    return last.first_position if last.group_size == world_size else table.rows
 
 
 @renamed_parameters(ranks="positions")

@@ -16,6 +16,7 @@ from flexshard.errors import TableError
 __all__ = ["IndexBijection"]
 
 IntArray = npt.NDArray[np.int64]
+_SHORT = 8
 
 
 class IndexBijection:
@@ -43,9 +44,10 @@ class IndexBijection:
         kind = np.int32 if num_rows < 1 << 31 else np.int64
         self._ranked: npt.NDArray[Any] = rows.astype(kind)
         self._ranked.setflags(write=False)
-        twice = np.bincount(rows) > 1
-        if twice.any():
-            raise TableError(f"a ranking names row {np.flatnonzero(twice)[0]} twice")
+        in_order = self._in_order
+        twice = np.flatnonzero(in_order[1:] == in_order[:-1])
+        if twice.size:
+            raise TableError(f"a ranking names row {in_order[twice[0]]} twice")
 
     @classmethod
     def identity(cls, num_rows: int) -> IndexBijection:
@@ -61,6 +63,21 @@ class IndexBijection:
     def ranked_rows(self) -> npt.NDArray[Any]:
         """Ids of the ranking, hottest first; shape (K,)."""
         return self._ranked
+
+    @cached_property
+    def _order(self) -> npt.NDArray[Any]:
+        """Positions of the ranking in order of id."""
+        return np.argsort(self._ranked, kind="stable")
+
+    @cached_property
+    def _in_order(self) -> npt.NDArray[Any]:
+        """Ids of the ranking, ascending."""
+        return np.sort(self._ranked)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether looking up in the ranking takes far less memory than a number for each row."""
+        return self.num_ranked * _SHORT < self.num_rows
 
     @cached_property
     def position_of(self) -> npt.NDArray[Any]:
@@ -83,13 +100,23 @@ class IndexBijection:
             TableError: an id outside the table.
         """
         _checked(ids, self.num_rows)
-        return ids if self.is_identity else self.position_of[ids]
+        if self.is_identity or not self._is_short:
+            return ids if self.is_identity else self.position_of[ids]
+        order = self._order
+        before = np.searchsorted(self._in_order, ids)
+        at = np.minimum(before, self.num_ranked - 1)
+        return np.where(self._in_order[at] == ids, order[at], self.num_ranked + ids - before)
 
     @renamed_parameters(ranks="positions")
     def rows(self, positions: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         """Ids at positions, of the positions' shape; raises as :meth:`positions`."""
         _checked(positions, self.num_rows)
-        return positions if self.is_identity else self.row_at[positions]
+        if self.is_identity or not self._is_short:
+            return positions if self.is_identity else self.row_at[positions]
+        rest = np.asarray(positions) - self.num_ranked
+        # The j-th of the other rows has as many ranked ones before it as have at most j others before them.
+        before = np.searchsorted(self._in_order - np.arange(self.num_ranked), rest, side="right")
+        return np.where(rest < 0, self._ranked[np.minimum(positions, self.num_ranked - 1)], rest + before)
 
     rank_of = deprecated_attribute("rank_of", "position_of")
     ranks = deprecated_attribute("ranks", "positions")

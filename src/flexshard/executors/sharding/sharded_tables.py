@@ -288,7 +288,5 @@ class ShardedTables:
 
     def ids_of(self, table: int, positions: range) -> npt.NDArray[np.int64]:
         """Row ids (int64) at positions of a table; shape (n,)."""
-        bijection = self.bijections[table]
-        if bijection.is_identity:
-            return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
-        return bijection.row_at[positions.start : positions.stop : positions.step].astype(np.int64)
+        held = np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
+        return self.bijections[table].rows(held).astype(np.int64, copy=False)

@@ -26,7 +26,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from flexshard._internal import differing_ranks, on_all_ranks
-from flexshard.costmodels import Layout
+from flexshard.costmodels import Layout, rows_with_places
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
@@ -246,8 +246,8 @@ def placement_of(
     for name, how in planned.items():
         assert how.table is not None
         tables[name] = how.table
-        ranked = () if how.ranked_rows is None else how.ranked_rows
-        bijections.append(IndexBijection(np.asarray(ranked, np.int64), how.table.rows))
+        ranked = () if how.ranked_rows is None else how.ranked_rows[: rows_with_places(how.table, world_size)]
+        bijections.append(IndexBijection(np.array(ranked, np.int64), how.table.rows))
     return Layout.of_tables(tables, world_size), bijections
 
 

@@ -1,12 +1,13 @@
 """From ids to locations: which rank holds a row, at which level and slot, in one number per row.
 
-A ranked table has its locations listed, four bytes a row, or its positions where locations need more; a table without a
-ranking needs none, they are computed.
+A ranked table has the locations of its replicated rows listed, eight bytes for each at most, with a set of them in two
+bits a row; those of all others, and of a table without a ranking, are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -16,12 +17,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
+from flexshard.executors.sharding.row_set import RowSet, compiled
 
 __all__ = ["LocationTable", "Translator", "extremes_of", "outside_message", "outside_of"]
 
 
 class LocationTable:
     """Locations of one table's rows.
+
+    Only rows outside the row-wise tier need a place of their own: a set of them, with the location of each, and
+    arithmetic on the id for the rest, which are dealt to the ranks by id. Where that would take more memory, or the
+    row-wise tier is not the last, all locations are listed.
 
     Args:
         layout: where rows live.
@@ -36,21 +42,32 @@ class LocationTable:
         self._layout, self._index = layout, table
         self._type = torch.int32 if layout.location_type is np.int32 else torch.int64
         self._listed: torch.Tensor | None = None
+        self._rest: _Rest | None = None
+        if bijection.is_identity:
+            return
+        rest = _Rest.of(layout, table)
+        members = bijection.num_ranked
+        if rest is not None and members == rest.first and self.num_rows / 4 + 8 * members < 4 * self.num_rows:
+            ids = bijection.ranked_rows.astype(np.int64)
+            order = np.argsort(ids, kind="stable")
+            held = np.asarray(layout.locations(table, np.arange(members, dtype=np.int64)[order]))
+            self._rest, self._set = rest, RowSet.of(ids[order], self.num_rows).to(device)
+            self._listed = torch.from_numpy(held.astype(layout.location_type)).to(device)
+            return
         self._positions = layout.location_type is np.int64 and self.num_rows < 1 << 31
-        if not bijection.is_identity:
-            listed = np.empty(self.num_rows, np.int32 if self._positions else layout.location_type)
-            step = 1 << 22
-            for start in range(0, self.num_rows, step):  # bounds the memory of int64 in between
-                ids = bijection.row_at[start : start + step]
-                positions = np.arange(start, min(start + step, self.num_rows), dtype=np.int64)
-                listed[ids] = positions if self._positions else layout.locations(table, positions)
-            self._listed = torch.from_numpy(listed).to(device)
+        listed = np.empty(self.num_rows, np.int32 if self._positions else layout.location_type)
+        step = 1 << 22
+        for start in range(0, self.num_rows, step):  # bounds the memory of int64 in between
+            positions = np.arange(start, min(start + step, self.num_rows), dtype=np.int64)
+            listed[bijection.rows(positions)] = positions if self._positions else layout.locations(table, positions)
+        self._listed = torch.from_numpy(listed).to(device)
 
     @property
     def nbytes(self) -> int:
         """Memory of what is listed."""
         listed = self._listed
-        return 0 if listed is None else listed.numel() * listed.element_size()
+        own = 0 if listed is None else listed.numel() * listed.element_size()
+        return own + (self._set.nbytes if self._rest is not None else 0)
 
     def to(self, device: torch.device) -> LocationTable:
         """The same on another device."""
@@ -58,6 +75,8 @@ class LocationTable:
         moved.__dict__.update(self.__dict__)
         if self._listed is not None:
             moved._listed = self._listed.to(device)
+        if self._rest is not None:
+            moved._set = self._set.to(device)
         return moved
 
     @property
@@ -67,12 +86,60 @@ class LocationTable:
 
     def locations(self, ids: torch.Tensor) -> torch.Tensor:
         """Locations of ids, shape (n,) each. Ids must lie in the table."""
+        if self._rest is not None:
+            return self._located(self._rest, ids)
         if self._listed is not None:
             ids = self._listed.index_select(0, ids)
             if not self._positions:
                 return ids
         locations: torch.Tensor = self._layout.locations(self._index, ids.long())
         return locations.to(self._type)
+
+    def _located(self, rest: _Rest, ids: torch.Tensor) -> torch.Tensor:
+        assert self._listed is not None
+        if ids.device.type == "cpu" and compiled():
+            from flexshard.executors.sharding.row_set_kernels import locate
+
+            found = torch.empty(ids.numel(), dtype=self._type)
+            words = self._set.words.numpy()
+            locate(ids.numpy(), words, self._listed.numpy(), rest.start, rest.ranks, rest.slots, found.numpy())
+            return found
+        ids = ids.long()
+        member, before = self._set.find(ids)
+        other = ids - before
+        turn = torch.div(other, rest.ranks, rounding_mode="floor")
+        dealt = rest.start + (other - turn * rest.ranks) * rest.slots + turn
+        if not self._listed.numel():
+            return dealt.to(self._type)
+        listed = self._listed.index_select(0, before.clamp(max=self._listed.numel() - 1))
+        return torch.where(member, listed, dealt.to(self._type))
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """The rows of a table that no rank has a copy of, behind all others: dealt to all ranks in turn.
+
+    Attributes:
+        first: position of the first.
+        start: its location.
+        ranks: how many.
+        slots: locations between one rank and the next.
+    """
+
+    first: int
+    start: int
+    ranks: int
+    slots: int
+
+    @classmethod
+    def of(cls, layout: Layout, table: int) -> _Rest | None:
+        """Of a table; None where such rows are not the last."""
+        level = len(layout.group_sizes) - 1
+        rows, first = int(layout.rows[table, level]), int(layout.first_position[table, level])
+        if layout.group_sizes[level] != layout.world_size or first + rows != int(layout.num_rows[table]) or not rows:
+            return None
+        start = int(layout.first_bucket[level] * layout.num_slots + layout.first_slot[table, level])
+        return cls(first, start, layout.world_size, layout.num_slots)
 
 
 class Translator:

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Layout, StepCollective, TableClass, segment_bytes, step_collectives
+from flexshard.costmodels import (
+    Layout,
+    StepCollective,
+    TableClass,
+    rows_with_places,
+    segment_bytes,
+    step_collectives,
+)
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, PlanError
 from flexshard.planner import Plan, TablePlan
@@ -222,7 +229,7 @@ class _Group:
         self.layout = Layout.of_tables({table.name: table for table in tables}, self.world)
         self.classes = classes_of(tables)
         self.collectives = step_collectives(self.layout, self.classes)
-        self.bijections = [_bijection(table, rankings.get(table.name)) for table in tables]
+        self.bijections = [_bijection(table, rankings.get(table.name), self.world) for table in tables]
 
     @property
     def row_bytes(self) -> IntArray:
@@ -296,13 +303,12 @@ class _Group:
         touched += np.bincount(holder, minlength=self.world)
 
 
-def _bijection(table: TablePlan, ranking: Ranking | None) -> IndexBijection:
-    if isinstance(ranking, AccessProfile):
-        if ranking.digest != table.profile_digest:
-            raise PlanError(f"table {table.name!r}: this profile is not the one that the plan was made from")
-        return IndexBijection(ranking.ranked_rows, table.rows)
+def _bijection(table: TablePlan, ranking: Ranking | None, world: int) -> IndexBijection:
+    """Order of a table's rows as the executor has it: by popularity where rows have copies, then by id."""
+    if isinstance(ranking, AccessProfile) and ranking.digest != table.profile_digest:
+        raise PlanError(f"table {table.name!r}: this profile is not the one that the plan was made from")
     if ranking is not None:
-        return ranking
+        return IndexBijection(ranking.ranked_rows[: rows_with_places(table, world)], table.rows)
     if len(table.tiers) > 1:
         raise PlanError(f"table {table.name!r}: its tiers need a ranking of its rows; give its profile")
     return IndexBijection.identity(table.rows)
