@@ -14,7 +14,7 @@ help:
 	@echo "make test                      run the tests"
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
-	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding (takes minutes)"
+	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding; groups of tables, translation (takes minutes)"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
 	@echo "make bench-tt                  tensor-train tables against the TT-Rec algorithm (takes minutes; CLICKS=path for accuracy)"
 	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
@@ -59,6 +59,8 @@ bench: $(VENV)/.bench
 bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.torchrec_planner
 	$(VENV)/bin/python -m benchmarks.torchrec_row_wise
+	$(VENV)/bin/python -m benchmarks.table_groups
+	$(VENV)/bin/python -m benchmarks.translation
 
 bench-recd: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.recd

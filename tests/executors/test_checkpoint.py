@@ -182,8 +182,8 @@ def rows_that_move(rank: int) -> int:
 
 
 def test_only_rows_that_change_place_travel() -> None:
-    # The two hottest rows of each of four tables go to the three ranks that lack them. The others are dealt by id: those
-    # behind a hot row move up by one rank, or by two, and only those ahead of both stay.
+    # The two hottest rows of each of four tables go to the three ranks that lack them. The others are dealt by id:
+    # those behind a hot row move up by one rank, or by two, and only those ahead of both stay.
     expected = 0
     for name, (rows, _) in (models.WIDE | models.NARROW).items():
         hot = models.profile_of(name).ranked_rows[:2]
