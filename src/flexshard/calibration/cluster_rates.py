@@ -54,9 +54,9 @@ def fit_rate(nbytes: npt.ArrayLike, seconds: npt.ArrayLike) -> Fit:
     scale = n.max()  # keeps the two columns comparable
     columns = np.stack([1 / t, n / scale / t], axis=1)
     (alpha, at_scale), *_ = np.linalg.lstsq(columns, np.ones(n.size), rcond=None)
-    per_byte = at_scale / scale
+    per_byte = float(at_scale / scale)
     if alpha < 0:
-        alpha, per_byte = 0.0, float((n / t).sum() / np.square(n / t).sum())
+        alpha, per_byte = np.float64(0.0), float((n / t).sum() / np.square(n / t).sum())
     if per_byte <= 0:
         raise ClusterError("times do not grow with sizes, so there is no bandwidth to fit; use larger --sizes")
     error = float(np.abs((alpha + per_byte * n) / t - 1).max())

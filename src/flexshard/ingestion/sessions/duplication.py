@@ -131,8 +131,9 @@ def measure_duplication(
             distinct = distinct_rows(column)
             codes = distinct.inverse[order]
             same = codes[together] == codes[together + 1]
-            kept = column.lengths[distinct.first].sum()
-            counts[name] += [column.values.size, kept, together.size, np.count_nonzero(same)]
+            distinct_values = int(column.lengths[distinct.first].sum())
+            repeated = int(np.count_nonzero(same))
+            counts[name] += np.array([column.values.size, distinct_values, together.size, repeated])
         rows += batch.table.num_rows
     per_batch = np.concatenate(in_batches) if in_batches else np.zeros(0, np.int64)
     mean = max(float(per_batch.mean()), 1.0) if per_batch.size else 1.0
