@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import flexshard
+from benchmarks.timing import paired_medians
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 from flexshard.executors import Observer
 from flexshard.topologies import Cluster, CollectiveRate, Level
@@ -120,17 +120,7 @@ def run_rank(nodes: int, batch_size: int, result: Path) -> None:
                 observer.step()
         seen = observer.result().collectives
         calls[groups] = sum(c.calls for c in seen), sum(c.bytes for c in seen)
-    times: dict[int, list[float]] = {groups: [] for groups in models}
-    for _ in range(BLOCKS):
-        for groups, model in models.items():
-            block = []
-            for batch in data:
-                dist.barrier()
-                start = time.perf_counter()
-                step(model, batch)
-                dist.barrier()
-                block.append(time.perf_counter() - start)
-            times[groups].append(statistics.median(block))
+    times = paired_medians(models, step, data, blocks=BLOCKS, barrier=dist.barrier)
     if rank == 0:
         result.write_text(json.dumps({str(groups): [*calls[groups], times[groups]] for groups in models}))
     dist.barrier()

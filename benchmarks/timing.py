@@ -8,10 +8,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-__all__ = ["Run", "machine", "median_seconds", "on_one_core", "run_process"]
+__all__ = ["Run", "machine", "median_seconds", "on_one_core", "paired_medians", "run_process"]
+
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,34 @@ def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
         work()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def paired_medians(
+    models: Mapping[KeyT, Any],
+    step: Callable[[Any, Any], object],
+    batches: Sequence[Any],
+    *,
+    blocks: int,
+    barrier: Callable[[], object],
+) -> dict[KeyT, list[float]]:
+    """Median step of every model in each block; models take turns, so that a busy machine slows all of them.
+
+    Args:
+        step: trains a model on a batch.
+        barrier: until all ranks are here, before and after each step.
+    """
+    medians: dict[KeyT, list[float]] = {name: [] for name in models}
+    for _ in range(blocks):
+        for name, model in models.items():
+            times = []
+            for batch in batches:
+                barrier()
+                start = time.perf_counter()
+                step(model, batch)
+                barrier()
+                times.append(time.perf_counter() - start)
+            medians[name].append(statistics.median(times))
+    return medians
 
 
 def run_process(arguments: Sequence[str]) -> Run:

@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from typing import Any
 
@@ -28,6 +27,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingPlan
 
 import flexshard
+from benchmarks.timing import paired_medians
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 from flexshard.executors import Observer
 from flexshard.topologies import CollectiveRate, Level
@@ -104,17 +104,7 @@ def rank_main(rank: int, world: int, store: str) -> None:
         calls = sum(c.calls for c in observer.result().collectives)
         if rank == 0:
             print(f"{name}: {calls:.0f} collectives and {sent[name]:,.0f} bytes per rank and step", flush=True)
-    medians: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(BLOCKS):
-        for name, model in models.items():
-            times = []
-            for batch in data:
-                dist.barrier()
-                start = time.perf_counter()
-                step(model, batch)
-                dist.barrier()
-                times.append(time.perf_counter() - start)
-            medians[name].append(statistics.median(times))
+    medians = paired_medians(models, step, data, blocks=BLOCKS, barrier=dist.barrier)
     if rank == 0:
         print(f"{world} gloo processes, {TABLES} tables of {ROWS:,} x {DIM}, {BATCH} samples x {LENGTH} ids per table")
         for name, values in medians.items():

@@ -155,7 +155,7 @@ def test_rows_without_copies_are_found_by_arithmetic(hot: int, plain: bool, monk
     from flexshard.planner import Tier
 
     if plain:
-        monkeypatch.setattr(translation, "compiled", lambda: False)
+        monkeypatch.setattr(translation, "has_numba", lambda: False)
     rows, world = 1000, 4
     tiers = [
         Tier("data_parallel", 1, hot // 2, 0, 0.0, None, 0.0, 0.0, 0.0),

@@ -172,7 +172,7 @@ def decode(cls: type[ValueT], body: Any, where: str, kind: DocumentFormat) -> Va
 
     try:
         # Strict checks take tuples from JSON text alone; parsed JSON has only lists.
-        value: ValueT = _adapter(cls).validate_json(json.dumps(body), strict=True)  # type: ignore[arg-type]
+        value: ValueT = _adapter(cls).validate_json(json.dumps(body), strict=True)  # type: ignore[arg-type]  # a cached function of a type
         return value
     except ValidationError as error:
         first = error.errors()[0]

@@ -70,7 +70,7 @@ def step_collectives(layout: Layout, classes: Sequence[TableClass]) -> tuple[Ste
         numbers = len(sizes) * len(classes) + STATUS_NUMBERS
         fixed = world * numbers * _NUMBER_BYTES
         result.append(StepCollective("all_to_all", world, "counts", everything, (_NUMBER_BYTES,) * len(classes), fixed))
-    id_bytes = 4 if layout.num_slots < 1 << 31 else 8
+    id_bytes = layout.slot_type().itemsize
     result += [StepCollective("all_to_all", size, "ids", everything, (id_bytes,) * len(classes)) for size in sizes]
     for content, widths in (
         ("embeddings", [one.row_bytes for one in classes]),

@@ -196,6 +196,11 @@ class Layout:
         """The smaller of the two types that hold every location."""
         return np.int32 if self.first_location[-1] < 1 << 31 else np.int64
 
+    @property
+    def slot_type(self) -> type[np.int32] | type[np.int64]:
+        """The smaller of the two types that hold every slot; ids travel as slots."""
+        return np.int32 if self.num_slots < 1 << 31 else np.int64
+
     @renamed_parameters(position="local_rank")
     def piece(self, table: int, level: int, local_rank: int) -> Piece:
         """Rows of a table at a level that this local rank of each group holds."""

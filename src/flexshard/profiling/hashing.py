@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HASHES", "hash_to_rows", "splitmix64", "text_keys"]
+from flexshard.errors import DataError
+
+__all__ = ["HASHES", "check_hash", "hash_to_rows", "splitmix64", "text_keys"]
 
 HASHES = ("splitmix64",)
 
@@ -30,6 +32,18 @@ def splitmix64(values: npt.NDArray[np.generic], seed: int = 0) -> UInt64Array:
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
+
+
+def check_hash(hash: str | None, num_rows: int | None) -> None:
+    """Whether ids can be folded so.
+
+    Raises:
+        DataError: no such hash, or no number of rows to fold ids into.
+    """
+    if hash is not None and hash not in HASHES:
+        raise DataError(f"no hash is called {hash!r}; there are {', '.join(HASHES)}")
+    if hash is not None and num_rows is None:
+        raise DataError("hashing needs the number of rows to fold the ids into; give num_rows (--rows)")
 
 
 def hash_to_rows(ids: npt.NDArray[np.generic], num_rows: int) -> npt.NDArray[np.int64]:

@@ -63,7 +63,7 @@ class ExchangeContext:
 
     @cached_property
     def bundles(self) -> list[tuple[int, ...]]:
-        """Classes whose rows travel in one buffer; all of them where rows do not travel."""
+        """Classes whose rows travel in one buffer; each by itself where rows do not travel."""
         rows = [collective for collective in self.collectives if collective.content == "embeddings"]
         found = [collective.classes for collective in rows if collective.group_size == rows[0].group_size]
         return found or [(index,) for index in range(len(self.stores))]
@@ -90,9 +90,14 @@ class _Rows:
         cls, wire: Wire, classes: tuple[int, ...], counts: IntArray, device: torch.device, *, zero: bool = False
     ) -> _Rows:
         """Room for so many rows of each segment and class (of all K)."""
-        frame = Frame(counts[:, classes], tuple(wire.row_bytes[index] for index in classes))
+        frame = wire.frame(counts[:, classes], classes)
         new = torch.zeros if zero else torch.empty
         return cls(frame, wire, classes, new(frame.nbytes, dtype=torch.uint8, device=device))
+
+    def room(self, wire: Wire) -> _Rows:
+        """Room for as many rows in another form."""
+        frame = wire.frame(self.frame.counts, self.classes)
+        return _Rows(frame, wire, self.classes, self.buffer.new_empty(frame.nbytes))
 
     def part(self, segments: slice) -> _Rows:
         """Of some segments, sharing memory: each begins where its offsets do not depend on those before it."""
@@ -150,7 +155,7 @@ class Exchange:
         self._segments = [slice(*pair) for pair in pairwise(layout.first_bucket)]
         self._device = batch.slots.device
         ends = list(accumulate((int(splits.sent[part].sum()) for part in self._segments), initial=0))
-        slots = batch.slots.to(torch.int32 if layout.num_slots < 1 << 31 else torch.int64)
+        slots = batch.slots.to(torch.int32 if layout.slot_type is np.int32 else torch.int64)
         self._asked: list[torch.Tensor] = []
         self._pending: list[PendingCollective] = []
         for level, size in enumerate(layout.group_sizes):
@@ -275,8 +280,7 @@ class Exchange:
         """Send rows, in the wire's form, to where ``target`` is filled with them."""
         coded, arrived = held, target
         if wire.codec is not None:
-            coded = _Rows.make(wire, held.classes, _all_classes(held, wire), self._device)
-            arrived = _Rows.make(wire, held.classes, _all_classes(target, wire), self._device)
+            coded, arrived = held.room(wire), target.room(wire)
             for index in held.classes:
                 coded.put(index, wire.encode(held.get(index), index))
         pending = self._all_to_all(
@@ -340,19 +344,12 @@ def _sent(wire: Wire, classes: tuple[int, ...], counts: IntArray, rows: Sequence
     """Rows of each class (of all K) in one buffer; without a copy where there is one class alone."""
     device = rows[classes[0]].device
     if len(classes) == 1:
-        frame = Frame(counts[:, classes], (wire.row_bytes[classes[0]],))
+        frame = wire.frame(counts[:, classes], classes)
         return _Rows(frame, wire, classes, rows[classes[0]].contiguous().view(-1).view(torch.uint8))
     result = _Rows.make(wire, classes, counts, device)
     for index in classes:
         result.put(index, rows[index])
     return result
-
-
-def _all_classes(rows: _Rows, wire: Wire) -> IntArray:
-    """Counts as :meth:`_Rows.make` takes them."""
-    counts = np.zeros((len(rows.frame.counts), len(wire.dims)), np.int64)
-    counts[:, rows.classes] = rows.frame.counts
-    return counts
 
 
 class _LookUp(torch.autograd.Function):

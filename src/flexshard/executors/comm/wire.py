@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torchrec.distributed.types import QuantizedCommCodec
+
+from flexshard.costmodels import Frame
 
 __all__ = ["Wire"]
 
@@ -42,6 +46,10 @@ class Wire:
         """On the wire, of each class."""
         return tuple(self._width(index) * self.sent_dtype(index).itemsize for index in range(len(self.dims)))
 
+    def frame(self, counts: npt.NDArray[np.int64], classes: tuple[int, ...]) -> Frame:
+        """Where rows of some classes lie in a buffer; ``counts`` of each segment and of these, shape (S, classes)."""
+        return Frame(counts, tuple(self.row_bytes[index] for index in classes))
+
     def sent_dtype(self, index: int) -> torch.dtype:
         """Of a class's numbers on the wire."""
         return self.dtypes[index] if self.codec is None else self.codec.quantized_dtype
@@ -54,15 +62,13 @@ class Wire:
         return width
 
     def encode(self, rows: torch.Tensor, index: int) -> torch.Tensor:
-        """Rows of a class, shape (n, D), as they are sent, shape (n, width)."""
-        if self.codec is None:
-            return rows
+        """Rows of a class, shape (n, D), as the codec has them, shape (n, width)."""
+        assert self.codec is not None
         encoded: torch.Tensor = self.codec.encode(rows.float().contiguous().view(-1), self._contexts[index])
         return encoded.view(rows.shape[0], self._width(index))
 
     def decode(self, sent: torch.Tensor, index: int) -> torch.Tensor:
         """The way back."""
-        if self.codec is None:
-            return sent
+        assert self.codec is not None
         rows: torch.Tensor = self.codec.decode(sent.contiguous().view(-1), self._contexts[index])
         return rows.view(sent.shape[0], self.dims[index]).to(self.dtypes[index])

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexshard.errors import CheckpointError, DataError, FlexShardError
 from flexshard.executors.comm.splits import Status
 from flexshard.executors.sharding.translation import LocationTable, extremes_of, outside_message, outside_of
 from flexshard.executors.state.live_tensors import STALE
 
-__all__ = ["BatchProblem", "Lookup", "error_of", "ids_of_tables", "keyed_jagged"]
+__all__ = ["BatchProblem", "Lookup", "error_of", "ids_of_tables"]
 
 _BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH = 1, 2, 3
 _WHAT = {_BAD_IDS: "bad ids of table {}", _NO_FEATURE: "no feature for table {}", _VARIABLE_BATCH: "a variable batch"}
@@ -52,11 +50,6 @@ class BatchProblem:
     kind: int
     table: int
     text: str
-
-
-def keyed_jagged(features: Any) -> KeyedJaggedTensor:
-    """A ``KeyedJaggedTensor`` as it is; a ``TensorDict`` of jagged features as TorchRec turns it into one."""
-    return maybe_td_to_kjt(features)
 
 
 def ids_of_tables(

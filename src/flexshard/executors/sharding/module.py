@@ -19,13 +19,14 @@ from torchrec.modules.embedding_modules import EmbeddingCollection, get_embeddin
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.exchange import Exchange
 from flexshard.executors.comm.splits import Splits, Status
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import BatchProblem, Lookup, error_of, ids_of_tables, keyed_jagged
+from flexshard.executors.sharding.batches import BatchProblem, Lookup, error_of, ids_of_tables
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
 from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer, parameter_name
@@ -107,9 +108,10 @@ class ShardedFlexShardEmbeddingCollection(
         planned = {name: index for index, name in enumerate(self.tables.names)}
         for config in self._configs:
             if config.name in planned:
-                self.embeddings[config.name] = _TableRows(self.tables.parameter(planned[config.name]))
+                rows = self.tables.parameter(planned[config.name])
             else:
-                self.embeddings[config.name] = _TableRows(self._torchrec[0].embeddings[config.name].weight)
+                rows = self._torchrec[0].embeddings[config.name].weight
+            self.embeddings[config.name] = _TableRows(rows)
 
     def _find_lookups(self) -> tuple[list[Lookup], list[tuple[str, str]]]:
         """Features of planned tables in the tables' order, and (output name, feature) of the others."""
@@ -142,7 +144,7 @@ class ShardedFlexShardEmbeddingCollection(
             DataError: a feature is missing, or an id lies outside its table, or the batch has a variable size per
                 feature; then on every rank, when the first wait ends.
         """
-        ctx.features = features = keyed_jagged(features)
+        ctx.features = features = maybe_td_to_kjt(features)
         tables, translated = self.tables, self.translated_ids
         with torch.no_grad():
             lookups, problem = ids_of_tables(features, self._lookups_of, tables.location_tables, translated=translated)

@@ -6,7 +6,6 @@ In the table's order of id, 64 rows share a pair of words: how many members come
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +66,3 @@ def _ones(words: torch.Tensor) -> torch.Tensor:
     words = (words & fours) + ((words >> 2) & fours)
     words = (words + (words >> 4)) & eights
     return (words * sums) >> 56
-
-
-def compiled() -> bool:
-    """Whether loops over ids can be compiled."""
-    return find_spec("numba") is not None

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from flexshard._internal import has_numba
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
-from flexshard.executors.sharding.row_set import RowSet, compiled
+from flexshard.executors.sharding.row_set import RowSet
 
 __all__ = ["LocationTable", "Translator", "extremes_of", "outside_message", "outside_of"]
 
@@ -97,7 +98,7 @@ class LocationTable:
 
     def _located(self, rest: _Rest, ids: torch.Tensor) -> torch.Tensor:
         assert self._listed is not None
-        if ids.device.type == "cpu" and compiled():
+        if ids.device.type == "cpu" and has_numba():
             from flexshard.executors.sharding.row_set_kernels import locate
 
             found = torch.empty(ids.numel(), dtype=self._type)

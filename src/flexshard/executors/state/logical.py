@@ -31,10 +31,9 @@ class LogicalTables:
     """Weights and optimizer states of a module's planned tables, as ``state_dict`` gives and takes them."""
 
     def __init__(self, tables: ShardedTables) -> None:
-        self._tables = tables
-        tables.on_update = self._on_update()
         self._attendance = Attendance(tables.process_group)
         self._handed_out: list[HandedOut] = []
+        self.tables = tables
 
     @property
     def tables(self) -> ShardedTables:
@@ -44,17 +43,7 @@ class LogicalTables:
     @tables.setter
     def tables(self, tables: ShardedTables) -> None:
         self._tables = tables
-        tables.on_update = self._on_update()
-
-    def _on_update(self) -> Callable[[], None]:
-        own = weakref.WeakMethod(self.rows_change)
-
-        def changed() -> None:
-            method = own()
-            if method is not None:
-                method()
-
-        return changed
+        tables.on_update = _weakly(self.rows_change)
 
     # -- out
 
@@ -79,26 +68,15 @@ class LogicalTables:
         known = next((e for e in self._handed_out if (e.table, e.name, e.stale) == (table, name, False)), None)
         holder = None if known is None else known.holder()
         if known is None or holder is None:
-            known, holder = HandedOut.of(table, name, block, self._gone)
+            known, holder = HandedOut.of(table, name, block, _weakly(self._prune))
             self._handed_out.append(known)
         else:  # the same tensor as before, as TorchRec's: writing to either is writing to both
             known.refresh(block)
         shard = LogicalShard(known.block, (first,) + (0,) * (block.ndim - 1), holder)
         return DTensor.from_local(shard, tables.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-    @property
-    def _gone(self) -> Callable[[], None]:
-        """Forgets what nobody holds any more."""
-        own = weakref.ref(self)
-
-        def forget() -> None:
-            logical = own()
-            if logical is not None:
-                logical._prune()
-
-        return forget
-
     def _prune(self) -> None:
+        """Forget what nobody holds any more."""
         self._handed_out = [entry for entry in self._handed_out if not entry.over]
 
     def _block(self, table: int, name: str) -> torch.Tensor:
@@ -203,6 +181,18 @@ class LogicalTables:
         for entry in fresh.values():
             entry.version = entry.block._version
         self._prune()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method for as long as its object lives, and does not keep it alive."""
+    own = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = own()
+        if alive is not None:
+            alive()
+
+    return call
 
 
 def _block_rows(tables: ShardedTables, table: int) -> int:

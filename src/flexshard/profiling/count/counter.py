@@ -11,7 +11,7 @@ from flexshard._internal import check_int
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import IdBatch
 from flexshard.profiling.count.keyed_lengths import KeyedLengths
-from flexshard.profiling.hashing import HASHES, hash_to_rows
+from flexshard.profiling.hashing import check_hash, hash_to_rows
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
@@ -47,10 +47,7 @@ class IdCounter:
     _first_negative: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        if self.hash is not None and self.hash not in HASHES:
-            raise DataError(f"no hash is called {self.hash!r}; there are {', '.join(HASHES)}")
-        if self.hash is not None and self.num_rows is None:
-            raise DataError("hashing needs the number of rows to fold the ids into; give num_rows (--rows)")
+        check_hash(self.hash, self.num_rows)
         if self.num_rows is not None:
             self.num_rows = check_int(self.num_rows, "num_rows", DataError)
             if self.num_rows > _MOST_ROWS:

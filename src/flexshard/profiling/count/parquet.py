@@ -17,7 +17,7 @@ from flexshard.errors import DataError
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import DistinctBatches, IdBatch, check_column, key_array, key_kind, read_ids
 from flexshard.profiling.count.keyed_lengths import KeyedLengths, held_out
-from flexshard.profiling.hashing import HASHES, hash_to_rows
+from flexshard.profiling.hashing import check_hash, hash_to_rows
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
@@ -198,8 +198,7 @@ def read_samples(
     Raises:
         DataError: as :meth:`AccessProfile.from_parquet`.
     """
-    if hash is not None and (hash not in HASHES or num_rows is None):
-        raise DataError(f"hash is one of {', '.join(HASHES)}, with num_rows; found {hash!r} with {num_rows}")
+    check_hash(hash, num_rows)
     sources = _checked(paths, column)
     if sample_key is not None:
         _check_keys(sources, sample_key)
