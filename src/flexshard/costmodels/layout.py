@@ -133,6 +133,42 @@ class Layout:
         tiers = {name: table.tiers for name, table in tables.items()}
         return cls.of(tiers, {name: table.rows for name, table in tables.items()}, world_size)
 
+    @classmethod
+    def joined(cls, layouts: Sequence[Layout]) -> Layout:
+        """Several modules' tables in one layout, one module's slots after another's; each module's own stay as they are
+        but for where they begin.
+        """
+        if len(layouts) == 1:
+            return layouts[0]
+        sizes = tuple(sorted({size for layout in layouts for size in layout.group_sizes}))
+
+        def spread(values: IntArray, layout: Layout) -> IntArray:
+            wide = np.zeros((len(values), len(sizes)), values.dtype)
+            wide[:, [sizes.index(size) for size in layout.group_sizes]] = values
+            return wide
+
+        def of(name: str) -> Any:
+            return np.concatenate([spread(getattr(layout, name), layout) for layout in layouts])
+
+        return cls(
+            layouts[0].world_size,
+            tuple(name for layout in layouts for name in layout.tables),
+            np.concatenate([layout.num_rows for layout in layouts]),
+            sizes,
+            *(of(name) for name in ("first_position", "rows", "sparse")),
+        )
+
+    def shift_into(self, joined: Layout, first_table: int) -> IntArray:
+        """What to add to locations of each bucket to have them in a layout that this one was joined into, where
+        ``first_table`` is its first table; shape (buckets,).
+        """
+        first = [
+            joined.first_bucket[joined.group_sizes.index(size)] + np.arange(size, dtype=np.int64)
+            for size in self.group_sizes
+        ]
+        start: IntArray = np.concatenate(first) * joined.num_slots + int(joined.table_slots[first_table])
+        return start - self.first_location[:-1]
+
     @cached_property
     def depth(self) -> IntArray:
         """Slots that each table takes at each level: rows / g, rounded up so that all ranks agree; shape (T, G)."""

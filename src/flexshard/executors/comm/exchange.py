@@ -1,4 +1,4 @@
-"""What goes over the wire in one step: the ids, the rows, and the rows' gradients.
+"""What goes over the wire in one step: the ids, the rows, and the rows' gradients, of one module or of several.
 
 Per step and level with g > 1: ids (int32 where they fit) to the ranks that hold the rows, rows back, and gradients the
 way of the ids; one all-to-all each for all classes of tables (see :class:`flexshard.costmodels.Frame`). No lengths or
@@ -34,7 +34,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ExchangeContext:
-    """Where a module's tables are, and how they are reached.
+    """Where tables are, and how they are reached.
 
     Attributes:
         layout: where every row lives.
@@ -42,11 +42,12 @@ class ExchangeContext:
         groups: process groups by group size.
         stores: this rank's rows, of each class of tables.
         class_slots: first slot of each class, and the number of a rank's slots.
-        replicas: what sums gradients over copies, of each level; None for the one without copies.
+        modules: classes of each module.
+        replicas: what sums gradients over copies of some modules' rows, of each level; None for one without copies.
         transport: what carries tensors.
         forward, backward: in what form rows and gradients travel.
         output_dtypes: of the rows that the model gets, of each class.
-        on_update: called before rows are updated.
+        on_update: called with a module before its rows are updated.
     """
 
     layout: Layout
@@ -54,12 +55,13 @@ class ExchangeContext:
     groups: dict[int, LevelGroups]
     stores: Sequence[RowStore]
     class_slots: tuple[int, ...]
-    replicas: Sequence[ReplicaReduction | None]
+    modules: Sequence[range]
+    replicas: Callable[[tuple[int, ...]], Sequence[ReplicaReduction | None]]
     transport: Collectives
     forward: Wire
     backward: Wire
     output_dtypes: Sequence[torch.dtype]
-    on_update: Callable[[], None]
+    on_update: Callable[[int], None]
 
     @cached_property
     def bundles(self) -> list[tuple[int, ...]]:
@@ -143,7 +145,7 @@ class _Arrival:
 
 
 class Exchange:
-    """One batch of one module, from ids to rows and back to gradients: making it sends the ids, :meth:`look_up` answers
+    """One batch, from ids to rows and back to gradients: making it sends the ids, :meth:`look_up` answers
     what other ranks ask for, :meth:`gather` takes their answers, :meth:`scatter` sends gradients, and :meth:`update`
     takes those that others send.
     """
@@ -172,6 +174,7 @@ class Exchange:
         self._answers: list[_Rows] = []
         self._gradients: list[list[_Rows]] = []
         self._arrivals: list[list[_Arrival]] = []
+        self._trained: list[int] = []
 
     def _all_to_all(
         self,
@@ -245,7 +248,7 @@ class Exchange:
     def _rows_of(self, level: int) -> list[torch.Tensor]:
         """Rows of each class that this rank is asked for at a level."""
         stores, slots = self._context.stores, self._slots[level]
-        if self._context.replicas[level] is not None:
+        if self._context.layout.group_sizes[level] < self._context.layout.world_size:
             return [store.values.index_select(0, at) for store, at in zip(stores, slots, strict=True)]
         found = [store.look_up(at) for store, at in zip(stores, slots, strict=True)]
         self._updates = [one.update for one in found]
@@ -290,17 +293,30 @@ class Exchange:
 
     # -- backward
 
-    def scatter(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Send the lookups' gradients to the holders."""
+    def scatter(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Send the lookups' gradients to the holders; those of modules that have any, as on every rank."""
         wire, splits = self._context.backward, self._splits
+        self._trained = [
+            module
+            for module, classes in enumerate(self._context.modules)
+            if any(gradients[index] is not None for index in classes)
+        ]
+        has = np.zeros(len(gradients), np.int64)
+        for module in self._trained:
+            has[self._context.modules[module]] = 1
         sent = [
-            _Rows.make(wire.plain, bundle, splits.sent, self._device, zero=self._batch.shared)
+            _Rows.make(wire.plain, bundle, splits.sent * has, self._device, zero=self._batch.shared)
             for bundle in self._context.bundles
         ]
         index = self._index_in(sent)
         for rows in sent:
             for one in rows.classes:
-                gradient = gradients[one].to(wire.dtypes[one])
+                if not has[one]:
+                    continue
+                given = gradients[one]
+                if given is None:  # of a module that has others
+                    given = torch.zeros(self._batch.lookups[one], wire.dims[one], device=self._device)
+                gradient = given.to(wire.dtypes[one])
                 if self._batch.shared:
                     rows.view(one).index_add_(0, index[one], gradient)
                 else:
@@ -312,7 +328,7 @@ class Exchange:
                 part = rows.part(self._segments[level])
                 if self._context.layout.group_sizes[level] > 1:
                     own = part
-                    part = _Rows.make(wire.plain, rows.classes, splits.received[level], self._device)
+                    part = _Rows.make(wire.plain, rows.classes, splits.received[level] * has, self._device)
                     self._arrivals[level].append(self._send(level, "gradients", wire, own, part))
                 self._gradients[level].append(part)
 
@@ -321,22 +337,28 @@ class Exchange:
         """Take the gradients that came, and update the rows: those with copies first, whose sums then travel while the
         others are updated.
         """
-        self._context.on_update()
+        context, trained = self._context, self._trained
+        for module in trained:
+            context.on_update(module)
+        reductions = context.replicas(tuple(trained))
+        classes = [index for module in trained for index in context.modules[module]]
         # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed.
         scale = 1.0 / self._context.layout.world_size if get_gradient_division() else 1.0
         for level in self._levels:
             for arrival in self._arrivals[level]:
                 arrival.take()
-            gradients: list[Any] = [None] * len(self._context.stores)
+            gradients: list[Any] = [None] * len(context.stores)
             for rows in self._gradients[level]:
                 for index in rows.classes:
                     gradients[index] = rows.get(index)
-            replicas = self._context.replicas[level]
-            if replicas is not None:
-                replicas.reduce(self._slots[level], gradients, scale)
+            reduction = reductions[level]
+            if reduction is not None:
+                reduction.reduce(
+                    [self._slots[level][index] for index in classes], [gradients[i] for i in classes], scale
+                )
                 continue
-            for update, gradient in zip(self._updates, gradients, strict=True):
-                update(gradient.mul_(scale))
+            for index in classes:
+                self._updates[index](gradients[index].mul_(scale))
         self._gradients, self._arrivals = [], []
 
 
@@ -373,11 +395,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, ...]:
-        del token
-        ctx.exchange = exchange
+        ctx.exchange, ctx.device = exchange, token.device
+        ctx.set_materialize_grads(False)  # a module without gradients is not updated
         return tuple(exchange.gather())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         ctx.exchange.scatter(gradients)
-        return gradients[0].new_zeros((), dtype=torch.float32), None
+        return torch.zeros((), device=ctx.device), None

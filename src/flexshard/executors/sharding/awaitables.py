@@ -12,8 +12,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from flexshard.executors.comm.exchange import Exchange
-from flexshard.executors.comm.splits import Splits, SplitsExchange
+from flexshard.executors.sharding.joint import JointBatch
 
 __all__ = [
     "DistributedIds",
@@ -51,54 +50,54 @@ class FlexShardContext(Multistreamable):
 
 @dataclass
 class LookedUpRows(Multistreamable):
-    """Rows of a batch on their way.
+    """Rows of a module's part of a batch on their way.
 
     Attributes:
-        exchange: the batch's.
-        token: what its backward pass hangs on.
+        batch: with those of the modules that it goes with.
+        index: of the module.
     """
 
-    exchange: Exchange
-    token: torch.Tensor
+    batch: JointBatch
+    index: int
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in self.exchange.tensors():
+        for tensor in self.batch.exchange.tensors():
             tensor.record_stream(stream)
 
 
 class DistributedIds(Multistreamable):
     """Ids of a batch at their holders."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, batch: JointBatch) -> None:
+        self.batch = batch
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in self.exchange.tensors():
+        for tensor in self.batch.exchange.tensors():
             tensor.record_stream(stream)
 
 
 class IdsAwaitable(Awaitable[DistributedIds]):
     """Until the ids that other ranks ask for are here."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, batch: JointBatch) -> None:
         super().__init__()
-        self._exchange = exchange
+        self._batch = batch
 
     def _wait_impl(self) -> DistributedIds:
-        self._exchange.wait_for_ids()
-        return DistributedIds(self._exchange)
+        self._batch.wait_for_ids()
+        return DistributedIds(self._batch)
 
 
 class SplitsAwaitable(Awaitable[Awaitable[DistributedIds]]):
     """Until it is known how many ids will come, and that those of every rank are in order; then they are sent."""
 
-    def __init__(self, splits: SplitsExchange, send: Callable[[Splits], Exchange]) -> None:
-        """The batch's splits under way, and what checks every rank's word and sends the ids once they are known."""
+    def __init__(self, batch: JointBatch) -> None:
         super().__init__()
-        self._splits, self._send = splits, send
+        self._batch = batch
 
     def _wait_impl(self) -> Awaitable[DistributedIds]:
-        return IdsAwaitable(self._send(self._splits.wait()))
+        self._batch.send_ids()
+        return IdsAwaitable(self._batch)
 
 
 class EmbeddingsAwaitable(LazyAwaitable[Output]):
@@ -110,4 +109,4 @@ class EmbeddingsAwaitable(LazyAwaitable[Output]):
         self._rows, self._assemble = rows, assemble
 
     def _wait_impl(self) -> Output:
-        return self._assemble(self._rows.exchange.finish(self._rows.token))
+        return self._assemble(self._rows.batch.rows(self._rows.index))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +21,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexshard.errors import CheckpointError, DataError
-from flexshard.executors.comm.bucketized_ids import BucketizedIds
-from flexshard.executors.comm.exchange import Exchange
-from flexshard.executors.comm.splits import Splits, Status
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import BatchProblem, Lookup, error_of, ids_of_tables
+from flexshard.executors.sharding.batches import Lookup, ids_of_tables
+from flexshard.executors.sharding.joint import BatchPart, JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
 from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer, parameter_name
@@ -77,6 +74,7 @@ class ShardedFlexShardEmbeddingCollection(
         *,
         fingerprint: str,
         device: torch.device,
+        joint: JointModules,
         need_indices: bool = False,
         torchrec_collection: ShardedEmbeddingCollection | None = None,
         module_sharding_plan: Any = None,
@@ -88,6 +86,7 @@ class ShardedFlexShardEmbeddingCollection(
         self._configs = list(configs)
         self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
         self._logical = LogicalTables(tables)
+        self._joint, self._index = joint, joint.add(tables)
         self.embeddings = nn.ModuleDict()
         self._register_tables()
         self._lookups_of, self._torchrec_lookups = self._find_lookups()
@@ -148,10 +147,9 @@ class ShardedFlexShardEmbeddingCollection(
         tables, translated = self.tables, self.translated_ids
         with torch.no_grad():
             lookups, problem = ids_of_tables(features, self._lookups_of, tables.location_tables, translated=translated)
-            batch = tables.bucketize(lookups, translated=translated)
-            status = Status(problem.kind, problem.table) if problem else Status()
-            splits = tables.exchange_splits(batch, replace(status, written=self._logical.written()))
-        awaitables: list[Any] = [SplitsAwaitable(splits, partial(self._send, batch, problem))]
+            part = BatchPart(self, *tables.locations(lookups, translated=translated), problem)
+            batch = self._joint.join(self._index, part)
+        awaitables: list[Any] = [SplitsAwaitable(batch)]
         ctx.sharding_contexts = [None]
         for collection in self._torchrec:
             ctx.torchrec = collection.create_context()
@@ -159,34 +157,34 @@ class ShardedFlexShardEmbeddingCollection(
                 request = collection.input_dist(ctx.torchrec, features)
             except Exception:
                 if problem is None:
+                    batch.begin()  # other ranks wait for it
                     raise
                 break
             awaitables += request.awaitables
             ctx.sharding_contexts += ctx.torchrec.sharding_contexts
         return KJTListSplitsAwaitable(awaitables, ctx)
 
-    def _send(self, batch: BucketizedIds, problem: BatchProblem | None, splits: Splits) -> Exchange:
-        """Send a batch's ids, once every rank has given its word on its own.
-
-        Raises:
-            DataError, CheckpointError: a rank has a problem.
-        """
-        error = error_of(splits.status, self.tables.names, self.tables.rank, problem)
-        if error is not None:
-            raise error
-        if any(word.written for word in splits.status):
-            self._logical.take_written()
-        return self.tables.exchange(batch, splits)
-
     # -- output
 
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:  # noqa: ARG002 - TorchRec's interface
+        batch = dist_input[0].batch
+        batch.look_up(self._index)
+        return LookedUpRows(batch, self._index)
+
+    def before_look_up(self, *, train: bool) -> None:
+        """The rows are looked up next, to be updated if ``train``."""
         self._optimizer.step()  # a scheduler may have set another learning rate
-        if torch.is_grad_enabled():
+        if train:
             self._logical.rows_change()
             self.tables.begin_step()
-        exchange = dist_input[0].exchange
-        return LookedUpRows(exchange, exchange.start())
+
+    def not_trained(self) -> None:
+        """They will not be updated after all."""
+        self.tables.begin_step(-1)
+
+    def written(self) -> int:
+        """Whether somebody wrote to tensors of a ``state_dict``, and to a current one."""
+        return self._logical.written()
 
     def output_dist(self, ctx: FlexShardContext, output: LookedUpRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
         assert ctx.features is not None
@@ -259,6 +257,7 @@ class ShardedFlexShardEmbeddingCollection(
     def replace_tables(self, tables: ShardedTables, fingerprint: str) -> None:
         """Put the same tables in another layout in the present ones' place."""
         self.tables = self._logical.tables = tables
+        self._joint.replace(self._index, tables)
         self._register_tables()
         self.fingerprint = fingerprint
         self._optimizer.reset_rows()

@@ -16,18 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.types import QuantizedCommCodecs
 
 from flexshard._internal import level_groups
-from flexshard.costmodels import Layout, TableClass, step_collectives
+from flexshard.costmodels import Layout, TableClass
 from flexshard.embeddings import IndexBijection
-from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
 from flexshard.executors.comm.collectives import Collectives
-from flexshard.executors.comm.exchange import Exchange, ExchangeContext
-from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
-from flexshard.executors.comm.wire import Wire
 from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.memory import MemoryStore
-from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
 from flexshard.executors.stores.updates import OptimizerSpec
 
 __all__ = ["GroupOptions", "GroupTraits", "ShardedTables", "TableGroup"]
@@ -133,28 +128,9 @@ class ShardedTables:
         self.location_tables = [
             LocationTable(layout, index, bijection, device) for index, bijection in enumerate(bijections)
         ]
-        self._location_type = torch.int32 if layout.location_type is np.int32 else torch.int64
         self.groups = [
             self._group(same, list(tables)) for same, tables in groupby(range(len(traits)), traits.__getitem__)
         ]
-        ends = [*(group.first_slot for group in self.groups), layout.num_slots]
-        self._class_slots = torch.tensor(ends, dtype=self._location_type, device=options.device)
-        dims = tuple(group.traits.dim for group in self.groups)
-        codecs = options.codecs
-        self.context = ExchangeContext(
-            layout,
-            step_collectives(layout, [group.table_class for group in self.groups]),
-            self.process_groups,
-            [group.store for group in self.groups],
-            tuple(ends),
-            [self._replicas(level) for level in range(len(layout.group_sizes))],
-            options.collectives,
-            Wire(dims, tuple(group.traits.dtype for group in self.groups), codecs and codecs.forward),
-            # Sums of 16-bit gradients would lose what is small and overflow on what is large.
-            Wire(dims, (torch.float32,) * len(dims), codecs and codecs.backward),
-            [group.traits.output_dtype for group in self.groups],
-            lambda: self.on_update(),
-        )
 
     def _group(self, traits: GroupTraits, tables: list[int]) -> TableGroup:
         members = range(tables[0], tables[-1] + 1)
@@ -164,14 +140,6 @@ class ShardedTables:
             make = MemoryStore  # FBGEMM has no such kernel there
         store = make(traits.spec, end - first, traits.dim, traits.dtype, self.options.device)
         return TableGroup(traits, members, first, store)
-
-    def _replicas(self, level: int) -> ReplicaReduction | None:
-        size = self.layout.group_sizes[level]
-        across = self.process_groups[size].across
-        if across is None:
-            return None
-        copied = [CopiedRows(self.layout, level, group.tables, group.store) for group in self.groups]
-        return ReplicaReduction(level, self.layout, copied, across, self.options.collectives)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -212,21 +180,16 @@ class ShardedTables:
 
     # -- a step
 
-    def bucketize(self, lookups: Sequence[tuple[int, torch.Tensor]], *, translated: bool) -> BucketizedIds:
-        """A batch's lookups, (table index, ids) in order of tables, sorted by where they go."""
+    def locations(
+        self, lookups: Sequence[tuple[int, torch.Tensor]], *, translated: bool
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Of a batch's lookups, (table index, ids) in order of tables; and how many each group has."""
         counts = [0] * len(self.groups)
-        parts = []
+        parts = [torch.empty(0, dtype=torch.int32, device=self.device)]
         for table, ids in lookups:
             counts[self._group_of[table]] += ids.numel()
             parts.append(ids if translated else self.location_tables[table].locations(ids))
-        locations = torch.cat(parts) if parts else self._class_slots.new_empty(0)
-        return bucketize(
-            locations.to(self._location_type),
-            counts,
-            self._class_slots,
-            self.layout.num_buckets,
-            index_dedup=self.options.index_dedup,
-        )
+        return torch.cat(parts), counts
 
     @cached_property
     def _group_of(self) -> list[int]:
@@ -237,17 +200,9 @@ class ShardedTables:
         """The group that a table is in."""
         return self.groups[self._group_of[table]]
 
-    def exchange_splits(self, batch: BucketizedIds, status: Status) -> SplitsExchange:
-        """Tell the other ranks how many ids will come."""
-        return SplitsExchange(self.layout, self.process_groups, self.options.collectives, batch.counts, status)
-
-    def exchange(self, batch: BucketizedIds, splits: Splits) -> Exchange:
-        """Send the ids."""
-        return Exchange(self.context, batch, splits)
-
-    def begin_step(self) -> None:
-        """The rows that are looked up next will be updated."""
-        self._steps += 1
+    def begin_step(self, count: int = 1) -> None:
+        """The rows that are looked up next will be updated; -1 if they will not after all."""
+        self._steps += count
         for group in self.groups:
             group.store.begin_step(int(self._steps))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from flexshard.costmodels import Layout, rows_with_places
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
+from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import GroupOptions, GroupTraits, ShardedTables
 from flexshard.executors.stores.base import RowStore
@@ -70,6 +72,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         self._sharded_store, self._collectives = sharded_store, collectives or Collectives()
         self._torchrec_sharder = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, use_index_dedup)
         self._translated_ids = translated_ids
+        self._latest: tuple[ShardingEnv, tuple[Any, ...], set[str], weakref.ref[JointModules]] | None = None
 
     carries_out_plans = True  # which FlexShardPlanner asks for
 
@@ -136,10 +139,29 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             tables,
             fingerprint=next(iter(planned.values())).fingerprint,
             device=device,
+            joint=self._joint_of(env, (device, index_dedup, next(iter(planned.values())).fingerprint), module_fqn),
             need_indices=module.need_indices(),
             torchrec_collection=self._torchrec_part(module, params, planned, env, device, module_fqn),
             module_sharding_plan=dict(params),
         )
+
+    def _joint_of(self, env: ShardingEnv, alike: tuple[Any, ...], module_fqn: str | None) -> JointModules:
+        """With which a module's batches may be exchanged: those of the same model, which has one environment.
+
+        Args:
+            env: the model's.
+            alike: what they must have in common.
+            module_fqn: where the module stands in its model; None for one by itself.
+        """
+        if self._latest is not None and module_fqn is not None:
+            known_env, known_alike, names, known = self._latest
+            joint = known()
+            if joint is not None and known_env is env and known_alike == alike and module_fqn not in names:
+                names.add(module_fqn)
+                return joint
+        joint = JointModules()
+        self._latest = None if module_fqn is None else (env, alike, {module_fqn}, weakref.ref(joint))
+        return joint
 
     def _traits(
         self, config: EmbeddingConfig, how: FlexShardParameterSharding, weight: nn.Parameter, device: torch.device

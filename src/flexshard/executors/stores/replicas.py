@@ -19,7 +19,8 @@ _MANY_ROWS = 4096
 
 
 class CopiedRows:
-    """Rows of one level in one store, and where the gradients of those that are reduced whole lie in a buffer.
+    """Rows of one level (of group size g) in one store, and where the gradients of those that are reduced whole lie in
+    a buffer.
 
     Attributes:
         store: that holds them.
@@ -28,13 +29,12 @@ class CopiedRows:
         first: slot of the layout where the store begins.
     """
 
-    def __init__(self, layout: Layout, level: int, tables: range, store: RowStore) -> None:
+    def __init__(self, layout: Layout, group_size: int, tables: range, store: RowStore) -> None:
         self.store, self.first = store, int(layout.table_slots[tables.start])
-        depth, sparse = (
-            layout.depth[tables.start : tables.stop, level],
-            layout.sparse[tables.start : tables.stop, level],
-        )
-        starts = layout.first_slot[tables.start : tables.stop, level] - self.first
+        levels = [level for level, size in enumerate(layout.group_sizes) if size == group_size]  # one, or none
+        which = np.ix_(tables, levels)
+        depth, sparse = layout.depth[which].ravel(), layout.sparse[which].ravel()
+        starts = layout.first_slot[which].ravel() - self.first
         held = np.flatnonzero(depth)
         depth, sparse, starts = depth[held], sparse[held], starts[held]
         rows = np.where(sparse, 0, depth)
@@ -94,15 +94,14 @@ class ReplicaReduction:
 
     def __init__(
         self,
-        level: int,
-        layout: Layout,
+        group_size: int,
+        tables: tuple[str, ...],
         copied: Sequence[CopiedRows],
         across: dist.ProcessGroup,
         collectives: Collectives,
     ) -> None:
-        self._size = layout.group_sizes[level]
+        self._size, self._tables = group_size, tables
         self._copied, self._across, self._collectives = copied, across, collectives
-        self._tables = layout.tables
         self._buffer: torch.Tensor | None = None
         self._open: tuple[PendingCollective | None, TouchedRows | None] | None = None
 

@@ -1,0 +1,323 @@
+"""Modules of one model whose batches are exchanged together, where they are begun together.
+
+TorchRec's pipelines begin the distribution of a batch for all modules before they wait for any, and so may other code;
+then counts, ids, rows and gradients of all of them go in one exchange, whose latencies are paid once. Where one
+module's distribution is waited for before the next one's begins, as in a plain forward pass, each has its own. Which
+modules go together so depends on the order of calls alone, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from flexshard.costmodels import Layout, TableClass, step_collectives
+from flexshard.errors import CommunicationError, FlexShardError
+from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
+from flexshard.executors.comm.exchange import Exchange, ExchangeContext
+from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
+from flexshard.executors.comm.wire import Wire
+from flexshard.executors.sharding.batches import BatchProblem, error_of
+from flexshard.executors.sharding.sharded_tables import ShardedTables
+from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
+
+__all__ = ["BatchPart", "JointBatch", "JointModules", "JointTables", "RowsOwner"]
+
+
+class RowsOwner(Protocol):
+    """A module, as far as a batch goes."""
+
+    training: bool
+
+    def written(self) -> int:
+        """Whether somebody wrote to its ``state_dict``, and to a current one."""
+
+    def finish_writes(self) -> None:
+        """Take that over; every rank must call it."""
+
+    def before_look_up(self, *, train: bool) -> None:
+        """Its rows are looked up next, to be updated if ``train``."""
+
+    def not_trained(self) -> None:
+        """They will not be updated after all."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A module's part of a batch.
+
+    Attributes:
+        owner: the module.
+        locations: of its lookups, as its own tables have them; shape (lookups,).
+        lookups: how many each of its groups has.
+        problem: what is wrong with it on this rank.
+    """
+
+    owner: RowsOwner
+    locations: torch.Tensor
+    lookups: Sequence[int]
+    problem: BatchProblem | None
+
+
+class JointTables:
+    """Tables of one or several modules, sharded alike, as an exchange has them.
+
+    Attributes:
+        layout: of all.
+        classes: of each module, as indices.
+        first_table: of each module.
+    """
+
+    def __init__(self, modules: Sequence[ShardedTables]) -> None:
+        self._modules, self._options = modules, modules[0].options
+        self.layout = Layout.joined([module.layout for module in modules])
+        self.first_table = list(accumulate((len(module.names) for module in modules), initial=0))[:-1]
+        groups = [group for module in modules for group in module.groups]
+        self.classes = [range(*pair) for pair in pairwise(accumulate(map(len, (m.groups for m in modules)), initial=0))]
+        self._groups = modules[0].process_groups
+        for module in modules[1:]:
+            self._groups = self._groups | module.process_groups
+        self._type = torch.int32 if self.layout.location_type is np.int32 else torch.int64
+        device = self._options.device
+        self._shifts = [
+            torch.from_numpy(module.layout.shift_into(self.layout, table)).to(device)
+            for module, table in zip(modules, self.first_table, strict=True)
+        ]
+        classes, slots = [], []
+        for module, table in zip(modules, self.first_table, strict=True):
+            for group in module.groups:
+                tables = range(table + group.tables.start, table + group.tables.stop)
+                classes.append(TableClass.of(tables, group.traits.dim, group.traits.dim * group.traits.dtype.itemsize))
+                slots.append(int(self.layout.table_slots[tables.start]))
+        slots.append(self.layout.num_slots)
+        self._class_slots = torch.tensor(slots, dtype=self._type, device=device)
+        self._reductions: dict[tuple[int, ...], list[ReplicaReduction | None]] = {}
+        dims, codecs = tuple(group.traits.dim for group in groups), self._options.codecs
+        self._context = ExchangeContext(
+            self.layout,
+            step_collectives(self.layout, classes),
+            self._groups,
+            [group.store for group in groups],
+            tuple(slots),
+            self.classes,
+            self._reductions_of,
+            self._options.collectives,
+            Wire(dims, tuple(group.traits.dtype for group in groups), codecs and codecs.forward),
+            # Sums of 16-bit gradients would lose what is small and overflow on what is large.
+            Wire(dims, (torch.float32,) * len(dims), codecs and codecs.backward),
+            [group.traits.output_dtype for group in groups],
+            self._before_update,
+        )
+
+    def _before_update(self, module: int) -> None:
+        self._modules[module].on_update()
+
+    def _reductions_of(self, members: tuple[int, ...]) -> list[ReplicaReduction | None]:
+        """Of the copies of some modules' rows, of each level."""
+        if members not in self._reductions:
+            self._reductions[members] = [self._reduction(members, size) for size in self.layout.group_sizes]
+        return self._reductions[members]
+
+    def _reduction(self, members: tuple[int, ...], size: int) -> ReplicaReduction | None:
+        across = self._groups[size].across
+        if across is None:
+            return None
+        copied = [
+            CopiedRows(module.layout, size, group.tables, group.store)
+            for module in (self._modules[member] for member in members)
+            for group in module.groups
+        ]
+        return ReplicaReduction(size, self.layout.tables, copied, across, self._options.collectives)
+
+    def bucketize(self, parts: Sequence[BatchPart]) -> BucketizedIds:
+        """A batch's lookups of every module, sorted by where they go."""
+        locations = [part.locations.to(self._type) for part in parts]
+        if len(parts) > 1:
+            locations = [
+                (own + shift[own // max(module.layout.num_slots, 1)]).to(self._type)
+                for own, shift, module in zip(locations, self._shifts, self._modules, strict=True)
+            ]
+        return bucketize(
+            torch.cat(locations) if len(parts) > 1 else locations[0],
+            [count for part in parts for count in part.lookups],
+            self._class_slots,
+            self.layout.num_buckets,
+            index_dedup=self._options.index_dedup,
+        )
+
+    def exchange_splits(self, batch: BucketizedIds, status: Status) -> SplitsExchange:
+        """Tell the other ranks how many ids will come."""
+        return SplitsExchange(self.layout, self._groups, self._options.collectives, batch.counts, status)
+
+    def exchange(self, batch: BucketizedIds, splits: Splits) -> Exchange:
+        """Send the ids."""
+        return Exchange(self._context, batch, splits)
+
+    def error_of(self, status: Sequence[Status], problem: BatchProblem | None) -> FlexShardError | None:
+        """What this rank raises after every rank has given its word."""
+        return error_of(status, self.layout.tables, self._modules[0].rank, problem)
+
+
+class JointModules:
+    """Modules of one model that are sharded alike, so that their batches may be exchanged together."""
+
+    def __init__(self) -> None:
+        self._tables: list[ShardedTables] = []
+        self._joint: dict[tuple[int, ...], JointTables] = {}
+        self._open: JointBatch | None = None
+
+    def add(self, tables: ShardedTables) -> int:
+        """One more module; its index."""
+        self._tables.append(tables)
+        return len(self._tables) - 1
+
+    def replace(self, index: int, tables: ShardedTables) -> None:
+        """A module's tables have another layout."""
+        self._tables[index] = tables
+        self._joint.clear()
+
+    def tables_of(self, members: tuple[int, ...]) -> JointTables:
+        """Of some of the modules."""
+        if members not in self._joint:
+            self._joint[members] = JointTables([self._tables[index] for index in members])
+        return self._joint[members]
+
+    def join(self, index: int, part: BatchPart) -> JointBatch:
+        """Begin a module's part of a batch, together with those that were begun just before and not waited for."""
+        if self._open is not None and index in self._open.parts:
+            self._open.begin()
+        if self._open is None:
+            self._open = JointBatch(self)
+        batch = self._open
+        batch.parts[index] = part
+        if len(batch.parts) == len(self._tables):
+            batch.begin()
+        return batch
+
+    def begun(self, batch: JointBatch) -> None:
+        """It takes no further parts."""
+        if self._open is batch:
+            self._open = None
+
+
+class JointBatch:
+    """A batch of the modules that began theirs together, on its way.
+
+    Attributes:
+        parts: of each module.
+    """
+
+    def __init__(self, modules: JointModules) -> None:
+        self.parts: dict[int, BatchPart] = {}
+        self._modules = modules
+        self._tables: JointTables | None = None
+        self._splits: SplitsExchange | None = None
+        self._batch: BucketizedIds | None = None
+        self._exchange: Exchange | None = None
+        self._error: FlexShardError | None = None
+        self._token: torch.Tensor | None = None
+        self._train = False
+        self._frozen: set[int] = set()
+        self._rows: list[Any] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Tell the other ranks how many ids will come; no module can join any more."""
+        if self._tables is not None:
+            return
+        self._modules.begun(self)
+        self.parts = dict(sorted(self.parts.items()))
+        tables = self._tables = self._modules.tables_of(tuple(self.parts))
+        parts = list(self.parts.values())
+        self._batch = tables.bucketize(parts)
+        status = Status(written=max(part.owner.written() for part in parts))
+        for first, part in zip(tables.first_table, parts, strict=True):
+            if part.problem is not None and not status.problem:
+                status = Status(part.problem.kind, first + part.problem.table, status.written)
+        self._splits = tables.exchange_splits(self._batch, status)
+
+    def send_ids(self) -> None:
+        """Send the ids, once every rank has given its word on its own.
+
+        Raises:
+            DataError, CheckpointError: a rank has a problem.
+        """
+        self.begin()
+        if self._error is not None:
+            raise self._error
+        if self._exchange is not None:
+            return
+        assert self._tables is not None
+        assert self._splits is not None
+        assert self._batch is not None
+        splits = self._splits.wait()
+        problem = next((part.problem for part in self.parts.values() if part.problem is not None), None)
+        self._error = self._tables.error_of(splits.status, problem)
+        if self._error is not None:
+            raise self._error
+        if any(word.written for word in splits.status):
+            for part in self.parts.values():
+                part.owner.finish_writes()
+        self._exchange = self._tables.exchange(self._batch, splits)
+
+    def wait_for_ids(self) -> None:
+        """Until the ids that other ranks ask for are here."""
+        self.exchange.wait_for_ids()
+
+    @property
+    def exchange(self) -> Exchange:
+        """Under way once ids are sent."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def look_up(self, index: int) -> None:
+        """Look up what other ranks ask for, of all modules when the first one comes to it, and send it.
+
+        Raises:
+            CommunicationError: this module's rows are to be trained, and were looked up with those of modules that are
+                evaluated only.
+        """
+        train = torch.is_grad_enabled()
+        if self._token is None:
+            parts = self.parts.values()
+            # Another one of them may train though this one does not.
+            several = len(parts) > 1 and not torch.is_inference_mode_enabled()
+            self._train = train or (several and any(part.owner.training for part in parts))
+            for part in parts:
+                part.owner.before_look_up(train=self._train)
+            with torch.set_grad_enabled(self._train):
+                self._token = self.exchange.start()
+        if self._train and not train:
+            self._frozen.add(index)
+            self.parts[index].owner.not_trained()
+        elif train and not self._train:
+            names = ", ".join(self._names_of(index)[:3])
+            raise CommunicationError(
+                f"tables {names}: their rows were looked up without gradients, together with those of modules in"
+                " evaluation under torch.no_grad(); put the model in train() mode, or leave torch.no_grad() first"
+            )
+
+    def _names_of(self, index: int) -> tuple[str, ...]:
+        return self._modules.tables_of((index,)).layout.tables
+
+    def rows(self, index: int) -> list[torch.Tensor]:
+        """Rows of a module's lookups of each of its groups in their own order, shape (lookups, D) each; once."""
+        assert self._token is not None
+        assert self._tables is not None
+        if not self._rows:
+            if self._train:  # whoever comes first may only look on
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._rows = list(self.exchange.finish(self._token))
+            else:
+                self._rows = list(self.exchange.finish(self._token))
+        classes = self._tables.classes[list(self.parts).index(index)]
+        own = self._rows[classes.start : classes.stop]
+        self._rows[classes.start : classes.stop] = [None] * len(classes)
+        if index in self._frozen or not torch.is_grad_enabled():
+            return [rows.detach() for rows in own]
+        return own
