@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -245,17 +248,35 @@ def shard(
     parallel = DistributedModelParallel(
         model, plan=chooser.collective_plan(model, sharders), sharders=sharders, device=torch.device("cpu")
     )
+    return parallel, optimizer_of(parallel)
+
+
+def optimizer_of(parallel: DistributedModelParallel) -> CombinedOptimizer:
+    """Of all parameters, as a user's script would have it."""
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(parallel.named_parameters())),
         lambda p: torch.optim.SGD(p, lr=DENSE_LEARNING_RATE),
     )
-    return parallel, CombinedOptimizer([parallel.fused_optimizer, dense])
+    return CombinedOptimizer([parallel.fused_optimizer, dense])
 
 
-def row_wise_of_torchrec(optimizer: str, ranks_per_node: int, world_size: int) -> DistributedModelParallel:
+def whole(tensor: Any) -> torch.Tensor:
+    """Of a ``DTensor`` or one of TorchRec's ``ShardedTensor``, every rank's rows; every rank must call it."""
+    if isinstance(tensor, ShardedTensor):
+        full = torch.zeros(tensor.size())
+        tensor.gather(0, full if dist.get_rank() == 0 else None)
+        dist.broadcast(full, 0)
+        return full
+    found: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().clone()
+
+
+def row_wise_of_torchrec(
+    optimizer: str, ranks_per_node: int, world_size: int, *, model: Model | None = None
+) -> DistributedModelParallel:
     """The model under TorchRec's own row-wise sharding."""
     fused = {"optimizer": OPTIMIZERS[optimizer][1], "learning_rate": LEARNING_RATE, "eps": EPS}
-    model, sharder = new_model(), EmbeddingCollectionSharder(fused)
+    model, sharder = new_model() if model is None else model, EmbeddingCollectionSharder(fused)
     how = {
         part: construct_module_sharding_plan(
             model.get_submodule(part),

@@ -41,10 +41,10 @@ class RowsOwner(Protocol):
         """Take that over; every rank must call it."""
 
     def before_look_up(self, *, train: bool) -> None:
-        """Its rows are looked up next, to be updated if ``train``."""
+        """Its rows are looked up next, to be updated perhaps if ``train``."""
 
-    def not_trained(self) -> None:
-        """They will not be updated after all."""
+    def looked_up(self, *, train: bool) -> None:
+        """They will be, or will not."""
 
 
 @dataclass(frozen=True)
@@ -292,15 +292,16 @@ class JointBatch:
                 part.owner.before_look_up(train=self._train)
             with torch.set_grad_enabled(self._train):
                 self._token = self.exchange.start()
-        if self._train and not train:
-            self._frozen.add(index)
-            self.parts[index].owner.not_trained()
-        elif train and not self._train:
+        if train and not self._train:
             names = ", ".join(self._names_of(index)[:3])
             raise CommunicationError(
                 f"tables {names}: their rows were looked up without gradients, together with those of modules in"
                 " evaluation under torch.no_grad(); put the model in train() mode, or leave torch.no_grad() first"
             )
+        if not train:
+            self._frozen.add(index)
+        if self._train:
+            self.parts[index].owner.looked_up(train=train)
 
     def _names_of(self, index: int) -> tuple[str, ...]:
         return self._modules.tables_of((index,)).layout.tables

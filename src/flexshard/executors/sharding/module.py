@@ -172,15 +172,15 @@ class ShardedFlexShardEmbeddingCollection(
         return LookedUpRows(batch, self._index)
 
     def before_look_up(self, *, train: bool) -> None:
-        """The rows are looked up next, to be updated if ``train``."""
+        """The rows are looked up next, to be updated perhaps if ``train``."""
         self._optimizer.step()  # a scheduler may have set another learning rate
         if train:
             self._logical.rows_change()
             self.tables.begin_step()
 
-    def not_trained(self) -> None:
-        """They will not be updated after all."""
-        self.tables.begin_step(-1)
+    def looked_up(self, *, train: bool) -> None:
+        """They will be, or will not."""
+        self.tables.count_step(trained=train)
 
     def written(self) -> int:
         """Whether somebody wrote to tensors of a ``state_dict``, and to a current one."""

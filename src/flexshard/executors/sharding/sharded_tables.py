@@ -200,9 +200,14 @@ class ShardedTables:
         """The group that a table is in."""
         return self.groups[self._group_of[table]]
 
-    def begin_step(self, count: int = 1) -> None:
-        """The rows that are looked up next will be updated; -1 if they will not after all."""
-        self._steps += count
+    def begin_step(self) -> None:
+        """The rows that are looked up next may be updated, which would be one update more."""
+        for group in self.groups:
+            group.store.begin_step(int(self._steps) + 1)
+
+    def count_step(self, *, trained: bool) -> None:
+        """They will be, or will not."""
+        self._steps += trained
         for group in self.groups:
             group.store.begin_step(int(self._steps))
 
