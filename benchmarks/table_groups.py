@@ -2,6 +2,8 @@
 
 Rows and bytes are the same whatever the groups: 48 numbers a row on average, in one group all of them, in ten groups
 five widths under two optimizers, in fifty each table with a learning rate of its own. Every table has a tier of copies.
+TorchRec's collections have one width each, so ten groups are five modules: in TorchRec's training pipeline, which
+begins all modules' distribution together, they share one exchange; in a plain loop each has its own.
 
     python -m benchmarks.table_groups [--ranks 4] [--batch-size 64] [--network]
 
@@ -12,6 +14,7 @@ measure another tree, put its ``src`` into PYTHONPATH.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -43,24 +48,38 @@ BLOCKS, STEPS = 9, 6
 LINK_MBIT = (2000.0, 1000.0, 8000.0)  # of a node, to one other node, inside a node
 
 
-def model_of(groups: int) -> Any:
+@torch.fx.wrap  # what a pipeline looks into is which modules take which part of the batch
+def loss_of(outputs: list[Any]) -> torch.Tensor:
+    squares = [(jagged.values() ** 2).sum() for output in outputs for jagged in output.values()]
+    assert len(squares) == TABLES
+    return torch.stack(squares).sum()
+
+
+class Model(nn.Module):
     """Ten tables of each width in a collection of their own, as TorchRec has it, or all of the mean width in one."""
-    torch.manual_seed(0)
-    model: Any = nn.ModuleDict()
-    for dim in (48,) if groups == 1 else WIDTHS:
-        members = [index for index in range(TABLES) if groups == 1 or WIDTHS[index % 5] == dim]
-        model[f"d{dim}"] = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(name=f"t{i}", num_embeddings=ROWS, embedding_dim=dim, feature_names=[f"f{i}"])
-                for i in members
-            ]
-        )
-        for index in members:
-            adagrad = groups > 1 and index // 5 % 2
-            rate = 0.05 + (0.001 * (index // 10) if groups == TABLES else 0.0)
-            weight = model[f"d{dim}"].embeddings[f"t{index}"].weight
-            apply_optimizer_in_backward(RowWiseAdagrad if adagrad else torch.optim.SGD, [weight], {"lr": rate})
-    return model
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for dim in (48,) if groups == 1 else WIDTHS:
+            members = [index for index in range(TABLES) if groups == 1 or WIDTHS[index % 5] == dim]
+            collection: Any = EmbeddingCollection(
+                tables=[
+                    EmbeddingConfig(name=f"t{i}", num_embeddings=ROWS, embedding_dim=dim, feature_names=[f"f{i}"])
+                    for i in members
+                ]
+            )
+            for index in members:
+                adagrad = groups > 1 and index // 5 % 2
+                rate = 0.05 + (0.001 * (index // 10) if groups == TABLES else 0.0)
+                weight = collection.embeddings[f"t{index}"].weight
+                apply_optimizer_in_backward(RowWiseAdagrad if adagrad else torch.optim.SGD, [weight], {"lr": rate})
+            self.add_module(f"d{dim}", collection)
+
+    def forward(self, batch: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, twice: as pipelines want it."""
+        loss = loss_of([module(batch) for module in self.children()])
+        return loss, loss
 
 
 def plan_of(model: Any, nodes: int, width: int, batch_size: int) -> DistributedModelParallel:
@@ -98,11 +117,15 @@ def batches(rank: int, batch_size: int) -> list[KeyedJaggedTensor]:
     return made
 
 
-def step(model: Any, batch: KeyedJaggedTensor) -> None:
-    found = [part(batch) for part in model.module.values()]
-    rows = [jagged.values() for output in found for jagged in output.values()]
-    assert len(rows) == TABLES
-    sum((values**2).sum() for values in rows).backward()
+class Plain:
+    """A loop without a pipeline."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def progress(self, batches: Iterator[KeyedJaggedTensor]) -> None:
+        """A step."""
+        self._model(next(batches))[0].backward()
 
 
 def run_rank(nodes: int, batch_size: int, result: Path) -> None:
@@ -110,19 +133,25 @@ def run_rank(nodes: int, batch_size: int, result: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    models = {groups: plan_of(model_of(groups), nodes, world // nodes, batch_size) for groups in (1, 10, 50)}
     data = batches(rank, batch_size)
+    runs: dict[str, Any] = {}
+    for groups in (1, 10, 50):
+        plain, model = (plan_of(Model(groups), nodes, world // nodes, batch_size) for _ in range(2))
+        pipeline = TrainPipelineSparseDist(model, model.fused_optimizer, torch.device("cpu"))
+        for name, run in (("pipeline", pipeline), ("plain loop", Plain(plain))):
+            runs[f"{name}, {groups}"] = run, itertools.cycle(data)
     calls = {}
-    for groups, model in models.items():
+    for name, (run, stream) in runs.items():
+        run.progress(stream)  # fills the pipeline
         with Observer() as observer:
-            for batch in data:
-                step(model, batch)
+            for _ in range(STEPS):
+                run.progress(stream)
                 observer.step()
         seen = observer.result().collectives
-        calls[groups] = sum(c.calls for c in seen), sum(c.bytes for c in seen)
-    times = paired_medians(models, step, data, blocks=BLOCKS, barrier=dist.barrier)
+        calls[name] = sum(c.calls for c in seen), sum(c.bytes for c in seen)
+    times = paired_medians(runs, lambda run, _: run[0].progress(run[1]), data, blocks=BLOCKS, barrier=dist.barrier)
     if rank == 0:
-        result.write_text(json.dumps({str(groups): [*calls[groups], times[groups]] for groups in models}))
+        result.write_text(json.dumps({name: [*calls[name], times[name]] for name in runs}))
     dist.barrier()
     os._exit(0)
 
@@ -150,11 +179,11 @@ def main() -> int:
         found = json.loads(result.read_text())
     print(f"{TABLES} tables of {ROWS:,} rows, {args.ranks} ranks on {args.nodes} nodes, {args.batch_size} samples of")
     print(f"{LENGTH} ids a table and rank; medians of {BLOCKS} blocks")
-    base = found["1"][2]
-    for groups, (calls, nbytes, times) in found.items():
+    for name, (calls, nbytes, times) in found.items():
+        base = found[f"{name.split(',')[0]}, 1"][2]
         ratio = statistics.median(time / one for time, one in zip(times, base, strict=True))
         print(
-            f"{groups:>3} groups: {calls:.0f} collectives and {nbytes / 1e6:.2f} MB a rank and step,"
+            f"{name:>14} groups: {calls:.0f} collectives and {nbytes / 1e6:.2f} MB a rank and step,"
             f" {statistics.median(times) * 1e3:.1f} ms, {ratio:.2f} of one group's"
         )
     return 0
