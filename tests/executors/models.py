@@ -33,6 +33,7 @@ LEARNING_RATE, EPS, DENSE_LEARNING_RATE = 0.5, 1e-8, 0.1
 # Rows, features: several of one table, one of two tables, a table smaller than the number of ranks.
 WIDE = {"goods": (997, ["clicked", "shown"]), "shops": (211, ["shop"]), "days": (5, ["day", "shop"])}
 NARROW = {"users": (64, ["user"])}
+ALL_ROWS = {name: rows for name, (rows, _) in (WIDE | NARROW).items()}
 DIMS = {"wide": 16, "narrow": 4}
 FEATURES = ["shown", "user", "day", "unused", "clicked", "shop"]  # an order of its own, and one that nobody looks up
 ROWS = {"shown": 997, "clicked": 997, "shop": 5, "day": 5, "user": 64, "unused": 3}
@@ -234,11 +235,13 @@ def shard(
     seed: int = 0,
     dtype: DataType = DataType.FP32,
     sharder: dict[str, Any] | None = None,
+    fused: dict[str, Any] | None = None,
     model: Model | None = None,
     **planner: Any,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The model under a plan, as a user's script would have it."""
-    fused = {"optimizer": OPTIMIZERS[optimizer][1], "learning_rate": LEARNING_RATE, "eps": EPS}
+    if fused is None:
+        fused = {"optimizer": OPTIMIZERS[optimizer][1], "learning_rate": LEARNING_RATE, "eps": EPS}
     if dtype is not DataType.FP32:
         fused["stochastic_rounding"] = False
     sharders = [FlexShardEmbeddingCollectionSharder(fused, **(sharder or {}))]

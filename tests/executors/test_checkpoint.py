@@ -313,3 +313,29 @@ def test_names_and_states_are_those_of_the_unsharded_model() -> None:
     names, difference = ranks.run(2, 1, plain_names)[0]
     assert sorted(names) == sorted(name for name, _ in models.new_model().named_parameters())
     assert difference == 0.0
+
+
+def all_save_to_one_file(rank: int, folder: str) -> str:
+    """As loops in a hurry do, TorchRec's BERT4Rec example among them: the file holds one rank's part."""
+    import torch.distributed as dist
+
+    cluster = models.small_cluster(1, 2)
+    parallel, _ = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    before = {name: models.whole(value) for name, value in parallel.state_dict().items()}
+    state = parallel.state_dict()
+    for turn in range(2):
+        if rank == turn:
+            torch.save(state, f"{folder}/model.pt")
+        dist.barrier()
+    try:
+        parallel.load_state_dict(torch.load(f"{folder}/model.pt"))
+    except CheckpointError as error:
+        unchanged = all(torch.equal(models.whole(v), before[n]) for n, v in parallel.state_dict().items())
+        return f"{unchanged} {error}"
+    return ""
+
+
+def test_a_file_that_every_rank_wrote_is_refused(tmp_path: Path) -> None:
+    for message in ranks.run(1, 2, all_save_to_one_file, str(tmp_path)):
+        assert message.startswith("True ")
+        assert "is rank 1's of 2, as when several ranks save to one file" in message

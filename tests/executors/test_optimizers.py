@@ -40,10 +40,12 @@ def test_an_update_is_that_of_torch(name: str) -> None:
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def updated(spec: OptimizerSpec, weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+def updated(
+    spec: OptimizerSpec, weight: torch.Tensor, gradients: list[torch.Tensor], read: torch.Tensor | None = None
+) -> torch.Tensor:
     result, state = weight.clone(), new_state(spec, *weight.shape, torch.device("cpu"))
     for step, gradient in enumerate(gradients, 1):
-        apply_update(spec, result, gradient, state, learning_rate=spec.learning_rate, step=step)
+        apply_update(spec, result, gradient, state, learning_rate=spec.learning_rate, step=step, read=read)
     return result
 
 
@@ -94,10 +96,12 @@ def test_weight_decay_of_rowwise_adagrad_is_fbgemms(mode: str) -> None:
     store = FusedStore(spec, 7, 4, torch.float32, torch.device("cpu"))
     store.values.copy_(weight)
     read = torch.tensor([0, 2, 3, 6])
+    gradients[2][0] = 0  # read, and its gradients cancel
     for gradient in gradients:
         store.look_up(read).update(gradient[read].clone())
         gradient[[1, 4, 5]] = 0
-    torch.testing.assert_close(updated(spec, weight, gradients), store.values, rtol=1e-5, atol=1e-6)
+    there = torch.isin(torch.arange(7), read)
+    torch.testing.assert_close(updated(spec, weight, gradients, there), store.values, rtol=1e-5, atol=1e-6)
     without = OptimizerSpec.of(fused | {"weight_decay": 0.0}, "t", torch.device("cpu"))
     assert not torch.equal(store.values[0], updated(without, weight, gradients)[0])
 
@@ -120,15 +124,17 @@ def test_options_that_do_nothing_are_refused(fused: dict[str, Any], text: str) -
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_without_a_gradient_stay_as_they_are(name: str) -> None:
+def test_rows_that_were_not_read_stay_as_they_are(name: str) -> None:
     fused = {"optimizer": KINDS[name][0], "learning_rate": 0.1}
     spec = OptimizerSpec.of(fused, "t", torch.device("cpu"))
     weight, state = torch.randn(5, 4), new_state(spec, 5, 4, torch.device("cpu"))
     apply_update(spec, weight, torch.randn(5, 4), state, learning_rate=0.1, step=1)
     before, old = weight.clone(), {key: value.clone() for key, value in state.items()}
     gradient = torch.randn(5, 4)
-    gradient[[1, 3]] = 0
-    apply_update(spec, weight, gradient, state, learning_rate=0.1, step=2)
+    gradient[[1, 2, 3]] = 0
+    read = torch.tensor([True, False, True, False, True])
+    apply_update(spec, weight, gradient, state, learning_rate=0.1, step=2, read=read)
+    assert torch.equal(weight[2], before[2]) != spec.moves_at_zero  # read, with a gradient of 0
     assert torch.equal(weight[[1, 3]], before[[1, 3]])
     assert all(torch.equal(state[key][[1, 3]], old[key][[1, 3]]) for key in state)
     assert not torch.equal(weight[0], before[0])

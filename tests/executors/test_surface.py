@@ -648,3 +648,70 @@ def test_what_is_left_has_to_be_there() -> None:
 
     found = ranks.run(2, 1, left_out, {"torchrec_tables": ["shop"]}, expect_failures=True)
     assert all(isinstance(error, PlanError) and "is called 'shop'" in str(error) for error in found), found
+
+
+def models_that_differ(rank: int) -> tuple[float, bool]:
+    """Ranks that draw weights of their own, as scripts without a seed do: TorchRec's row-wise takes every row from one
+    of them, and so do copies.
+    """
+    import torch.distributed as dist
+
+    cluster = models.small_cluster(2, 2)
+    plan = models.plan_of(cluster, models.random_split(cluster, np.random.default_rng(31)))
+    torch.manual_seed(rank)
+    parallel, optim = models.shard(plan, "adagrad", model=models.Model())
+    drawn: list[Any] = [None] * 4
+    torch.manual_seed(rank)
+    own = {name: value for name, value in models.Model().state_dict().items() if "embeddings" in name}
+    dist.all_gather_object(drawn, own)
+    state = parallel.state_dict()
+    from_somebody = all(
+        bool(torch.stack([(models.whole(state[name]) == rows[name]).all(1) for rows in drawn]).any(0).all())
+        for name in own
+    )
+    models.train(parallel, optim, rank, range(2))
+    worst = 0.0
+    for module in (parallel.module.wide, parallel.module.narrow):
+        tables = module.tables
+        for table in range(len(tables.names)):
+            for level, slots, _ in tables.held(table):
+                across = tables.process_groups[tables.layout.group_sizes[level]].across
+                if across is None:
+                    continue
+                values = tables.group_of(table).store.values[slots]
+                copies = [torch.empty_like(values) for _ in range(dist.get_world_size(across))]
+                dist.all_gather(copies, values.contiguous(), group=across)
+                worst = max([worst, *(float((copy - values).abs().max()) for copy in copies if copy.numel())])
+    return worst, from_somebody
+
+
+def test_copies_start_alike_though_models_differ() -> None:
+    assert ranks.run(2, 2, models_that_differ) == [(0.0, True)] * 4
+
+
+def gradients_of_zero(rank: int, optimizer: str, reduction: str) -> list[int]:
+    """How many rows of each tier moved, of those that were read with gradients of 0 and of the others."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+
+    cluster = models.small_cluster(2, 1)
+    split = {name: [(1, n // 2, reduction), (2, n - n // 2, "dense")] for name, n in models.ALL_ROWS.items()}
+    fused = {"optimizer": models.OPTIMIZERS[optimizer][1], "learning_rate": 0.5, "weight_decay": 0.1}
+    if optimizer != "adam":
+        fused["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+    parallel, _ = models.shard(models.plan_of(cluster, split), fused=fused)
+    before = models.whole(parallel.state_dict()["narrow.embeddings.users.weight"])
+    batch = models.make_batch(0, rank)
+    (parallel.module.narrow(batch.features)["user"].values().sum() * 0.0).backward()
+    moved = (models.whole(parallel.state_dict()["narrow.embeddings.users.weight"]) != before).any(1)
+    read = torch.zeros(64, dtype=torch.bool)
+    for other in range(2):
+        read[models.make_batch(0, other).features["user"].values()] = True
+    hot = torch.zeros(64, dtype=torch.bool)
+    hot[torch.from_numpy(models.profile_of("users").ranked_rows[:32].astype(np.int64))] = True
+    return [int((moved & part).sum() - (wanted & part).sum()) for part in (hot, ~hot) for wanted in (read,)]
+
+
+@pytest.mark.parametrize("reduction", ["dense", "sparse"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_weight_decay_reaches_every_row_that_was_read_in_every_tier(optimizer: str, reduction: str) -> None:
+    assert ranks.run(2, 1, gradients_of_zero, optimizer, reduction) == [[0, 0], [0, 0]]

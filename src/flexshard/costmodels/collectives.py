@@ -27,16 +27,18 @@ class TableClass:
         tables: their indices in the layout.
         row_bytes: of a row on the wire.
         gradient_bytes: of its gradient; float32 whatever the weights.
+        sum_bytes: of the sum of its copies' gradients, with how often it was read where the optimizer asks for that.
     """
 
     tables: range
     row_bytes: int
     gradient_bytes: int
+    sum_bytes: int
 
     @classmethod
-    def of(cls, tables: range, dim: int, row_bytes: int) -> TableClass:
-        """Gradients travel as float32."""
-        return cls(tables, row_bytes, 4 * dim)
+    def of(cls, tables: range, dim: int, row_bytes: int, *, moves_at_zero: bool) -> TableClass:
+        """Gradients travel as float32; ``moves_at_zero`` as of :class:`flexshard.tables.Optimizer`."""
+        return cls(tables, row_bytes, 4 * dim, 4 * (dim + moves_at_zero))
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def _reductions(layout: Layout, level: int, classes: Sequence[TableClass]) -> li
     result = []
     reduced = tuple(np.flatnonzero(whole).tolist())
     if reduced:
-        widths = tuple(classes[index].gradient_bytes for index in reduced)
+        widths = tuple(classes[index].sum_bytes for index in reduced)
         nbytes = sum(int(whole[index]) * width for index, width in zip(reduced, widths, strict=True))
         result.append(StepCollective("all_reduce", size, "replicas", reduced, widths, nbytes))
     if sparse.any():

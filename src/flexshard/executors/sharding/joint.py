@@ -92,7 +92,9 @@ class JointTables:
         for module, table in zip(modules, self.first_table, strict=True):
             for group in module.groups:
                 tables = range(table + group.tables.start, table + group.tables.stop)
-                classes.append(TableClass.of(tables, group.traits.dim, group.traits.dim * group.traits.dtype.itemsize))
+                row_bytes = group.traits.dim * group.traits.dtype.itemsize
+                moves = group.traits.spec.moves_at_zero
+                classes.append(TableClass.of(tables, group.traits.dim, row_bytes, moves_at_zero=moves))
                 slots.append(int(self.layout.table_slots[tables.start]))
         slots.append(self.layout.num_slots)
         self._class_slots = torch.tensor(slots, dtype=self._type, device=device)

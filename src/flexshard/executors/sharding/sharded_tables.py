@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.types import QuantizedCommCodecs
 
 from flexshard._internal import level_groups
-from flexshard.costmodels import Layout, TableClass
+from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.sharding.translation import LocationTable
@@ -83,11 +83,6 @@ class TableGroup:
     tables: range
     first_slot: int
     store: RowStore
-
-    @property
-    def table_class(self) -> TableClass:
-        """As cost models know it."""
-        return TableClass.of(self.tables, self.traits.dim, self.traits.dim * self.traits.dtype.itemsize)
 
     def width_of(self, name: str) -> int:
         """Numbers per row of weights ("weight") or of a state."""
@@ -234,17 +229,26 @@ class ShardedTables:
 
     @torch.no_grad()
     def fill(self, table: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's rows out of a whole table in order of id.
+        """Take this rank's rows out of a whole table in order of id; every rank must call it. Copies are alike then,
+        though ranks may give different tables: one of those that have a row gives it.
 
         Args:
             table: index of the table.
             values: "weight" of shape (E, D), or states of shape (E, 1) or (E, D), by name.
         """
         store = self.group_of(table).store
-        for _, slots, positions in self.held(table):
+        for level, slots, positions in self.held(table):
             ids = torch.from_numpy(self.ids_of(table, positions))
             for name, whole in values.items():
-                store.part(name)[slots].copy_(whole[ids])
+                part = store.part(name)[slots]
+                part.copy_(whole[ids])
+                self.make_alike(level, part)
+
+    def make_alike(self, level: int, rows: torch.Tensor) -> None:
+        """Let every copy of a level's rows be the first one's; every rank must call it."""
+        across = self.process_groups[self.layout.group_sizes[level]].across
+        if across is not None:
+            dist.broadcast(rows, dist.get_process_group_ranks(across)[0], group=across)
 
     def ids_of(self, table: int, positions: range) -> npt.NDArray[np.int64]:
         """Row ids (int64) at positions of a table; shape (n,)."""

@@ -282,10 +282,8 @@ def _initialise(tables: ShardedTables, configs: Sequence[EmbeddingConfig], weigh
             continue
         values = tables.group_of(table).store.values
         for level, slots, _ in tables.held(table):
-            across = tables.process_groups[tables.layout.group_sizes[level]].across
             drawn = torch.empty_like(values[slots])
             assert config.init_fn is not None
             config.init_fn(drawn)
-            if across is not None:  # copies have to start alike
-                dist.broadcast(drawn, dist.get_process_group_ranks(across)[0], group=across)
+            tables.make_alike(level, drawn)
             values[slots] = drawn

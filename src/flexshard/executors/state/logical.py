@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
+from flexshard._internal import on_all_ranks
 from flexshard.errors import CheckpointError
 from flexshard.executors.comm.collectives import Label
 from flexshard.executors.sharding.sharded_tables import ShardedTables
@@ -124,10 +125,29 @@ class LogicalTables:
         if not isinstance(value, DTensor):
             tables.fill(table, {name: value.view(rows, width)})
             return
+        on_all_ranks(lambda: self._check_owner(table, value), CheckpointError, tables.process_group)
         if value.placements != (Shard(0),):
             value = value.redistribute(tables.mesh, [Shard(0)])
         block = value.to_local()
         self._take_block(table, name, block.local_shards()[0] if isinstance(block, LocalShardsWrapper) else block)
+
+    def _check_owner(self, table: int, value: DTensor) -> None:
+        """Whether this rank's part of a table is its own: ranks that save to one file leave one rank's part in it.
+
+        Raises:
+            CheckpointError: it is another rank's, or of another number of ranks.
+        """
+        tables = self.tables
+        saved, here = value.device_mesh, tables.mesh
+        if saved.size() == here.size() and saved.get_coordinate() == here.get_coordinate():
+            return
+        coordinate = saved.get_coordinate()
+        whose = "no rank's" if coordinate is None else f"rank {coordinate[0]}'s"
+        raise CheckpointError(
+            f"rank {tables.rank} of {here.size()}: the checkpoint's part of table {tables.names[table]!r} is {whose} of"
+            f" {saved.size()}, as when several ranks save to one file; save with save_checkpoint() or"
+            " torch.distributed.checkpoint, or full_state_dict(model) on rank 0"
+        )
 
     def _take_block(self, table: int, name: str, block: torch.Tensor) -> None:
         """Take every rank's rows by id."""

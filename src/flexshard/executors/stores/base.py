@@ -81,12 +81,14 @@ class RowStore(nn.Module, abc.ABC):
         self._step = step
 
     @torch.no_grad()
-    def update_rows(self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0) -> None:
-        """Update rows (a range, or distinct slots) by their summed gradients; ``seed`` as for :func:`apply_update`."""
+    def update_rows(
+        self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0, read: torch.Tensor | None = None
+    ) -> None:
+        """Update rows (a range, or distinct slots) by their summed gradients; the rest as for :func:`apply_update`."""
         weight = self.values[where]
         state = {name: values[where] for name, values in self.states().items()}
         rate, step = self._learning_rate, self._step
-        apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=seed)
+        apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=seed, read=read)
         if isinstance(where, torch.Tensor):  # indexing made copies
             self.values.index_copy_(0, where, weight)
             for name, values in self.states().items():

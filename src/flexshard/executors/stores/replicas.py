@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +27,13 @@ class CopiedRows:
         store: that holds them.
         whole: how many are reduced whole.
         some_sparse: whether there are others.
+        width: numbers of a row in the buffer: its gradient, and how often it was read where that matters.
         first: slot of the layout where the store begins.
     """
 
     def __init__(self, layout: Layout, group_size: int, tables: range, store: RowStore) -> None:
         self.store, self.first = store, int(layout.table_slots[tables.start])
+        self.width = store.dim + store.spec.moves_at_zero
         levels = [level for level, size in enumerate(layout.group_sizes) if size == group_size]  # one, or none
         which = np.ix_(tables, levels)
         depth, sparse = layout.depth[which].ravel(), layout.sparse[which].ravel()
@@ -65,7 +68,10 @@ class CopiedRows:
                 here = ~self._sparse[tiers]
                 tiers, slots, gradient = tiers[here], slots[here], gradient[here]
             shift = shift[tiers]
-        buffer.index_add_(0, slots + shift, gradient, alpha=scale)
+        rows, dim = slots + shift, self.store.dim
+        buffer[:, :dim].index_add_(0, rows, gradient, alpha=scale)
+        if self.width > dim:
+            buffer[:, dim].index_add_(0, rows, torch.ones_like(gradient[:, 0]))
 
     def sparse(self, slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of sparse tiers alone, with their gradients."""
@@ -74,13 +80,15 @@ class CopiedRows:
         here = self._sparse[self._tiers(slots)] if self.some_sparse else torch.zeros_like(slots, dtype=torch.bool)
         return slots[here], gradient[here]
 
-    def update(self, gradient: torch.Tensor, *, seed: int) -> None:
-        """Update the rows that are reduced whole; their gradients have shape (whole, D)."""
+    def update(self, buffer: torch.Tensor, *, seed: int) -> None:
+        """Update the rows that are reduced whole, from the buffer of their sums; shape (whole, width)."""
+        dim = self.store.dim
+        ranges: Sequence[tuple[Any, slice]] = self._ranges
         if self._slots is not None:  # many small tables: one update of their rows together
-            self.store.update_rows(self._slots, gradient, seed=seed)
-            return
-        for slots, rows in self._ranges:
-            self.store.update_rows(slots, gradient[rows], seed=seed)
+            ranges = [(self._slots, slice(None))]
+        for where, rows in ranges:
+            read = buffer[rows, dim] > 0 if self.width > dim else None
+            self.store.update_rows(where, buffer[rows, :dim], seed=seed, read=read)
 
 
 class ReplicaReduction:
@@ -111,12 +119,12 @@ class ReplicaReduction:
     @property
     def buffer_bytes(self) -> int:
         """Of the gradients that are reduced whole."""
-        return 4 * sum(part.whole * part.store.dim for part in self._copied)
+        return 4 * sum(part.whole * part.width for part in self._copied)
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Each store's gradients in the buffer."""
-        sizes = [part.whole * part.store.dim for part in self._copied]
-        return [view.view(-1, part.store.dim) for view, part in zip(buffer.split(sizes), self._copied, strict=True)]
+        sizes = [part.whole * part.width for part in self._copied]
+        return [view.view(-1, part.width) for view, part in zip(buffer.split(sizes), self._copied, strict=True)]
 
     def reduce(self, slots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float) -> None:
         """Start bringing the copies' gradients together; the update follows when backward ends.

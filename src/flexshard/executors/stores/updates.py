@@ -1,8 +1,8 @@
 """What an optimizer does to replicated rows, as FBGEMM's fused kernels do it to sharded ones.
 
 FBGEMM updates a row by the sum of its gradients of one backward pass, and leaves rows alone that were not read. For
-SGD and both Adagrads a gradient of 0 changes nothing, so all rows can be updated; others, and weight decay, have to
-leave such rows alone. A row that was read and whose gradients cancel to 0 is not told from one that was not read.
+SGD and both Adagrads a gradient of 0 changes nothing, so all rows can be updated; momentum and weight decay move rows
+that were read and whose gradient is 0, and only those: which rows these are has to be known.
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ class OptimizerSpec:
         return OPTIMIZERS[self.name]
 
     @property
+    def moves_at_zero(self) -> bool:
+        """Whether a row that was read changes though its gradient is 0."""
+        return self.optimizer.moves_at_zero or bool(self.step_options.weight_decay)
+
+    @property
     def rounds_stochastically(self) -> bool:
         """Whether 16-bit weights are, as FBGEMM does it unless told otherwise."""
         return bool(self.fused_params.get("stochastic_rounding", True))
@@ -143,6 +148,7 @@ def apply_update(
     learning_rate: float,
     step: int,
     seed: int = 0,
+    read: torch.Tensor | None = None,
 ) -> None:
     """Update rows in place by their summed gradients.
 
@@ -153,6 +159,7 @@ def apply_update(
         learning_rate: of this step.
         step: 1 for the first (Adam's bias correction).
         seed: of the rounding of 16-bit weights, with the step: copies that give the same round alike.
+        read: which rows a batch read, shape (n,), bool; the others stay as they are. None: all.
     """
     random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step)
     options = replace(spec.step_options, step=step)
@@ -161,7 +168,13 @@ def apply_update(
         grad = gradient[part].float()
         local = {name: values[part] for name, values in state.items()}
         values = weight[part].float()
+        before = {} if read is None else {name: state.clone() for name, state in local.items()}
         updated = values - learning_rate * spec.optimizer.change(grad, values, local, options)
+        if read is not None:
+            here = read[part].view(-1, 1)
+            updated = torch.where(here, updated, values)
+            for name, old in before.items():
+                local[name].copy_(torch.where(here, local[name], old))
         # FBGEMM does so on CUDA alone.
         by_chance = spec.rounds_stochastically and weight.device.type == "cuda"
         weight[part] = rounded(updated, weight.dtype, random if by_chance else None)

@@ -26,7 +26,7 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, PlanError
 from flexshard.planner import Plan, TablePlan
 from flexshard.profiling import AccessProfile
-from flexshard.tables import translation_bytes
+from flexshard.tables import OPTIMIZERS, translation_bytes
 
 __all__ = ["Lookups", "Replay", "Traffic", "classes_of", "replay", "split_by_rank", "together"]
 
@@ -206,7 +206,10 @@ def classes_of(tables: Sequence[TablePlan]) -> list[TableClass]:
     for _, members in groupby(enumerate(tables), key=lambda pair: _kind(pair[1])):
         same = list(members)
         first = same[0][1]
-        found.append(TableClass.of(range(same[0][0], same[-1][0] + 1), first.dim, first.row_bytes))
+        tables_of = range(same[0][0], same[-1][0] + 1)
+        optimizer = OPTIMIZERS.get(first.optimizer)
+        moves = optimizer is not None and optimizer.moves_at_zero
+        found.append(TableClass.of(tables_of, first.dim, first.row_bytes, moves_at_zero=moves))
     return found
 
 

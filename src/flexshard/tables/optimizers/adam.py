@@ -17,7 +17,8 @@ class Adam(Optimizer):
     """``m = β₁m + (1-β₁)g; v = β₂v + (1-β₂)g²; w -= lr · (m̂ / (√v̂ + eps) + λ·w)``, as FBGEMM has it: its weight decay λ
     is that of ``torch.optim.AdamW``.
 
-    Rows that were not read are left alone, so a row without a gradient keeps its moments and its weights.
+    Rows that a batch did not read keep their moments and their weights; those that it read move, whatever their
+    gradient.
     """
 
     name = "adam"
@@ -26,25 +27,21 @@ class Adam(Optimizer):
     on_cpu = False
     takes = ("eps", "beta1", "beta2", "weight_decay")
     counts_steps = True
+    moves_at_zero = True
     states = (State("exp_avg", per_row=False), State("exp_avg_sq", per_row=False))
 
     def change(
         self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
     ) -> torch.Tensor:
         """See the class."""
-        import torch
-
         beta1, beta2, step = options.beta1, options.beta2, options.step
-        touched = self.read_rows(gradient)
-        mean = state["exp_avg"].mul(beta1).add_(gradient, alpha=1 - beta1)
-        square = state["exp_avg_sq"].mul(beta2).add_(self.square(gradient), alpha=1 - beta2)
-        for values, updated in ((state["exp_avg"], mean), (state["exp_avg_sq"], square)):
-            values.copy_(torch.where(touched, updated, values))
+        mean = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).add_(self.square(gradient), alpha=1 - beta2)
         corrected = (square / (1 - beta2**step)).sqrt_().add_(options.eps)
         change = mean / (1 - beta1**step) / corrected
         if options.weight_decay:
             change.add_(weight, alpha=options.weight_decay)
-        return torch.where(touched, change, 0.0)
+        return change
 
     def square(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the second moment averages."""

@@ -62,6 +62,7 @@ class Optimizer:
             copies are.
         takes: options besides the learning rate, as ``fused_params`` name them.
         counts_steps: whether an update depends on its number, as a bias correction does; checkpoints keep it then.
+        moves_at_zero: whether a row that was read changes though its gradient is 0, as momentum moves it.
         states: in the order of FBGEMM's ``split_optimizer_states``.
     """
 
@@ -71,6 +72,7 @@ class Optimizer:
     on_cpu: bool = True
     takes: tuple[str, ...] = ()
     counts_steps: bool = False
+    moves_at_zero: bool = False
     states: tuple[State, ...] = ()
 
     def state_bytes(self, dim: int) -> int:
@@ -89,9 +91,7 @@ class Optimizer:
     def change(
         self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
     ) -> torch.Tensor:
-        """What is taken off rows, divided by the learning rate; the state is updated in place.
-
-        A row whose gradient is 0 was not read: neither it nor its state may change.
+        """What is taken off rows that a batch read, divided by the learning rate; the state is updated in place.
 
         Args:
             gradient: of some rows, summed over a batch, float32; shape (n, D).
@@ -103,8 +103,3 @@ class Optimizer:
             shape (n, D); may be ``gradient`` itself.
         """
         raise NotImplementedError(f"plans with {self.name} are made, not run")
-
-    @staticmethod
-    def read_rows(gradient: torch.Tensor) -> torch.Tensor:
-        """Which rows have a gradient; shape (n, 1)."""
-        return (gradient != 0).any(1, keepdim=True)

@@ -32,7 +32,7 @@ class RowwiseAdagrad(Optimizer):
         if not decay:
             sums.add_((gradient * gradient).mean(1, keepdim=True))
             return gradient / sums.sqrt().add_(options.eps)
-        decayed = decay * weight * self.read_rows(gradient)
+        decayed = decay * weight
         if options.decay_mode == "l2":
             gradient = gradient + decayed
         sums.add_((gradient * gradient).mean(1, keepdim=True))
