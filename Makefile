@@ -1,17 +1,30 @@
 # Every target sets up what it needs in .venv first, and only once.
 PYTHON ?= python3
 PIP_ARGS ?=
+# Sets of versions that are tested: torch, FBGEMM and TorchRec of one release fit together.
+TORCH ?= 2.13
+ifeq ($(TORCH),2.13)
 VENV := .venv
+VERSIONS := 2.13.0 1.8.0 1.8.0
+else ifeq ($(TORCH),2.14)
+VENV := .venv-torch2.14
+VERSIONS := 2.14.0 1.9.0 1.9.2
+else
+$(error TORCH=$(TORCH): only 2.13 and 2.14 are tested)
+endif
 # TorchRec's own metadata asks for the CUDA build of FBGEMM whatever the machine, so it is installed without its
 # dependencies, and they are named here. Planning alone needs none of it: pip install flexshard.
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
+PLANNING := .venv-newest .venv-lowest
 
-.PHONY: help setup demo test lint format bench bench-torchrec bench-recd bench-tt bench-cluster clean
+.PHONY: help setup demo test test-newest test-lowest lint format bench bench-torchrec bench-recd bench-tt bench-cluster clean
 
 help:
 	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
 	@echo "make demo DATA=path COLUMN=id  plan your Parquet file (KEY=session: its values are the samples)"
-	@echo "make test                      run the tests"
+	@echo "make test                      run the tests; TORCH=2.14 with the newer set of torch, FBGEMM and TorchRec"
+	@echo "make test-newest               planning, profiling, command line: without torch, newest versions (PYTHON=python3.13)"
+	@echo "make test-lowest               the same with the oldest versions that pyproject.toml allows"
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding; groups of tables, translation (takes minutes)"
@@ -24,9 +37,9 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FlexShard needs Python 3.11 or later; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0 $(FBGEMM)==1.8.0 \
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) torch==$(word 1,$(VERSIONS)) $(FBGEMM)==$(word 2,$(VERSIONS)) \
 		tensordict torchmetrics==1.0.3 tqdm pyre-extensions psutil
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torchrec==1.8.0
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torchrec==$(word 3,$(VERSIONS))
 	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[dev]"
 	touch $@
 
@@ -36,6 +49,16 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest -n auto
+
+test-newest: CONSTRAINT =
+test-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
+test-newest test-lowest: test-%: .venv-%/bin/python
+	$(if $(CONSTRAINT),$< .ci/lowest_versions.py test > .venv-lowest/lowest.txt)
+	$< -m pip install --quiet $(PIP_ARGS) $(CONSTRAINT) --upgrade --editable ".[test]"
+	$< -m pytest -n auto
+
+$(PLANNING:%=%/bin/python):
+	$(PYTHON) -m venv $(@:%/bin/python=%)
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -76,4 +99,4 @@ bench-cluster: setup
 	$(VENV)/bin/python -m benchmarks.cluster
 
 clean:
-	rm -rf $(VENV) demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

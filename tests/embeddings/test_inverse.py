@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 import torch.utils._pytree as pytree
 from hypothesis import given, settings, strategies as st

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 from hypothesis import given, settings, strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor

@@ -326,29 +326,6 @@ def test_models_that_differ_between_ranks(collective: bool) -> None:
     assert str(found[0]).startswith("rank 1: ")
 
 
-def vary_on_one_rank(rank: int, plan: Any) -> None:
-    from torchrec import KeyedJaggedTensor
-
-    parallel, _ = models.shard(plan)
-    plain = models.make_batch(0, rank).features
-    if rank == 1:
-        sizes = [[1], [2], [1], [1], [1], [1]]
-        plain = KeyedJaggedTensor(
-            models.FEATURES,
-            torch.zeros(7, dtype=torch.long),
-            lengths=torch.ones(7, dtype=torch.long),
-            stride_per_key_per_rank=sizes,
-        )
-    parallel.module.wide(plain)
-
-
-def test_a_variable_batch_on_one_rank_stops_all() -> None:
-    found = ranks.run(2, 1, vary_on_one_rank, plan_for(), timeout=20.0, expect_failures=True)
-    assert all(isinstance(error, DataError) for error in found), found
-    assert "rank 1 has a variable batch" in str(found[0])
-    assert "batch sizes of their own" in str(found[1])
-
-
 def end_while_saving(rank: int, plan: Any, folder: str, when: str) -> None:
     import torch.distributed.checkpoint as dcp
 

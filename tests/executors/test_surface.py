@@ -715,3 +715,87 @@ def gradients_of_zero(rank: int, optimizer: str, reduction: str) -> list[int]:
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 def test_weight_decay_reaches_every_row_that_was_read_in_every_tier(optimizer: str, reduction: str) -> None:
     assert ranks.run(2, 1, gradients_of_zero, optimizer, reduction) == [[0, 0], [0, 0]]
+
+
+def variable_batch(rank: int, step: int, *, written_out: bool = False) -> Any:
+    """Features with batch sizes of their own, whose lists several samples share; or the same samples one by one."""
+    from torchrec import KeyedJaggedTensor
+
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    sizes = torch.randint(1, 9, (len(models.FEATURES),), generator=generator).tolist()
+    lists = [
+        [
+            torch.randint(0, models.ROWS[name], (int(n),), generator=generator)
+            for n in torch.randint(0, 5, (size,), generator=generator)
+        ]
+        for name, size in zip(models.FEATURES, sizes, strict=True)
+    ]
+    shares = [torch.randint(0, size, (5 + rank,), generator=generator) for size in sizes]
+    if written_out:
+        lists = [[of[int(one)] for one in share] for of, share in zip(lists, shares, strict=True)]
+    flat = [values for of in lists for values in of]
+    flat_lengths = torch.tensor([len(values) for values in flat])
+    if written_out:
+        return KeyedJaggedTensor(models.FEATURES, torch.cat(flat), lengths=flat_lengths)
+    return KeyedJaggedTensor(
+        models.FEATURES,
+        torch.cat(flat),
+        lengths=flat_lengths,
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(models.FEATURES, torch.stack(shares)),
+    )
+
+
+def loss_of_variable(model: Any, batch: Any) -> torch.Tensor:
+    found = [*model.wide(batch).values(), *model.narrow(batch).values()]
+    weights = [torch.arange(len(jagged.values())).view(-1, 1) + index for index, jagged in enumerate(found)]
+    parts = [(one * jagged.values() ** 2).sum() for one, jagged in zip(weights, found, strict=True)]
+    assert all(int(jagged.lengths().sum()) == len(jagged.values()) for jagged in found)
+    return 0.001 * torch.stack(parts).sum()
+
+
+def train_variable(rank: int) -> float:
+    """Largest difference to the unsharded model with the samples one by one."""
+    cluster = models.small_cluster(2, 2)
+    plan = models.plan_of(cluster, models.random_split(cluster, np.random.default_rng(41)))
+    plain = models.new_model()
+    optimizer = torch.optim.SGD([*plain.wide.parameters(), *plain.narrow.parameters()], lr=models.LEARNING_RATE)
+    parallel, _ = models.shard(plan, "sgd")
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [loss_of_variable(plain, variable_batch(other, step, written_out=True)) for other in range(4)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        loss = loss_of_variable(parallel.module, variable_batch(rank, step))
+        assert abs(float(loss - losses[rank])) < 1e-4
+        loss.backward()
+    weights = parallel.state_dict()
+    return max(
+        float((models.whole(weights[name]) - value).abs().max())
+        for name, value in plain.state_dict().items()
+        if "embeddings" in name
+    )
+
+
+def test_features_with_batch_sizes_of_their_own_train_as_unsharded() -> None:
+    assert max(ranks.run(2, 2, train_variable)) < 1e-5
+
+
+def variable_with_tables_of_torchrec(rank: int) -> str:
+    from flexshard.errors import DataError
+
+    cluster = models.small_cluster(2, 1)
+    plan = models.plan_of(cluster, models.random_split(cluster, np.random.default_rng(42)))
+    parallel, _ = models.shard(plan, "sgd", torchrec_tables=["shops"])
+    batch = variable_batch(rank, 0) if rank else models.make_batch(0, rank).features
+    try:
+        parallel.module.wide(batch)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_such_batches_stop_every_rank_where_torchrec_would_not_train_them() -> None:
+    found = ranks.run(2, 1, variable_with_tables_of_torchrec)
+    assert "rank 1 has a variable batch" in found[0]
+    assert "which on CPUs loses their gradients" in found[1]

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader

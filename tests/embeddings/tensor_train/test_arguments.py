@@ -6,6 +6,9 @@ from math import prod
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 from hypothesis import given, settings, strategies as st
 

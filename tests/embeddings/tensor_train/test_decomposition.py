@@ -5,6 +5,9 @@ from __future__ import annotations
 from math import prod
 
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 
 from flexshard.embeddings import TTEmbedding, TTShape

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 
 import flexshard

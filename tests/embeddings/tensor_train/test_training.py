@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 from torch import nn
 from torch.nn import functional

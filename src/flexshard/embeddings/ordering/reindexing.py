@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from flexshard._internal import with_values
 from flexshard.embeddings.ordering.bijection import IndexBijection
 from flexshard.errors import DataError
 
@@ -44,14 +45,7 @@ class Reindex(nn.Module):
         for index, key in enumerate(features.keys()):
             ids = values[ends[index] : ends[index + 1]]
             parts.append(self._positions(key, ids) if key in self._buffers_of else ids)
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=torch.cat(parts) if parts else values,
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
-            inverse_indices=features.inverse_indices_or_none(),
-        )
+        return with_values(features, torch.cat(parts) if parts else values)
 
     def _positions(self, key: str, ids: torch.Tensor) -> torch.Tensor:
         position_of: torch.Tensor = getattr(self, self._buffers_of[key])

@@ -19,9 +19,10 @@ import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
 from flexshard._internal import LevelGroups
-from flexshard.costmodels import Frame, Layout, StepCollective, spread
+from flexshard.costmodels import Layout, StepCollective, spread
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
+from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
 from flexshard.executors.stores.base import RowStore
@@ -71,79 +72,6 @@ class ExchangeContext:
         return found or [(index,) for index in range(len(self.stores))]
 
 
-@dataclass
-class _Rows:
-    """Rows of a bundle's classes in one buffer of bytes.
-
-    Attributes:
-        frame: where they lie.
-        wire: their types.
-        classes: which.
-        buffer: shape (bytes,).
-    """
-
-    frame: Frame
-    wire: Wire
-    classes: tuple[int, ...]
-    buffer: torch.Tensor
-
-    @classmethod
-    def make(
-        cls, wire: Wire, classes: tuple[int, ...], counts: IntArray, device: torch.device, *, zero: bool = False
-    ) -> _Rows:
-        """Room for so many rows of each segment and class (of all K)."""
-        frame = wire.frame(counts[:, classes], classes)
-        new = torch.zeros if zero else torch.empty
-        return cls(frame, wire, classes, new(frame.nbytes, dtype=torch.uint8, device=device))
-
-    def room(self, wire: Wire) -> _Rows:
-        """Room for as many rows in another form."""
-        frame = wire.frame(self.frame.counts, self.classes)
-        return _Rows(frame, wire, self.classes, self.buffer.new_empty(frame.nbytes))
-
-    def part(self, segments: slice) -> _Rows:
-        """Of some segments, sharing memory: each begins where its offsets do not depend on those before it."""
-        frame = Frame(self.frame.counts[segments], self.frame.row_bytes)
-        start = int(self.frame.ends[segments.start])
-        return _Rows(frame, self.wire, self.classes, self.buffer[start : start + frame.nbytes])
-
-    def view(self, index: int) -> torch.Tensor:
-        """All of the buffer as rows of a class."""
-        width, dtype = self.wire.row_bytes[index], self.wire.sent_dtype(index)
-        rows = self.buffer[: self.buffer.numel() // width * width].view(dtype)
-        return rows.view(-1, width // dtype.itemsize)
-
-    def get(self, index: int) -> torch.Tensor:
-        """Rows of a class, segment after segment."""
-        view = self.view(index)
-        return view if self.frame.packed else view.index_select(0, self._positions(index))
-
-    def put(self, index: int, rows: torch.Tensor) -> None:
-        """Set rows of a class, segment after segment."""
-        if self.frame.packed:
-            self.view(index).copy_(rows)
-        else:
-            self.view(index).index_copy_(0, self._positions(index), rows)
-
-    def _positions(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(self.frame.positions(self.classes.index(index))).to(self.buffer.device)
-
-
-@dataclass
-class _Arrival:
-    """Rows that come from other ranks: ``take`` puts them where they belong, once ``pending`` is over."""
-
-    pending: PendingCollective
-    coded: _Rows
-    target: _Rows
-
-    def take(self) -> None:
-        self.pending.wait()
-        if self.coded is not self.target:
-            for index in self.target.classes:
-                self.target.put(index, self.coded.wire.decode(self.coded.get(index), index))
-
-
 class Exchange:
     """One batch, from ids to rows and back to gradients: making it sends the ids, :meth:`look_up` answers
     what other ranks ask for, :meth:`gather` takes their answers, :meth:`scatter` sends gradients, and :meth:`update`
@@ -171,9 +99,9 @@ class Exchange:
             self._asked.append(asked)
         self._slots: list[list[torch.Tensor]] = []
         self._updates: list[Callable[[torch.Tensor], None]] = []
-        self._answers: list[_Rows] = []
-        self._gradients: list[list[_Rows]] = []
-        self._arrivals: list[list[_Arrival]] = []
+        self._answers: list[RowsBuffer] = []
+        self._gradients: list[list[RowsBuffer]] = []
+        self._arrivals: list[list[Arrival]] = []
         self._trained: list[int] = []
 
     def _all_to_all(
@@ -217,7 +145,7 @@ class Exchange:
         wire = self._context.forward
         self._slots = [self._slots_of(level) for level in self._levels]
         self._answers = [
-            _Rows.make(wire.plain, bundle, self._splits.sent, self._device) for bundle in self._context.bundles
+            RowsBuffer.make(wire.plain, bundle, self._splits.sent, self._device) for bundle in self._context.bundles
         ]
         self._arrivals = [[] for _ in self._answers]
         for level in reversed(self._levels):
@@ -228,7 +156,7 @@ class Exchange:
                     for index in answers.classes:
                         part.put(index, rows[index])
                 else:
-                    held = _sent(wire.plain, answers.classes, self._splits.received[level], rows)
+                    held = buffer_of(wire.plain, answers.classes, self._splits.received[level], rows)
                     arrivals.append(self._send(level, "embeddings", wire, held, part))
 
     def _slots_of(self, level: int) -> list[torch.Tensor]:
@@ -268,7 +196,7 @@ class Exchange:
         self._answers, self._arrivals = [], []
         return result
 
-    def _index_in(self, rows: Sequence[_Rows]) -> list[torch.Tensor]:
+    def _index_in(self, rows: Sequence[RowsBuffer]) -> list[torch.Tensor]:
         """Of each class, its lookups' rows in the view of its buffer."""
         index, counts = self._batch.index, self._splits.sent
         if counts.shape[1] == 1:
@@ -279,7 +207,7 @@ class Exchange:
         place = torch.from_numpy(spread(first, counts)).to(self._device)
         return list(place.index_select(0, index).split(list(self._batch.lookups)))
 
-    def _send(self, level: int, content: str, wire: Wire, held: _Rows, target: _Rows) -> _Arrival:
+    def _send(self, level: int, content: str, wire: Wire, held: RowsBuffer, target: RowsBuffer) -> Arrival:
         """Send rows, in the wire's form, to where ``target`` is filled with them."""
         coded, arrived = held, target
         if wire.codec is not None:
@@ -289,7 +217,7 @@ class Exchange:
         pending = self._all_to_all(
             level, content, arrived.buffer, coded.buffer, arrived.frame.splits, coded.frame.splits
         )
-        return _Arrival(pending, arrived, target)
+        return Arrival(pending, arrived, target)
 
     # -- backward
 
@@ -305,7 +233,7 @@ class Exchange:
         for module in self._trained:
             has[self._context.modules[module]] = 1
         sent = [
-            _Rows.make(wire.plain, bundle, splits.sent * has, self._device, zero=self._batch.shared)
+            RowsBuffer.make(wire.plain, bundle, splits.sent * has, self._device, zero=self._batch.shared)
             for bundle in self._context.bundles
         ]
         index = self._index_in(sent)
@@ -328,7 +256,7 @@ class Exchange:
                 part = rows.part(self._segments[level])
                 if self._context.layout.group_sizes[level] > 1:
                     own = part
-                    part = _Rows.make(wire.plain, rows.classes, splits.received[level] * has, self._device)
+                    part = RowsBuffer.make(wire.plain, rows.classes, splits.received[level] * has, self._device)
                     self._arrivals[level].append(self._send(level, "gradients", wire, own, part))
                 self._gradients[level].append(part)
 
@@ -360,18 +288,6 @@ class Exchange:
             for index in classes:
                 self._updates[index](gradients[index].mul_(scale))
         self._gradients, self._arrivals = [], []
-
-
-def _sent(wire: Wire, classes: tuple[int, ...], counts: IntArray, rows: Sequence[torch.Tensor]) -> _Rows:
-    """Rows of each class (of all K) in one buffer; without a copy where there is one class alone."""
-    device = rows[classes[0]].device
-    if len(classes) == 1:
-        frame = wire.frame(counts[:, classes], classes)
-        return _Rows(frame, wire, classes, rows[classes[0]].contiguous().view(-1).view(torch.uint8))
-    result = _Rows.make(wire, classes, counts, device)
-    for index in classes:
-        result.put(index, rows[index])
-    return result
 
 
 class _LookUp(torch.autograd.Function):

@@ -53,7 +53,12 @@ class BatchProblem:
 
 
 def ids_of_tables(
-    features: KeyedJaggedTensor, lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
+    features: KeyedJaggedTensor,
+    lookups: Sequence[Lookup],
+    tables: Sequence[LocationTable],
+    *,
+    translated: bool,
+    variable: bool = True,
 ) -> tuple[list[tuple[int, torch.Tensor]], BatchProblem | None]:
     """A batch's ids by table, in the lookups' order; none if there is a problem.
 
@@ -62,12 +67,17 @@ def ids_of_tables(
         lookups: wanted.
         tables: by index.
         translated: whether ids are locations already.
+        variable: whether features may have batch sizes of their own.
     """
-    if features.variable_stride_per_key():
-        text = (
-            "the batch's features have batch sizes of their own (variable batch), which tables under a FlexShard plan"
-            " do not take; expand them to one batch size, or leave the collection to TorchRec"
-        )
+    if features.variable_stride_per_key() and (not variable or features.inverse_indices_or_none() is None):
+        text = "the batch's features have batch sizes of their own (variable batch), "
+        if variable:
+            text += "which needs inverse indices, as with TorchRec: give them to the KeyedJaggedTensor"
+        else:
+            text += (
+                "and some tables of the collection are TorchRec's, which on CPUs loses their gradients; expand the"
+                " features to one batch size, or let the plan have all tables"
+            )
         return [], BatchProblem(_VARIABLE_BATCH, 0, text)
     keys, ends, values = features.keys(), features.offset_per_key(), features.values()
     index_of = {key: index for index, key in enumerate(keys)}

@@ -20,6 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from flexshard._internal import expanded
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
 from flexshard.executors.sharding.batches import Lookup, ids_of_tables
@@ -140,13 +141,20 @@ class ShardedFlexShardEmbeddingCollection(
             features: a ``KeyedJaggedTensor``, or a ``TensorDict`` of jagged features.
 
         Raises:
-            DataError: a feature is missing, or an id lies outside its table, or the batch has a variable size per
-                feature; then on every rank, when the first wait ends.
+            DataError: a feature is missing, or an id lies outside its table, or features of a batch have sizes of their
+                own without inverse indices, or where TorchRec, which has some of the tables, would not train them;
+                then on every rank, when the first wait ends.
         """
         ctx.features = features = maybe_td_to_kjt(features)
         tables, translated = self.tables, self.translated_ids
         with torch.no_grad():
-            lookups, problem = ids_of_tables(features, self._lookups_of, tables.location_tables, translated=translated)
+            lookups, problem = ids_of_tables(
+                features,
+                self._lookups_of,
+                tables.location_tables,
+                translated=translated,
+                variable=not self._torchrec or self._device.type != "cpu",
+            )
             part = BatchPart(self, *tables.locations(lookups, translated=translated), problem)
             batch = self._joint.join(self._index, part)
         awaitables: list[Any] = [SplitsAwaitable(batch)]
@@ -210,13 +218,18 @@ class ShardedFlexShardEmbeddingCollection(
             iter(values.split([lengths[lookup.feature] for lookup in self._lookups_of if lookup.group == index]))
             for index, values in enumerate(rows)
         ]
+        samples = None
+        if features.variable_stride_per_key():
+            samples = dict(zip(*features.inverse_indices(), strict=True))
         output = {}
         for lookup in self._lookups_of:
-            jagged = features[lookup.feature]
+            jagged, values = features[lookup.feature], next(parts[lookup.group])
+            lengths, ids = jagged.lengths(), jagged.values()
+            if samples is not None:  # lists that several samples share
+                lengths, entries = expanded(lengths, samples[lookup.feature])
+                values, ids = values.index_select(0, entries), ids.index_select(0, entries)
             output[lookup.name] = JaggedTensor(
-                values=next(parts[lookup.group]),
-                lengths=jagged.lengths(),
-                weights=jagged.values() if self._need_indices else None,
+                values=values, lengths=lengths, weights=ids if self._need_indices else None
             )
         if others is not None:
             known = others.wait()

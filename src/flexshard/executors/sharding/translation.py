@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import has_numba
+from flexshard._internal import has_numba, with_values
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
@@ -177,13 +177,7 @@ class Translator:
             if outside is not None:
                 raise DataError(outside_message(name, table, outside))
             parts.append(table.locations(ids).long())
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=torch.cat(parts) if parts else features.values(),
-            lengths=features.lengths(),
-            weights=features.weights_or_none(),
-            stride=features.stride(),
-        )
+        return with_values(features, torch.cat(parts) if parts else features.values())
 
 
 def extremes_of(parts: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:

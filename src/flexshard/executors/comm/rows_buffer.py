@@ -1,0 +1,104 @@
+"""Rows of several classes in one buffer of bytes, as they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexshard.costmodels import Frame
+from flexshard.executors.comm.collectives import PendingCollective
+from flexshard.executors.comm.wire import Wire
+
+__all__ = ["Arrival", "RowsBuffer", "buffer_of"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass
+class RowsBuffer:
+    """Rows of a bundle's classes in one buffer of bytes.
+
+    Attributes:
+        frame: where they lie.
+        wire: their types.
+        classes: which.
+        buffer: shape (bytes,).
+    """
+
+    frame: Frame
+    wire: Wire
+    classes: tuple[int, ...]
+    buffer: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, wire: Wire, classes: tuple[int, ...], counts: IntArray, device: torch.device, *, zero: bool = False
+    ) -> RowsBuffer:
+        """Room for so many rows of each segment and class (of all K)."""
+        frame = wire.frame(counts[:, classes], classes)
+        new = torch.zeros if zero else torch.empty
+        return cls(frame, wire, classes, new(frame.nbytes, dtype=torch.uint8, device=device))
+
+    def room(self, wire: Wire) -> RowsBuffer:
+        """Room for as many rows in another form."""
+        frame = wire.frame(self.frame.counts, self.classes)
+        return RowsBuffer(frame, wire, self.classes, self.buffer.new_empty(frame.nbytes))
+
+    def part(self, segments: slice) -> RowsBuffer:
+        """Of some segments, sharing memory: each begins where its offsets do not depend on those before it."""
+        frame = Frame(self.frame.counts[segments], self.frame.row_bytes)
+        start = int(self.frame.ends[segments.start])
+        return RowsBuffer(frame, self.wire, self.classes, self.buffer[start : start + frame.nbytes])
+
+    def view(self, index: int) -> torch.Tensor:
+        """All of the buffer as rows of a class."""
+        width, dtype = self.wire.row_bytes[index], self.wire.sent_dtype(index)
+        rows = self.buffer[: self.buffer.numel() // width * width].view(dtype)
+        return rows.view(-1, width // dtype.itemsize)
+
+    def get(self, index: int) -> torch.Tensor:
+        """Rows of a class, segment after segment."""
+        view = self.view(index)
+        return view if self.frame.packed else view.index_select(0, self._positions(index))
+
+    def put(self, index: int, rows: torch.Tensor) -> None:
+        """Set rows of a class, segment after segment."""
+        if self.frame.packed:
+            self.view(index).copy_(rows)
+        else:
+            self.view(index).index_copy_(0, self._positions(index), rows)
+
+    def _positions(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self.frame.positions(self.classes.index(index))).to(self.buffer.device)
+
+
+@dataclass
+class Arrival:
+    """Rows that come from other ranks: ``take`` puts them where they belong, once ``pending`` is over."""
+
+    pending: PendingCollective
+    coded: RowsBuffer
+    target: RowsBuffer
+
+    def take(self) -> None:
+        """Wait for them."""
+        self.pending.wait()
+        if self.coded is not self.target:
+            for index in self.target.classes:
+                self.target.put(index, self.coded.wire.decode(self.coded.get(index), index))
+
+
+def buffer_of(wire: Wire, classes: tuple[int, ...], counts: IntArray, rows: Sequence[torch.Tensor]) -> RowsBuffer:
+    """Rows of each class (of all K) in one buffer; without a copy where there is one class alone."""
+    device = rows[classes[0]].device
+    if len(classes) == 1:
+        frame = wire.frame(counts[:, classes], classes)
+        return RowsBuffer(frame, wire, classes, rows[classes[0]].contiguous().view(-1).view(torch.uint8))
+    result = RowsBuffer.make(wire, classes, counts, device)
+    for index in classes:
+        result.put(index, rows[index])
+    return result
