@@ -54,6 +54,25 @@ def some_gradients(rows: int = 7, dim: int = 4) -> tuple[torch.Tensor, list[torc
     return torch.randn(rows, dim, generator=generator), [torch.randn(rows, dim, generator=generator) for _ in range(5)]
 
 
+def test_lars_is_fbgemms_formula() -> None:
+    """``codegen/genscript/optimizers.py::lars_sgd``, a row at a time in float64; FBGEMM has no kernel for CPUs."""
+    weight, gradients = some_gradients()
+    gradients[1][2] = 0  # momentum goes on
+    weight[5] = 0
+    gradients[0][5] = 0  # where FBGEMM has 0 / 0
+    fused = {"optimizer": "lars_sgd", "learning_rate": 0.1, "momentum": 0.8, "eta": 0.5, "weight_decay": 0.2}
+    expected, moved = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    for gradient in gradients:
+        for row, g in enumerate(gradient.double()):
+            size, slope = float(expected[row].norm()), float(g.norm())
+            rate = 0.1 * 0.5 * size / (slope + 0.2 * size) if slope or size else 0.0
+            moved[row] = 0.8 * moved[row] + rate * (g + 0.2 * expected[row])
+            expected[row] -= moved[row]
+    spec = OptimizerSpec.of(fused, "t", torch.device("cpu"))
+    assert spec.moves_at_zero
+    torch.testing.assert_close(updated(spec, weight, gradients).double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_adams_weight_decay_is_that_of_adamw() -> None:
     weight, gradients = some_gradients()
     fused = {"optimizer": "adam", "learning_rate": 0.1, "eps": 1e-6, "betas": (0.8, 0.95), "weight_decay": 0.2}
@@ -115,6 +134,7 @@ def test_weight_decay_of_rowwise_adagrad_is_fbgemms(mode: str) -> None:
         ),
         ({"optimizer": "exact_adagrad", "weight_decay": 0.1}, "optimizer adagrad on cpu has no weight_decay"),
         ({"optimizer": "exact_row_wise_adagrad", "weight_decay": 0.1}, "weight_decay_mode NONE, which FBGEMM ignores"),
+        ({"optimizer": "exact_sgd", "momentum": 0.9}, "sgd on cpu has no momentum, which FBGEMM ignores"),
         ({"optimizer": "adam", "gradient_clipping": True}, "optimizer adam on cpu has no gradient_clipping"),
     ],
 )

@@ -30,7 +30,7 @@ class Table:
         profile: how often its rows are read.
         dtype: of weights and activations ("float64", "float32", "float16", "bfloat16"); s bytes each. Gradients of
             16-bit tables are float32.
-        optimizer: "sgd", "rowwise_adagrad", "adagrad", "adam" or "partial_rowwise_adam".
+        optimizer: "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam" or "lars_sgd".
         replication_multiplier: κ, bytes that a rank spends per byte of replicated weight. By default weights, dense
             gradient and communication bucket (1 each) and the optimizer's state.
         features: names of the features that look rows up.

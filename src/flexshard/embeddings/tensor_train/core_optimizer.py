@@ -63,13 +63,13 @@ class CoreOptimizer:
             values.add_(gradient.to(values.dtype), alpha=-self.learning_rate)
             return
         change = self.change(gradient, values, state)
-        values.sub_(change.mul_(self.learning_rate).to(values.dtype))
+        values.sub_(change.to(values.dtype))
 
     def change(self, gradient: torch.Tensor, values: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """What Adagrad takes off, divided by the learning rate; of the gradient's shape. Updates the state in place."""
+        """What Adagrad takes off; of the gradient's shape. Updates the state in place."""
         flat = gradient.flatten(1)
         sums = state.unsqueeze(1) if state.dim() == 1 else state.flatten(1)
-        weight, options = values.float().flatten(1), StepOptions(eps=self.eps)
+        weight, options = values.float().flatten(1), StepOptions(learning_rate=self.learning_rate, eps=self.eps)
         change = OPTIMIZERS[self.name].change(flat, weight, {"momentum1": sums}, options)
         return change.view(gradient.shape)
 

@@ -22,8 +22,9 @@ __all__ = ["OptimizerSpec", "apply_update", "new_state", "rounded"]
 
 _CHUNK_ROWS = 1 << 16
 # Options that say how FBGEMM stores and looks up rows, not what an update does to them.
-_KNOWN = {"learning_rate", "eps", "beta1", "beta2", "weight_decay", "weight_decay_mode"}
-_NO_DEFAULT = ("weight_decay",)  # where these are given, they are meant
+_NUMBERS = ("eps", "beta1", "beta2", "momentum", "eta", "weight_decay")
+_KNOWN = {"learning_rate", *_NUMBERS, "weight_decay_mode"}
+_NO_DEFAULT = ("momentum", "weight_decay")  # where these are given, they are meant
 _NEUTRAL = {"bounds_check_mode", "output_dtype", "prefetch_pipeline", "record_cache_metrics", "stochastic_rounding"}
 
 
@@ -75,9 +76,7 @@ class OptimizerSpec:
                 f" ignores or a FlexShard plan does not support; it takes {takes}: leave {unknown[0]} out, or use"
                 " another optimizer"
             )
-        numbers: dict[str, Any] = {
-            name: float(given[name]) for name in ("eps", "beta1", "beta2", "weight_decay") if name in given
-        }
+        numbers: dict[str, Any] = {name: float(given[name]) for name in _NUMBERS if name in given}
         mode = _decay_mode(given.get("weight_decay_mode"), optimizer, table, numbers.get("weight_decay", 0.0))
         options = tuple(sorted((name, str(value)) for name, value in others.items()))
         return cls(
@@ -162,14 +161,14 @@ def apply_update(
         read: which rows a batch read, shape (n,), bool; the others stay as they are. None: all.
     """
     random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step)
-    options = replace(spec.step_options, step=step)
+    options = replace(spec.step_options, learning_rate=learning_rate, step=step)
     for start in range(0, weight.shape[0], _CHUNK_ROWS):  # bounds the memory of what follows
         part = slice(start, start + _CHUNK_ROWS)
         grad = gradient[part].float()
         local = {name: values[part] for name, values in state.items()}
         values = weight[part].float()
         before = {} if read is None else {name: state.clone() for name, state in local.items()}
-        updated = values - learning_rate * spec.optimizer.change(grad, values, local, options)
+        updated = values - spec.optimizer.change(grad, values, local, options)
         if read is not None:
             here = read[part].view(-1, 1)
             updated = torch.where(here, updated, values)

@@ -29,4 +29,4 @@ class Adagrad(Optimizer):
         del weight
         sums = state["momentum1"]
         sums.addcmul_(gradient, gradient)
-        return gradient / sums.sqrt().add_(options.eps)
+        return gradient / sums.sqrt().add_(options.eps) * options.learning_rate

@@ -41,7 +41,7 @@ class Adam(Optimizer):
         change = mean / (1 - beta1**step) / corrected
         if options.weight_decay:
             change.add_(weight, alpha=options.weight_decay)
-        return change
+        return change.mul_(options.learning_rate)
 
     def square(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the second moment averages."""

@@ -36,15 +36,19 @@ class StepOptions:
     """What an update depends on besides gradient, weight and state.
 
     Attributes:
-        eps, beta1, beta2: as FBGEMM's; its defaults.
+        learning_rate: of this step.
+        eps, beta1, beta2, momentum, eta: as FBGEMM's; its defaults.
         weight_decay: of the rows that a batch read; 0 for none.
         decay_mode: what it is added to: "l2" the gradient, "decoupled" the step (Loshchilov and Hutter 2019).
         step: number of the update, 1 for the first.
     """
 
+    learning_rate: float = 1.0
     eps: float = 1e-8
     beta1: float = 0.9
     beta2: float = 0.999
+    momentum: float = 0.9
+    eta: float = 0.001
     weight_decay: float = 0.0
     decay_mode: str = "decoupled"
     step: int = 1
@@ -91,7 +95,7 @@ class Optimizer:
     def change(
         self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
     ) -> torch.Tensor:
-        """What is taken off rows that a batch read, divided by the learning rate; the state is updated in place.
+        """What is taken off rows that a batch read; the state is updated in place.
 
         Args:
             gradient: of some rows, summed over a batch, float32; shape (n, D).
@@ -100,6 +104,6 @@ class Optimizer:
             options: of this step.
 
         Returns:
-            shape (n, D); may be ``gradient`` itself.
+            shape (n, D); may be a state.
         """
         raise NotImplementedError(f"plans with {self.name} are made, not run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexshard.tables.optimizers.adagrad import Adagrad
 from flexshard.tables.optimizers.adam import Adam
 from flexshard.tables.optimizers.base import Optimizer
+from flexshard.tables.optimizers.lars_sgd import LarsSGD
 from flexshard.tables.optimizers.partial_rowwise_adam import PartialRowwiseAdam
 from flexshard.tables.optimizers.rowwise_adagrad import RowwiseAdagrad
 from flexshard.tables.optimizers.sgd import SGD
@@ -12,7 +13,7 @@ from flexshard.tables.optimizers.sgd import SGD
 __all__ = ["OPTIMIZERS", "STATE_BYTES", "optimizer_of_torchrec"]
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    one.name: one for one in (SGD(), RowwiseAdagrad(), Adagrad(), Adam(), PartialRowwiseAdam())
+    one.name: one for one in (SGD(), RowwiseAdagrad(), Adagrad(), Adam(), PartialRowwiseAdam(), LarsSGD())
 }
 
 # As (per element, per row): what ``flexshard.costmodels.OPTIMIZERS`` was.

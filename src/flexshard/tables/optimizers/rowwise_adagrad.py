@@ -31,10 +31,10 @@ class RowwiseAdagrad(Optimizer):
         sums, decay = state["momentum1"], options.weight_decay
         if not decay:
             sums.add_((gradient * gradient).mean(1, keepdim=True))
-            return gradient / sums.sqrt().add_(options.eps)
+            return gradient / sums.sqrt().add_(options.eps) * options.learning_rate
         decayed = decay * weight
         if options.decay_mode == "l2":
             gradient = gradient + decayed
         sums.add_((gradient * gradient).mean(1, keepdim=True))
         change = gradient / sums.sqrt().add_(options.eps)
-        return change if options.decay_mode == "l2" else change + decayed
+        return (change if options.decay_mode == "l2" else change + decayed) * options.learning_rate

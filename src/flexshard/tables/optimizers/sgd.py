@@ -23,6 +23,6 @@ class SGD(Optimizer):
     def change(
         self, gradient: torch.Tensor, weight: torch.Tensor, state: Mapping[str, torch.Tensor], options: StepOptions
     ) -> torch.Tensor:
-        """The gradient."""
-        del weight, state, options
-        return gradient
+        """See the class."""
+        del weight, state
+        return gradient * options.learning_rate
