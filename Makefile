@@ -28,6 +28,7 @@ help:
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding; groups of tables, translation (takes minutes)"
+	@echo "                               CHECKOUT=TorchRec's source tree: its own sharding tests and its BERT4Rec example, too"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
 	@echo "make bench-tt                  tensor-train tables against the TT-Rec algorithm (takes minutes; CLICKS=path for accuracy)"
 	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
@@ -84,6 +85,8 @@ bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.torchrec_row_wise
 	$(VENV)/bin/python -m benchmarks.table_groups
 	$(VENV)/bin/python -m benchmarks.translation
+	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_sharding_tests "$(CHECKOUT)")
+	$(if $(CHECKOUT),$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) pandas && $(VENV)/bin/python -m benchmarks.bert4rec "$(CHECKOUT)")
 
 bench-recd: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.recd

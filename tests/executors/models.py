@@ -113,12 +113,14 @@ def new_model(dtype: DataType = DataType.FP32) -> Model:
 
 
 class LazyAdam(torch.optim.Adam):
-    """torch's Adam of the rows that have a gradient, as tables are trained: the others stay as they are."""
+    """torch's Adam of the rows that a batch read (their parameter's ``read``), as tables are trained: the others stay as
+    they are, and those whose gradient is 0 do not.
+    """
 
     def step(self, closure: Any = None) -> Any:
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         kept = [
-            (tensor, tensor.detach().clone(), (parameter.grad == 0).all(1))
+            (tensor, tensor.detach().clone(), ~parameter.read)
             for parameter in parameters
             for tensor in (parameter, *(self.state[parameter].get(n) for n in ("exp_avg", "exp_avg_sq")))
             if tensor is not None
@@ -160,6 +162,10 @@ def reference(optimizer: str, steps: int, world: int, *, dtype: DataType = DataT
         dense.zero_grad()
         found = [model(make_batch(step, rank)) for rank in range(world)]
         (sum(loss for loss, _ in found) / world).backward()  # type: ignore[union-attr]
+        for name, weight in tables.items():
+            features = (WIDE | NARROW)[name.partition(".")[2]][1]
+            ids = [make_batch(step, rank).features[feature].values() for rank in range(world) for feature in features]
+            weight.read = torch.isin(torch.arange(len(weight)), torch.cat(ids))
         sparse.step()
         dense.step()
         outputs.append([logits.detach() for _, logits in found])
