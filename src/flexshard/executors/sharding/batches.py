@@ -79,21 +79,21 @@ def ids_of_tables(
                 " features to one batch size, or let the plan have all tables"
             )
         return [], BatchProblem(_VARIABLE_BATCH, 0, text)
-    keys, ends, values = features.keys(), features.offset_per_key(), features.values()
-    index_of = {key: index for index, key in enumerate(keys)}
-    extremes = extremes_of([values[start:end] for start, end in pairwise(ends)])
+    keys, values = features.keys(), features.values()
+    parts = {key: values[slice(*part)] for key, part in zip(keys, pairwise(features.offset_per_key()), strict=True)}
+    asked = [lookup.feature for lookup in lookups if lookup.feature in parts]
+    extremes = dict(zip(asked, extremes_of([parts[feature] for feature in asked]), strict=True))
     result: list[tuple[int, torch.Tensor]] = []
     for lookup in lookups:
         table = tables[lookup.table]
-        if lookup.feature not in index_of:
+        if lookup.feature not in parts:
             text = (
                 f"the batch has no feature {lookup.feature!r}, which table {table.table!r} is looked up by; it has"
                 f" {', '.join(keys)}"
             )
             return [], BatchProblem(_NO_FEATURE, lookup.table, text)
-        index = index_of[lookup.feature]
-        ids = values[ends[index] : ends[index + 1]]
-        wrong = _wrong_ids(lookup.feature, table, ids.dtype, extremes[index], translated=translated)
+        ids = parts[lookup.feature]
+        wrong = _wrong_ids(lookup.feature, table, ids.dtype, extremes[lookup.feature], translated=translated)
         if wrong is not None:
             return [], BatchProblem(_BAD_IDS, lookup.table, wrong)
         result.append((lookup.table, ids if ids.numel() else ids.long()))

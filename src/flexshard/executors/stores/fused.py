@@ -66,8 +66,9 @@ class FusedStore(RowStore):
         }
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        super().set_learning_rate(learning_rate)
-        self._kernel.set_learning_rate(learning_rate)
+        if learning_rate != self._learning_rate:  # a step passes it on, changed or not
+            super().set_learning_rate(learning_rate)
+            self._kernel.set_learning_rate(learning_rate)
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)

@@ -57,8 +57,8 @@ class Rankings:
         if profile.digest != table.profile_digest:
             shown = f"{where} " if not isinstance(where, AccessProfile) else ""
             raise PlanError(
-                f"table {table.name!r}: profile {shown}is not the one that the plan was made from; plan again with it, or, where every"
-                " rank makes its own profile, let them read one file"
+                f"table {table.name!r}: profile {shown}is not the one that the plan was made from; plan again with it,"
+                " or, where every rank makes its own profile, let them read one file"
             )
         return profile.ranked_rows
 
