@@ -113,8 +113,8 @@ def new_model(dtype: DataType = DataType.FP32) -> Model:
 
 
 class LazyAdam(torch.optim.Adam):
-    """torch's Adam of the rows that a batch read (their parameter's ``read``), as tables are trained: others stay as they
-    are, and those that were read move though their gradient is 0.
+    """torch's Adam of the rows that a batch read (their parameter's ``read``), as tables are trained: the others stay,
+    and those that were read move though their gradient is 0.
     """
 
     def step(self, closure: Any = None) -> Any:
