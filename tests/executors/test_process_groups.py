@@ -33,3 +33,37 @@ def made_and_gone(rank: int) -> tuple[bool, bool, bool]:
 
 def test_groups_live_as_long_as_the_group_that_they_split() -> None:
     assert ranks.run(1, 2, made_and_gone) == [(True, True, True)] * 2
+
+
+def after_a_group_of_its_own(rank: int, whole: bool) -> str:
+    """One rank made a group before, by itself, as torch allows it."""
+    import torch
+    import torch.distributed as dist
+
+    from flexshard._internal import level_groups
+    from flexshard.errors import CommunicationError
+
+    parent = None if whole else dist.new_group([0, 1])
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    if not whole and rank > 1:
+        return ""
+    try:
+        groups = level_groups([1, 2], parent)
+    except CommunicationError as error:
+        return str(error)
+    sums = []
+    for group in (groups[2].inside, groups[1].across):
+        one = torch.tensor([float(rank)])
+        dist.all_reduce(one, group=group)
+        sums.append(f"{one.item():g}")
+    return " ".join(sums)
+
+
+def test_groups_that_some_ranks_made_before_do_not_matter() -> None:
+    assert ranks.run(2, 2, after_a_group_of_its_own, True, timeout=20.0) == ["1 6", "1 6", "5 6", "5 6"]
+
+
+def test_in_a_part_of_the_job_they_are_named() -> None:
+    found = ranks.run(2, 2, after_a_group_of_its_own, False, timeout=20.0)
+    assert all("rank 1 of the process group has made" in text for text in found[:2])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from flexshard._internal.deprecation import deprecated_attribute, renamed_parameters
+from flexshard.errors import CommunicationError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,7 +50,12 @@ def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | 
         process_group: what they split; the default process group if None.
 
     Groups are made once and shared for as long as ``process_group`` lives. The two of a level are groups of their own,
-    so that their collectives may overlap.
+    so that their collectives may overlap. Where ``process_group`` has all ranks of the job, each of them makes every
+    group, in one order, so that it does not matter which groups some of them made before.
+
+    Raises:
+        CommunicationError: ``process_group`` has some ranks of the job alone, which made different numbers of groups
+            before: torch would name the new ones differently on each, and they would wait for ever.
     """
     import torch.distributed as dist
 
@@ -58,21 +64,49 @@ def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | 
     members = dist.get_process_group_ranks(parent)
     timeout = _timeout(parent)
 
-    def make(ranks: range) -> dist.ProcessGroup:
-        return dist.new_group([members[r] for r in ranks], timeout=timeout, use_local_synchronization=True)
-
+    everybody = world == dist.get_world_size()
     known = _made.setdefault(parent, {})
+    if not everybody and any(size not in known for size in group_sizes):
+        _check_names(parent)
+
+    def make(groups: list[range]) -> dist.ProcessGroup:
+        """The one of these groups that this rank is in."""
+        mine = None
+        for ranks in groups:
+            if not everybody and rank not in ranks:
+                continue
+            made = dist.new_group([members[r] for r in ranks], timeout=timeout, use_local_synchronization=not everybody)
+            mine = made if rank in ranks else mine
+        assert mine is not None
+        return mine
+
     for size in group_sizes:
         if size not in known:
-            first, local_rank = rank // size * size, rank % size
+            inside = [range(first, first + size) for first in range(0, world, size)]
+            across = [range(first, world, size) for first in range(size)]
             known[size] = LevelGroups(
                 size,
-                make(range(first, first + size)) if size > 1 else None,
-                make(range(local_rank, world, size)) if size < world else None,
-                local_rank,
+                make(inside) if size > 1 else None,
+                make(across) if size < world else None,
+                rank % size,
                 rank // size,
             )
     return {size: known[size] for size in group_sizes}
+
+
+def _check_names(parent: dist.ProcessGroup) -> None:
+    """Whether torch would give a group that all of these ranks make one name: it counts those that a rank knows."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    counts: list[int] = [0] * dist.get_world_size(parent)
+    dist.all_gather_object(counts, len(distributed_c10d._world.pg_names), group=parent)
+    if len(set(counts)) > 1:
+        odd = next(rank for rank, count in enumerate(counts) if count != counts[0])
+        raise CommunicationError(
+            f"rank {odd} of the process group has made {counts[odd]} process groups so far, rank 0 has made"
+            f" {counts[0]}, so that torch cannot name new ones alike; make the same groups on all of these ranks first"
+        )
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:
