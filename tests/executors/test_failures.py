@@ -223,7 +223,7 @@ def shard_with(rank: int, fused: dict[str, Any]) -> None:
 
 
 def test_optimizers_that_are_not_offered() -> None:
-    for optimizer, word in ((EmbOptimType.LAMB, "lamb"), (EmbOptimType.LAMB, "lamb")):
+    for optimizer, word in ((EmbOptimType.LAMB, "lamb"), (EmbOptimType.MADGRAD, "madgrad")):
         found = ranks.run(2, 1, shard_with, {"optimizer": optimizer}, expect_failures=True)
         for error in found:
             assert isinstance(error, TableError)

@@ -235,10 +235,12 @@ def test_a_bad_batch_of_one_module_stops_every_rank_and_no_later_batch() -> None
 
 
 def written(rank: int, plan: Any) -> float:
-    """What is written to a ``state_dict`` of one module counts in the next joint batch."""
+    """What is written to a ``state_dict`` of one module counts in the next joint batch, evaluations between or not."""
     parallel, _ = models.shard(plan, "sgd")
     state = parallel.state_dict()
     with torch.no_grad():
+        output = begin(parallel, models.make_batch(0, rank), together=True)
+        assert len(output("wide").keys()) == len(output("narrow").keys()) + 4
         for shard in state["narrow.embeddings.users.weight"].to_local().local_shards():
             shard.fill_(2.0)
     output = begin(parallel, models.make_batch(0, rank), together=True)

@@ -183,11 +183,12 @@ class ShardedFlexShardEmbeddingCollection(
         """The rows are looked up next, to be updated perhaps if ``train``."""
         self._optimizer.step()  # a scheduler may have set another learning rate
         if train:
-            self._logical.rows_change()
             self.tables.begin_step()
 
     def looked_up(self, *, train: bool) -> None:
         """They will be, or will not."""
+        if train:
+            self._logical.rows_change()
         self.tables.count_step(trained=train)
 
     def written(self) -> int:
