@@ -121,8 +121,11 @@ def trained(rank: int, plan: Any, optimizer: str, way: Any) -> float:
     return largest
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("optimizer", "way"),
+    [("adam", way) for way in WAYS] + [("adagrad", way) for way in (both, one_after_the_other, frozen_first)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_numbers_are_those_of_each_module_by_itself(optimizer: str, way: Any) -> None:
     cluster = models.small_cluster(2, 2)
     plan = models.plan_of(cluster, split_of(cluster, WAYS.index(way)), index_dedup=optimizer == "adagrad")
