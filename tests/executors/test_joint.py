@@ -254,3 +254,27 @@ def written(rank: int, plan: Any) -> float:
 def test_writes_count_in_a_joint_batch() -> None:
     cluster = models.small_cluster(2, 2)
     assert ranks.run(2, 2, written, models.plan_of(cluster, split_of(cluster, 2))) == [0.0] * 4
+
+
+def beside_a_pipeline(rank: int, plan: Any) -> list[int]:
+    """One batch is begun for a module, then another batch is looked up in the other module, as by code that a pipeline
+    does not know: they stay apart, and what was begun is looked up when its turn comes, after the update.
+    """
+    parallel, _ = models.shard(plan, "sgd")
+    now, ahead = (models.make_batch(step, rank) for step in range(2))
+    wide, context = parallel.module.wide, parallel.module.wide.create_context()
+    request = wide.input_dist(context, ahead.features)
+    with Observer() as observer:
+        total(parallel.module.narrow(now.features), ["user"]).backward()
+        total(parallel.module.wide(now.features), ["clicked"]).backward()
+        observer.step()
+    early = wide.compute_and_output_dist(context, request.wait().wait())["clicked"].values()
+    late = wide(ahead.features)["clicked"].values()
+    assert torch.equal(early, late)
+    return [calls for (kind, _, content), (calls, *_) in observer.calls()[0].items() if content == "counts"]
+
+
+def test_batches_of_different_steps_are_not_mixed() -> None:
+    cluster = models.small_cluster(2, 2)
+    found = ranks.run(2, 2, beside_a_pipeline, models.plan_of(cluster, split_of(cluster, 2)))
+    assert found == [[3]] * 4  # what was begun ahead, and each module's own

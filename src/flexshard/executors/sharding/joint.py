@@ -1,9 +1,9 @@
 """Modules of one model whose batches are exchanged together, where they are begun together.
 
 TorchRec's pipelines begin the distribution of a batch for all modules before they wait for any, and so may other code;
-then counts, ids, rows and gradients of all of them go in one exchange, whose latencies are paid once. Where one
-module's distribution is waited for before the next one's begins, as in a plain forward pass, each has its own. Which
-modules go together so depends on the order of calls alone, which is the same on every rank.
+then, if all of these get the same batch, counts, ids, rows and gradients go in one exchange, whose latencies are paid
+once. Where one module's distribution is waited for before the next one's begins, as in a plain forward pass, each has
+its own. Which modules go together so depends on the calls alone, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ class BatchPart:
         locations: of its lookups, as its own tables have them; shape (lookups,).
         lookups: how many each of its groups has.
         problem: what is wrong with it on this rank.
+        features: the batch as the module got it. A pipeline may begin one batch while a module outside of it looks up
+            the batch before: only modules that are given the very same object go together.
     """
 
     owner: RowsOwner
     locations: torch.Tensor
     lookups: Sequence[int]
     problem: BatchProblem | None
+    features: object
 
 
 class JointTables:
@@ -191,7 +194,7 @@ class JointModules:
 
     def join(self, index: int, part: BatchPart) -> JointBatch:
         """Begin a module's part of a batch, together with those that were begun just before and not waited for."""
-        if self._open is not None and index in self._open.parts:
+        if self._open is not None and not self._open.may_take(index, part):
             self._open.begin()
         if self._open is None:
             self._open = JointBatch(self)
@@ -226,6 +229,10 @@ class JointBatch:
         self._train = False
         self._frozen: set[int] = set()
         self._rows: list[Any] = []
+
+    def may_take(self, index: int, part: BatchPart) -> bool:
+        """Whether a module's part is of this batch."""
+        return index not in self.parts and all(other.features is part.features for other in self.parts.values())
 
     @torch.no_grad()
     def begin(self) -> None:

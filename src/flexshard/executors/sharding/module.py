@@ -145,6 +145,7 @@ class ShardedFlexShardEmbeddingCollection(
                 own without inverse indices, or where TorchRec, which has some of the tables, would not train them;
                 then on every rank, when the first wait ends.
         """
+        given = features
         ctx.features = features = maybe_td_to_kjt(features)
         tables, translated = self.tables, self.translated_ids
         with torch.no_grad():
@@ -155,7 +156,7 @@ class ShardedFlexShardEmbeddingCollection(
                 translated=translated,
                 variable=not self._torchrec or self._device.type != "cpu",
             )
-            part = BatchPart(self, *tables.locations(lookups, translated=translated), problem)
+            part = BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
             batch = self._joint.join(self._index, part)
         awaitables: list[Any] = [SplitsAwaitable(batch)]
         ctx.sharding_contexts = [None]
