@@ -17,6 +17,7 @@ import os
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,7 +159,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     # Data: a log in order of time, clustered by session, and which features to deduplicate together.
-    box: list[tuple[Path, Path, int, list[list[str]]]] = [None]  # type: ignore[list-item]
+    box: list[Any] = [None]
     if rank == 0:
         log, held_out, items = (
             write_mind(args.mind, args.folder)
@@ -179,7 +180,7 @@ def main() -> None:
             )
         groups = suggest_groups(paths[0], batch_size=args.batch_size)
         print(f"features to deduplicate: {groups}{' (not done: --plain)' if args.plain else ''}")
-        box = [(*paths, items, [] if args.plain else groups)]  # type: ignore[list-item]
+        box = [(*paths, items, [] if args.plain else groups)]
     dist.broadcast_object_list(box)
     log, held_out, items, groups = box[0]
 

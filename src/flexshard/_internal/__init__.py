@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         joined as joined,
         shared_runs as shared_runs,
     )
-    from flexshard._internal.keyed_jagged import expanded as expanded, with_values as with_values
+    from flexshard._internal.keyed_jagged import with_values as with_values
     from flexshard._internal.lazy import bound as bound
     from flexshard._internal.optional import has_numba as has_numba, has_triton as has_triton
     from flexshard._internal.parquet_sources import (
@@ -79,7 +79,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "files": ["PathLike", "make_folder", "read_text", "replacing", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"],
-        "keyed_jagged": ["expanded", "with_values"],
+        "keyed_jagged": ["with_values"],
         "lazy": ["bound"],
         "optional": ["has_numba", "has_triton"],
         "parquet_sources": ["Chunk", "ParquetSource", "expand", "is_list", "one_array", "read_chunks", "read_group"],

@@ -8,24 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["expanded", "with_values"]
-
-
-def expanded(lengths: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists that stand for several samples, written out: lengths of the samples' lists, shape (samples,), and which
-    entry each of their entries is, shape (n,).
-
-    Args:
-        lengths: of the distinct lists; shape (lists,).
-        inverse: which of them each sample has; shape (samples,).
-    """
-    import torch
-
-    first = torch.cumsum(lengths, 0) - lengths
-    sample_lengths = lengths.index_select(0, inverse)
-    before = torch.cumsum(sample_lengths, 0) - sample_lengths
-    shift = torch.repeat_interleave(first.index_select(0, inverse) - before, sample_lengths)
-    return sample_lengths, shift + torch.arange(shift.numel(), device=shift.device)
+__all__ = ["with_values"]
 
 
 def with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from flexshard._internal.collective_errors import differing_ranks
 from flexshard._internal.deprecation import deprecated_attribute, renamed_parameters
 from flexshard.errors import CommunicationError
 
@@ -96,15 +97,12 @@ def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | 
 
 def _check_names(parent: dist.ProcessGroup) -> None:
     """Whether torch would give a group that all of these ranks make one name: it counts those that a rank knows."""
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    counts: list[int] = [0] * dist.get_world_size(parent)
-    dist.all_gather_object(counts, len(distributed_c10d._world.pg_names), group=parent)
-    if len(set(counts)) > 1:
-        odd = next(rank for rank, count in enumerate(counts) if count != counts[0])
+    counts, odd = differing_ranks(len(distributed_c10d._world.pg_names), parent)
+    if odd:
         raise CommunicationError(
-            f"rank {odd} of the process group has made {counts[odd]} process groups so far, rank 0 has made"
+            f"rank {odd[0]} of the process group has made {counts[odd[0]]} process groups so far, rank 0 has made"
             f" {counts[0]}, so that torch cannot name new ones alike; make the same groups on all of these ranks first"
         )
 

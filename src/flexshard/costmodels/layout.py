@@ -31,11 +31,11 @@ class PlacedRows(Protocol):
     @property
     def group_size(self) -> int: ...  # noqa: D102 - as a plan's Tier has them
     @property
-    def first_position(self) -> int: ...  # noqa: D102
+    def first_position(self) -> int: ...  # noqa: D102 - as a plan has it
     @property
-    def rows(self) -> int: ...  # noqa: D102
+    def rows(self) -> int: ...  # noqa: D102 - as a plan has it
     @property
-    def reduction(self) -> str: ...  # noqa: D102
+    def reduction(self) -> str: ...  # noqa: D102 - as a plan has it
 
 
 class PlacedTable(Protocol):
@@ -44,7 +44,7 @@ class PlacedTable(Protocol):
     @property
     def rows(self) -> int: ...  # noqa: D102 - as a plan's TablePlan has them
     @property
-    def tiers(self) -> Sequence[PlacedRows]: ...  # noqa: D102
+    def tiers(self) -> Sequence[PlacedRows]: ...  # noqa: D102 - as a plan has it
 
 
 def rows_with_places(table: PlacedTable, world_size: int) -> int:

@@ -81,7 +81,7 @@ def ids_of_tables(
         return [], BatchProblem(_VARIABLE_BATCH, 0, text)
     keys, values = features.keys(), features.values()
     parts = {key: values[slice(*part)] for key, part in zip(keys, pairwise(features.offset_per_key()), strict=True)}
-    asked = [lookup.feature for lookup in lookups if lookup.feature in parts]
+    asked = list(dict.fromkeys(lookup.feature for lookup in lookups if lookup.feature in parts))
     extremes = dict(zip(asked, extremes_of([parts[feature] for feature in asked]), strict=True))
     result: list[tuple[int, torch.Tensor]] = []
     for lookup in lookups:

@@ -20,7 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from flexshard._internal import expanded
+from flexshard.embeddings import jagged_index_select
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
 from flexshard.executors.sharding.batches import Lookup, ids_of_tables
@@ -226,13 +226,13 @@ class ShardedFlexShardEmbeddingCollection(
         output = {}
         for lookup in self._lookups_of:
             jagged, values = features[lookup.feature], next(parts[lookup.group])
-            lengths, ids = jagged.lengths(), jagged.values()
+            lengths, ids = jagged.lengths(), jagged.values() if self._need_indices else None
             if samples is not None:  # lists that several samples share
-                lengths, entries = expanded(lengths, samples[lookup.feature])
-                values, ids = values.index_select(0, entries), ids.index_select(0, entries)
-            output[lookup.name] = JaggedTensor(
-                values=values, lengths=lengths, weights=ids if self._need_indices else None
-            )
+                shared = samples[lookup.feature]
+                if ids is not None:
+                    ids, _ = jagged_index_select(ids, lengths, shared)
+                values, lengths = jagged_index_select(values, lengths, shared)
+            output[lookup.name] = JaggedTensor(values=values, lengths=lengths, weights=ids)
         if others is not None:
             known = others.wait()
             for name, feature in self._torchrec_lookups:

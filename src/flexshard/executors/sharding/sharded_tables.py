@@ -197,14 +197,16 @@ class ShardedTables:
 
     def begin_step(self) -> None:
         """The rows that are looked up next may be updated, which would be one update more."""
-        for group in self.groups:
-            group.store.begin_step(int(self._steps) + 1)
+        self._begin_step(int(self._steps) + 1)
 
     def count_step(self, *, trained: bool) -> None:
         """They will be, or will not."""
         self._steps += trained
+        self._begin_step(int(self._steps))
+
+    def _begin_step(self, step: int) -> None:
         for group in self.groups:
-            group.store.begin_step(int(self._steps))
+            group.store.begin_step(step)
 
     def train(self, mode: bool) -> None:
         """As ``nn.Module.train``."""
