@@ -16,6 +16,7 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, PlanError
 from flexshard.executors import Lookups, replay, split_by_rank
 from flexshard.planner import Plan, Tier
+from flexshard.tables import translation_bytes
 
 
 def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int]) -> Plan:
@@ -151,8 +152,12 @@ def test_a_place_takes_four_bytes_a_row_however_many_ranks() -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("others", [1000, 1 << 33])
 @pytest.mark.parametrize("hot", [0, 1, 64, 200])
-def test_rows_without_copies_are_found_by_arithmetic(hot: int, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_copies_are_found_by_arithmetic(
+    hot: int, others: int, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside another table of so many rows that locations are eight bytes; places stay four."""
     from flexshard.embeddings import IndexBijection
     from flexshard.executors.sharding import translation
     from flexshard.planner import Tier
@@ -166,7 +171,9 @@ def test_rows_without_copies_are_found_by_arithmetic(hot: int, plain: bool, monk
         Tier("row_wise", world, rows - hot, hot, 0.0, None, 0.0, 0.0, 0.0),
     ]
     placed = [tier for tier in tiers if tier.rows]
-    layout = Layout.of({"a": placed, "b": placed}, {"a": rows, "b": rows}, world)
+    large = [Tier("row_wise", world, others, 0, 0.0, None, 0.0, 0.0, 0.0)]
+    layout = Layout.of({"a": large, "b": placed}, {"a": others, "b": rows}, world)
+    assert (layout.location_type is np.int64) == (others > rows)
     ranking = np.random.default_rng(hot).permutation(rows)[:hot]
     bijection = IndexBijection(ranking, rows)
     table = translation.LocationTable(layout, 1, bijection, torch.device("cpu"))
@@ -174,7 +181,7 @@ def test_rows_without_copies_are_found_by_arithmetic(hot: int, plain: bool, monk
     expected = layout.locations(1, np.concatenate([ranking, np.setdiff1d(np.arange(rows), ranking)]).argsort()[ids])
     for kind in (torch.int32, torch.int64):
         assert table.locations(torch.from_numpy(ids).to(kind)).tolist() == expected.tolist()
-    assert table.nbytes <= (0 if not hot else rows / 4 + 16 + 8 * hot)
+    assert table.nbytes == (translation_bytes(rows, hot) if hot else 0)
     assert bijection.positions(ids).tolist() == [*bijection.position_of[ids]]
     assert bijection.rows(np.arange(rows)).tolist() == bijection.row_at.tolist()
 

@@ -12,7 +12,14 @@ from hypothesis import given, strategies as st
 
 from flexshard import AccessProfile
 from flexshard.errors import DataError, FlexShardError, ProfileError
-from flexshard.profiling import RowCounts, power_law_probabilities, read_reuse_histogram, write_power_law_sequences
+from flexshard.profiling import (
+    RowCounts,
+    load_ranking,
+    power_law_probabilities,
+    profile_file,
+    read_reuse_histogram,
+    write_power_law_sequences,
+)
 from flexshard.profiling.row_counts import histogram
 
 
@@ -146,6 +153,8 @@ def edited(path: Path, **changes: object) -> Path:
         ({"count": [2, 2, None]}, "1 nulls"),
         ({"count": [3, 2, 1]}, "counts add up to 6, but its metadata says 5"),
         ({"row": [5, 9, 12]}, r"row id 12 at position 2 is outside \[0, 12\)"),
+        ({"row": [5, 9, 2]}, "its rows and counts are not those of its metadata"),
+        ({"digest": 3}, "'digest' must be a text, found 3"),
         ({"row": [5, 5, 1]}, "row id 5 appears more than once"),
         ({"row": [9, 5, 1]}, "rows of equal count must ascend"),
     ],
@@ -156,6 +165,28 @@ def test_broken_profile_files(tmp_path: Path, changes: dict[str, object], messag
     with pytest.raises(ProfileError, match=message) as caught:
         AccessProfile.load(path)
     assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 9])
+def test_a_ranking_is_read_as_far_as_it_is_needed(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_file, "_BATCH", 2)  # rows of a row group
+    profile = AccessProfile.from_counts([0, 5, 3, 0, 3, 1, 9], num_samples=7)
+    path = tmp_path / "p.parquet"
+    profile.save(path)
+    digest, ids = load_ranking(path, rows)
+    assert (digest, ids.tolist()) == (profile.digest, profile.ranked_rows[:rows].tolist())
+    older = edited(path, digest=None)  # as an earlier release wrote it
+    assert load_ranking(older, rows)[1].tolist() == ids.tolist()
+    # The last row group's page is damaged: what lies before it can be read still.
+    data = bytearray(path.read_bytes())
+    last = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    data[last + 20] ^= 0xFF
+    path.write_bytes(data)
+    if rows <= 4:
+        assert load_ranking(path, rows)[1].tolist() == ids.tolist()
+        return
+    with pytest.raises(ProfileError, match="not a readable Parquet file"):
+        load_ranking(path, rows)
 
 
 def test_files_that_are_no_profiles(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from flexshard.planner.named import Named
-from flexshard.tables import Table
+from flexshard.tables import place_bytes, translation_bytes
 
 __all__ = ["TRANSLATIONS", "OnDevice", "OnLoader", "Translation"]
 
@@ -13,8 +11,14 @@ __all__ = ["TRANSLATIONS", "OnDevice", "OnLoader", "Translation"]
 class Translation(Named):
     """Where ids are translated to ranks and slots."""
 
-    def held_bytes(self, tables: Sequence[Table]) -> int:
-        """Static memory of a rank that every placement needs for it."""
+    def held_bytes(self, rows: int, *, dealt_by_id: bool) -> int:
+        """Static memory of a rank for a table of so many rows, wherever they live; ``dealt_by_id`` where its row-wise
+        rows are, so that only the others need places, which count extra.
+        """
+        raise NotImplementedError
+
+    def place_bytes(self, rows: int) -> int:
+        """Static memory of a rank for the place of one row, in a table of so many."""
         raise NotImplementedError
 
 
@@ -23,20 +27,29 @@ class OnLoader(Translation):
 
     name = "loader"
 
-    def held_bytes(self, tables: Sequence[Table]) -> int:
+    def held_bytes(self, rows: int, *, dealt_by_id: bool) -> int:
         """None of a rank's memory."""
-        del tables
+        del rows, dealt_by_id
+        return 0
+
+    def place_bytes(self, rows: int) -> int:
+        """None of a rank's memory."""
+        del rows
         return 0
 
 
 class OnDevice(Translation):
-    """In the model: a location per row in the memory of each rank."""
+    """In the model: a set of the rows that need a place, and their places, in the memory of each rank."""
 
     name = "device"
 
-    def held_bytes(self, tables: Sequence[Table]) -> int:
-        """A location of every row."""
-        return sum(table.translation_bytes for table in tables)
+    def held_bytes(self, rows: int, *, dealt_by_id: bool) -> int:
+        """Of the set; where no rows are dealt by id, of a place for each."""
+        return translation_bytes(rows, 0 if dealt_by_id else None)
+
+    def place_bytes(self, rows: int) -> int:
+        """As listed."""
+        return place_bytes(rows)
 
 
 TRANSLATIONS: dict[str, Translation] = {one.name: one for one in (OnLoader(), OnDevice())}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flexshard.profiling.holdout import Holdout as Holdout
     from flexshard.profiling.moments import LengthMoments as LengthMoments
     from flexshard.profiling.profile import AccessProfile as AccessProfile
+    from flexshard.profiling.profile_file import load_ranking as load_ranking
     from flexshard.profiling.row_counts import RowCounts as RowCounts, checked_whole as checked_whole
     from flexshard.profiling.synthetic import (
         power_law_probabilities as power_law_probabilities,
@@ -32,6 +33,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "holdout": ["Holdout"],
         "moments": ["LengthMoments"],
         "profile": ["AccessProfile"],
+        "profile_file": ["load_ranking"],
         "row_counts": ["RowCounts", "checked_whole"],
         "synthetic": ["power_law_probabilities", "write_power_law_sequences"],
     },

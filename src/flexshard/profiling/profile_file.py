@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,7 +21,9 @@ from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
 from flexshard.profiling.row_counts import RowCounts
 
-__all__ = ["load_profile", "save_profile"]
+__all__ = ["load_profile", "load_ranking", "save_profile"]
+
+IntArray = npt.NDArray[np.int64]
 
 FORMAT = DocumentFormat(
     "flexshard.profile", 1, "a profile", "profiles", ProfileError, "build one with 'flexshard profile'"
@@ -66,6 +71,7 @@ def _metadata(profile: AccessProfile) -> dict[str, Any]:
         "held_out_share": None if profile.holdout is None else profile.holdout.share,
         "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
         **({} if profile.hash is None else {"hash": profile.hash}),
+        "digest": profile.digest,
     }
 
 
@@ -98,25 +104,54 @@ def load_profile(path: PathLike) -> AccessProfile:
             f"{name}: counts add up to {profile.num_accesses:,}, but its metadata says {meta['num_accesses']:,};"
             " build the profile again"
         )
+    if meta["digest"] not in (None, profile.digest):
+        raise ProfileError(f"{name}: its rows and counts are not those of its metadata; build the profile again")
     return replace(profile, hash=meta["hash"])
+
+
+def load_ranking(path: PathLike, rows: int) -> tuple[str, IntArray]:
+    """Digest of a saved profile, and ids of its ``rows`` hottest rows: no more of the file is read than has them.
+
+    Returns:
+        The digest, and ids by descending count; fewer than ``rows`` where fewer were read.
+
+    Raises:
+        ProfileError: as :meth:`AccessProfile.load`, for what is read.
+    """
+    name = os.fspath(path)
+    with _opened(name) as file:
+        meta = _checked(name, file.schema_arrow.metadata)
+        if meta["digest"] is not None and "row" in file.schema_arrow.names:
+            ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+            groups = range(min(int(np.searchsorted(ends, rows)) + 1, file.num_row_groups) if rows else 0)
+            table = file.read_row_groups(groups, columns=["row", "count"])
+            ids, counts = (_column(name, table, field) for field in ("row", "count"))
+            _check_rows(name, ids, counts, meta["num_rows"])
+            return meta["digest"], ids[counts > 0][:rows]
+    profile = load_profile(name)  # of an earlier release, or a histogram
+    return profile.digest, profile.ranked_rows[:rows]
+
+
+def _check_rows(name: str, rows: IntArray, counts: IntArray, num_rows: int) -> None:
+    """Whether rows are distinct ids of the table, hottest first, in order of id where equally hot."""
+    outside = np.flatnonzero((rows < 0) | (rows >= num_rows))
+    if outside.size:
+        raise ProfileError(f"{name}: row id {rows[outside[0]]} at position {outside[0]} is outside [0, {num_rows:,})")
+    in_order = np.sort(rows)
+    twice = np.flatnonzero(in_order[1:] == in_order[:-1])
+    if twice.size:
+        raise ProfileError(f"{name}: row id {in_order[twice[0]]} appears more than once")
+    _ordered(name, counts)
+    ties = np.flatnonzero((counts[:-1] == counts[1:]) & (rows[:-1] > rows[1:]))
+    if ties.size:
+        raise ProfileError(f"{name}: rows of equal count must ascend, but do not at position {ties[0] + 1}")
 
 
 def _with_rows(
     name: str, columns: dict[str, Any], meta: dict[str, Any], lengths: LengthMoments | None
 ) -> AccessProfile:
     rows, counts = columns["row"], columns["count"]
-    outside = np.flatnonzero((rows < 0) | (rows >= meta["num_rows"]))
-    if outside.size:
-        raise ProfileError(
-            f"{name}: row id {rows[outside[0]]} at position {outside[0]} is outside [0, {meta['num_rows']:,})"
-        )
-    in_order = np.sort(rows)
-    twice = np.flatnonzero(in_order[1:] == in_order[:-1])
-    if twice.size:
-        raise ProfileError(f"{name}: row id {in_order[twice[0]]} appears more than once")
-    ties = np.flatnonzero((counts[:-1] == counts[1:]) & (rows[:-1] > rows[1:]))
-    if ties.size:
-        raise ProfileError(f"{name}: rows of equal count must ascend, but do not at position {ties[0] + 1}")
+    _check_rows(name, rows, counts, meta["num_rows"])
     return AccessProfile.from_row_counts(
         RowCounts(counts, rows),
         meta["num_samples"],
@@ -139,31 +174,46 @@ def _holdout(name: str, columns: dict[str, Any], meta: dict[str, Any]) -> Holdou
     return Holdout(samples, np.zeros(0, np.int64), float(share), seed)
 
 
-def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
+@contextmanager
+def _opened(name: str) -> Iterator[pq.ParquetFile]:
+    """A Parquet file; what Arrow finds wrong with it raises a ProfileError."""
     try:
         with pq.ParquetFile(name, page_checksum_verification=True) as file:
-            table = file.read()
+            yield file
+    except ProfileError:
+        raise
     except FileNotFoundError as error:
         raise ProfileError(f"{name}: no such file; build it with 'flexshard profile'") from error
     except Exception as error:  # Arrow raises many kinds on damaged bytes
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ProfileError(f"{name}: not a readable Parquet file: {reason}") from error
-    meta = FORMAT.of_metadata(table.schema.metadata, name)
+
+
+def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:
+    with _opened(name) as file:
+        table = file.read()
+    return table, _checked(name, table.schema.metadata)
+
+
+def _checked(name: str, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
+    """What a file says of itself, every field there, None where it does not say."""
+    meta = FORMAT.of_metadata(metadata, name)
     numbers = ("num_rows", "num_samples", "num_accesses")
     optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples", "held_out_seed")
-    meta = dict.fromkeys((*optional, "held_out_share", "sample_key", "hash")) | meta
+    meta = dict.fromkeys((*optional, "held_out_share", "sample_key", "hash", "digest")) | meta
     for field in (*numbers, *optional):
         value = meta.get(field)
         known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 126
         if not (known or (field in optional and value is None)):
             raise ProfileError(f"{name}: metadata field {field!r} must be a whole number, found {value!r}")
-    if not isinstance(meta["sample_key"], (str, type(None))):
-        raise ProfileError(f"{name}: metadata field 'sample_key' must be a text, found {meta['sample_key']!r}")
+    for field in ("sample_key", "digest"):
+        if not isinstance(meta[field], (str, type(None))):
+            raise ProfileError(f"{name}: metadata field {field!r} must be a text, found {meta[field]!r}")
     if meta["hash"] not in (None, *HASHES):
         raise ProfileError(f"{name}: metadata field 'hash' must be one of {', '.join(HASHES)}, found {meta['hash']!r}")
     if not isinstance(meta.get("table"), str):
         raise ProfileError(f"{name}: metadata field 'table' must be a text, found {meta.get('table')!r}")
-    return table, meta
+    return meta
 
 
 def _column(name: str, table: pa.Table, field: str) -> Any:

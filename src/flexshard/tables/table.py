@@ -14,7 +14,7 @@ from flexshard.profiling import AccessProfile
 from flexshard.tables.data_types import DATA_TYPES
 from flexshard.tables.optimizers.registry import OPTIMIZERS
 
-__all__ = ["Table", "expected_distinct", "translation_bytes"]
+__all__ = ["Table", "expected_distinct", "place_bytes", "translation_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -103,11 +103,6 @@ class Table:
         """κ_U of a row without copies (g = U): weights and fused optimizer state."""
         return 1.0 + self.state_multiplier
 
-    @property
-    def translation_bytes(self) -> int:
-        """What looking up where a row lives takes: a number of four bytes per row, of eight from 2^31 rows on."""
-        return translation_bytes(self.rows)
-
     def reads(self, batch_size: int, *, index_dedup: bool = False) -> FloatArray:
         """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
         p = self.profile.counts / self.profile.num_samples
@@ -129,9 +124,21 @@ class Table:
         return float(np.sqrt(lengths.variance / self.distinct_samples(batch_size)) / lengths.mean)
 
 
-def translation_bytes(rows: int) -> int:
-    """What looking up where a row lives takes for a table of so many rows."""
-    return rows * (4 if rows < 1 << 31 else 8)
+def translation_bytes(rows: int, places: int | None = None) -> int:
+    """The most that looking up where a row lives takes, in bytes per rank.
+
+    Args:
+        rows: of the table.
+        places: rows that need a place of their own, where the others are dealt to the ranks by id: a set of them in two
+            bits a row, and a place for each. None where all rows do, which are then listed.
+    """
+    place = place_bytes(rows)
+    return rows * place if places is None else (rows // 64 + 1) * 16 + places * place
+
+
+def place_bytes(rows: int) -> int:
+    """Bytes of a row's place: four, or eight in a table of 2^31 rows or more."""
+    return 4 if rows < 1 << 31 else 8
 
 
 def expected_distinct(p: npt.ArrayLike, batch_size: float) -> FloatArray:

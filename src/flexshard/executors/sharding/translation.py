@@ -1,7 +1,7 @@
 """From ids to locations: which rank holds a row, at which level and slot, in one number per row.
 
-A ranked table has the locations of its replicated rows listed, eight bytes for each at most, with a set of them in two
-bits a row; those of all others, and of a table without a ranking, are computed.
+A ranked table has the locations of its replicated rows listed, four bytes for each (eight from 2^31 rows on), with a
+set of them in two bits a row; those of all others, and of a table without a ranking, are computed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
 from flexshard.executors.sharding.row_set import RowSet
+from flexshard.tables import translation_bytes
 
 __all__ = ["LocationTable", "Translator", "extremes_of", "outside_message", "outside_of"]
 
@@ -46,17 +47,21 @@ class LocationTable:
         self._rest: _Rest | None = None
         if bijection.is_identity:
             return
+        # Positions are shorter than locations where the ranks' rows together are 2^31 or more, and the table's are not.
+        self._positions = layout.location_type is np.int64 and self.num_rows < 1 << 31
+        listed_type = np.int32 if self._positions else layout.location_type
         rest = _Rest.of(layout, table)
         members = bijection.num_ranked
-        if rest is not None and members == rest.first and self.num_rows / 4 + 8 * members < 4 * self.num_rows:
+        short = translation_bytes(self.num_rows, members) < translation_bytes(self.num_rows)
+        if rest is not None and members == rest.first and short:
             ids = bijection.ranked_rows.astype(np.int64)
             order = np.argsort(ids, kind="stable")
-            held = np.asarray(layout.locations(table, np.arange(members, dtype=np.int64)[order]))
+            # Below 0, so that they are told from locations.
+            held = -1 - order if self._positions else np.asarray(layout.locations(table, order))
             self._rest, self._set = rest, RowSet.of(ids[order], self.num_rows).to(device)
-            self._listed = torch.from_numpy(held.astype(layout.location_type)).to(device)
+            self._listed = torch.from_numpy(held.astype(listed_type)).to(device)
             return
-        self._positions = layout.location_type is np.int64 and self.num_rows < 1 << 31
-        listed = np.empty(self.num_rows, np.int32 if self._positions else layout.location_type)
+        listed = np.empty(self.num_rows, listed_type)
         step = 1 << 22
         for start in range(0, self.num_rows, step):  # bounds the memory of int64 in between
             positions = np.arange(start, min(start + step, self.num_rows), dtype=np.int64)
@@ -88,7 +93,11 @@ class LocationTable:
     def locations(self, ids: torch.Tensor) -> torch.Tensor:
         """Locations of ids, shape (n,) each. Ids must lie in the table."""
         if self._rest is not None:
-            return self._located(self._rest, ids)
+            found = self._located(self._rest, ids)
+            if not self._positions:
+                return found
+            placed = self._layout.locations(self._index, (-1 - found).clamp(min=0))
+            return torch.where(found < 0, placed, found)
         if self._listed is not None:
             ids = self._listed.index_select(0, ids)
             if not self._positions:

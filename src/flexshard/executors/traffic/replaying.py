@@ -346,7 +346,7 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
 
     static = 0.0
     if plan.settings.translation == "device":
-        static += sum(translation_bytes(table.rows) for table in plan.tables.values())
+        static += sum(translation_bytes(table.rows, rows_with_places(table, world)) for table in plan.tables.values())
     for index, group in enumerate(groups):
         for collective in group.collectives:
             if collective.fixed_bytes is not None:

@@ -51,7 +51,6 @@ class ChoiceProblem:
         instance: of all tables, as if none were compressed.
         options: tensor trains.
         lookups: compute of each table as tiers of rows; shape (T,).
-        held: memory of each table in every placement of its rows; shape (T,).
         latency: of the all-reduce of cores, if there are any.
         limit: bytes per rank.
         loss_limit: most loss of all together; infinite for any.
@@ -60,7 +59,6 @@ class ChoiceProblem:
     instance: Instance
     options: Options
     lookups: FloatArray
-    held: FloatArray
     latency: float
     limit: float
     loss_limit: float
@@ -72,7 +70,7 @@ class ChoiceProblem:
     def placed(self, allocation: Allocation) -> tuple[FloatArray, FloatArray]:
         """Seconds and memory of each table, as for :meth:`tiers`, as some allocation places it; shape (T,) each."""
         seconds, memory = self.instance.per_table(allocation)
-        return seconds + self.lookups, memory + self.held
+        return seconds + self.lookups, memory + self.instance.table_held_bytes
 
     @cached_property
     def row_wise_bytes(self) -> FloatArray:
@@ -117,14 +115,12 @@ def choice_problem(
             loss.append(option.loss)
     reads_of = instance.total_reads
     lookups = [rates.dense_seconds(float(n), t.dim) for n, t in zip(reads_of, instance.tables, strict=True)]
-    held = [t.translation_bytes if instance.held_bytes else 0 for t in instance.tables]
     all_reduce = instance.cluster.level(1).all_reduce
     hidden = instance.overlap.get(("all_reduce", 1), 0.0)
     return ChoiceProblem(
         instance,
         Options(np.array(of, np.int64), *(np.array(v, np.float64) for v in (memory, compute, comm, loss))),
         np.array(lookups),
-        np.array(held, np.float64),
         0.0 if all_reduce is None else (1.0 - hidden) * all_reduce.alpha_seconds,
         limit,
         np.inf if loss_limit is None else loss_limit,

@@ -23,29 +23,40 @@ def build_instance(problem: Problem) -> Instance:
     """Arrays of a planning problem."""
     tables, cluster, batch_size = problem.tables, problem.cluster, problem.batch_size
     hidden, index_dedup = problem.hidden, problem.index_dedup
-    classes: dict[tuple[float, float], int] = {}
-    table_class = [classes.setdefault((t.kappa_replicated, t.kappa_sharded), len(classes)) for t in tables]
-    lines = [row_lines(cluster, *kappas, hidden) for kappas in classes]
-    first = lines[0]
+    translation, world_size = problem.translation, cluster.world_size
+    shared = row_lines(cluster, 1.0, 1.0, hidden)
+    sizes = np.array(shared.group_sizes, np.int64)
     # Data-parallel reads nothing from others, so it leads even where an overlap hides all of another's traffic.
-    order = np.lexsort((np.array(first.group_sizes), first.comm_per_read, np.array(first.group_sizes) > 1))
+    order = np.lexsort((sizes, shared.comm_per_read, sizes > 1))
+    # Row-wise rows are dealt by id where they come last: then only the others need places.
+    by_id = bool(sizes[order[-1]] == world_size)
+    places = [translation.place_bytes(t.rows) / t.row_bytes if by_id else 0.0 for t in tables]
+    classes: dict[tuple[float, float, float], int] = {}
+    table_class = [
+        classes.setdefault((t.kappa_replicated, t.kappa_sharded, place), len(classes))
+        for t, place in zip(tables, places, strict=True)
+    ]
+    memory_fixed = [
+        row_lines(cluster, replicated, sharded, hidden).memory_fixed + place * (sizes < world_size)
+        for replicated, sharded, place in classes
+    ]
     return Instance(
         tables,
         cluster,
         batch_size,
         hidden,
         index_dedup,
-        np.array(first.group_sizes, np.int64)[order],
-        np.stack([line.memory_fixed[order] for line in lines]),
-        first.memory_per_read[order],
-        first.comm_fixed[order],
-        first.comm_per_read[order],
-        first.alpha_seconds[order],
+        sizes[order],
+        np.stack(memory_fixed)[:, order],
+        shared.memory_per_read[order],
+        shared.comm_fixed[order],
+        shared.comm_per_read[order],
+        shared.alpha_seconds[order],
         np.array(table_class, np.int64),
         np.array([table.row_bytes for table in tables], np.float64),
         np.array([table.rows for table in tables], np.int64),
         *_concatenated(tables, batch_size, index_dedup),
-        float(problem.translation.held_bytes(tables)),
+        np.array([translation.held_bytes(table.rows, dealt_by_id=by_id) for table in tables], np.float64),
     )
 
 

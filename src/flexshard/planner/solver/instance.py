@@ -35,7 +35,8 @@ class Instance:
     Attributes:
         tables, cluster, batch_size, overlap, index_dedup: the problem.
         group_sizes: g per level, in tier order; shape (G,).
-        memory_fixed: κ_g/g per class of equal κ; shape (C, G).
+        memory_fixed: κ_g/g, and the place of a row that is not row-wise, per byte of weight, for each class of tables
+            in which these are equal; shape (C, G).
         memory_per_read, comm_fixed, comm_per_read, alpha_seconds: see :class:`RowLines`; shape (G,).
         table_class: class of each table; shape (T,).
         row_bytes: D·s; shape (T,).
@@ -46,7 +47,7 @@ class Instance:
         cum_units: accesses up to and including each count, as whole numbers so that differences are exact (with index
             deduplication, w itself); shape (K,).
         unit_reads: w per unit of each table; shape (T,).
-        held_bytes: static memory of a rank that every placement needs, whatever the rows.
+        table_held_bytes: static memory of a rank for each table in every placement of its rows; shape (T,).
     """
 
     tables: tuple[Table, ...]
@@ -68,7 +69,7 @@ class Instance:
     cum_rows: IntArray
     cum_units: npt.NDArray[np.int64] | FloatArray
     unit_reads: FloatArray
-    held_bytes: float = 0.0
+    table_held_bytes: FloatArray
 
     # -- looking rows up
 
@@ -122,8 +123,13 @@ class Instance:
     # -- what an allocation costs
 
     @cached_property
+    def held_bytes(self) -> float:
+        """Static memory of a rank that every placement needs."""
+        return float(self.table_held_bytes.sum())
+
+    @cached_property
     def table_memory_fixed(self) -> FloatArray:
-        """κ_g/g of each table; shape (T, G)."""
+        """``memory_fixed`` of each table; shape (T, G)."""
         return self.memory_fixed[self.table_class]
 
     def tier_reads(self, allocation: Allocation) -> FloatArray:

@@ -280,7 +280,7 @@ class FlexShardPlanner(ShardingPlanner):
 
     def _ranked(self, fqn: str, name: str, how: FlexShardParameterSharding) -> FlexShardParameterSharding:
         assert how.table is not None
-        return replace(how, ranked_rows=self._rankings.ranked_rows(fqn, name, how.table))
+        return replace(how, ranked_rows=self._rankings.ranked_rows(fqn, name, how.table, how.world_size))
 
 
 def _check_model(module: nn.Module, decided: ShardingPlan) -> None:

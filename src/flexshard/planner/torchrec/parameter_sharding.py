@@ -23,8 +23,8 @@ class FlexShardParameterSharding(ParameterSharding):
         world_size, ranks_per_node: of the cluster that it is for.
         fingerprint: of the plan.
         index_dedup: whether a batch's repeated ids are sent once.
-        ranked_rows: row ids, hottest first; None where all rows are one tier and none was given. Not sent to other
-            ranks: each reads its own.
+        ranked_rows: ids of the rows that need places of their own, hottest first; None where there are none, or all
+            rows are one tier and no profile was given. Not sent to other ranks: each reads its own.
     """
 
     table: TablePlan | None = None

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import PathLike
+from flexshard.costmodels import rows_with_places
 from flexshard.errors import PlanError
 from flexshard.planner.plan import TablePlan
-from flexshard.profiling import AccessProfile
+from flexshard.profiling import AccessProfile, load_ranking
 
 __all__ = ["Profiles", "Rankings", "key_of"]
 
@@ -34,8 +35,9 @@ class Rankings:
         """The profile that was given by a name."""
         return _loaded(self.profiles[key])
 
-    def ranked_rows(self, fqn: str, name: str, table: TablePlan) -> npt.NDArray[np.int64] | None:
-        """Row ids of a table, hottest first; None where all rows are one tier and no profile is at hand.
+    def ranked_rows(self, fqn: str, name: str, table: TablePlan, world_size: int) -> npt.NDArray[np.int64] | None:
+        """Ids of a table's rows that need places of their own, hottest first, of a profile file no more is read; None
+        where all rows are one tier and no profile is at hand.
 
         Raises:
             PlanError: there is none where one is needed, or it is not the one that the plan was made from.
@@ -53,14 +55,18 @@ class Rankings:
                 f"table {table.name!r}: the plan does not say which file ranks its rows; give FlexShardPlanner"
                 f" profiles={{{table.name!r}: ...}}"
             )
-        profile = _loaded(where)
-        if profile.digest != table.profile_digest:
+        places = rows_with_places(table, world_size)
+        if isinstance(where, AccessProfile):
+            digest, ranked = where.digest, where.ranked_rows[:places] if places else None
+        else:
+            digest, ranked = load_ranking(where, places)
+        if digest != table.profile_digest:
             shown = f"{where} " if not isinstance(where, AccessProfile) else ""
             raise PlanError(
                 f"table {table.name!r}: profile {shown}is not the one that the plan was made from; plan again with it,"
                 " or, where every rank makes its own profile, let them read one file"
             )
-        return profile.ranked_rows
+        return ranked
 
 
 def _loaded(where: AccessProfile | PathLike) -> AccessProfile:
