@@ -32,19 +32,20 @@ def locate(
         slots: locations between one rank and the next.
         locations: to fill; shape (n,).
     """
+    divisor = np.uint64(ranks)  # unsigned numbers need neither a negative index's nor a negative quotient's branches
     for index in range(ids.size):
-        row = np.int64(ids[index])
-        block = (row >> 6) << 1
-        bit = np.uint64(row & 63)
-        word = np.uint64(words[block + 1])
+        row = np.uint64(ids[index])
+        block = (row >> np.uint64(6)) << np.uint64(1)
+        bit = row & np.uint64(63)
+        word = np.uint64(words[block + np.uint64(1)])
         below = word & ((np.uint64(1) << bit) - np.uint64(1))
         below = below - ((below >> np.uint64(1)) & np.uint64(0x5555555555555555))
         below = (below & np.uint64(0x3333333333333333)) + ((below >> np.uint64(2)) & np.uint64(0x3333333333333333))
         below = (below + (below >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-        before = words[block] + np.int64((below * np.uint64(0x0101010101010101)) >> np.uint64(56))
+        before = np.uint64(words[block]) + ((below * np.uint64(0x0101010101010101)) >> np.uint64(56))
         if (word >> bit) & np.uint64(1):
             locations[index] = members[before]
         else:
             other = row - before
-            turn = other // ranks
-            locations[index] = start + (other - turn * ranks) * slots + turn
+            turn = other // divisor
+            locations[index] = start + np.int64(other - turn * divisor) * slots + np.int64(turn)
