@@ -210,12 +210,17 @@ def plan_of(
         for part, name in table_names()
     ]
     plan = flexshard.solve(tables, cluster, batch_size=24, budget="1GiB", tiers=len(cluster.levels), **how)
+    return with_tiers(plan, split)
+
+
+def with_tiers(plan: Plan, split: dict[str, list[tuple[int, int, str]]]) -> Plan:
+    """The plan with other tiers: (group size, rows, reduction) of each table, hottest first."""
     placed = {}
     for name, table in plan.tables.items():
         tiers, first = [], 0
         for size, rows, reduction in split[name]:
             if rows:
-                kind = strategy_name(size, cluster.world_size)
+                kind = strategy_name(size, plan.cluster.world_size)
                 tiers.append(Tier(kind, size, rows, first, 0.0, None, 0.0, 0.0, 0.0, reduction))
             first += rows
         placed[name] = replace(table, tiers=tuple(tiers))

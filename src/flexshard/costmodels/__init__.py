@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         Frame as Frame,
         bundles as bundles,
         segment_bytes as segment_bytes,
-        spread as spread,
     )
     from flexshard.costmodels.layout import (
         Layout as Layout,
@@ -67,7 +66,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
-        "frames": ["Frame", "bundles", "segment_bytes", "spread"],
+        "frames": ["Frame", "bundles", "segment_bytes"],
         "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "overlap_of"],
         "placement": ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],

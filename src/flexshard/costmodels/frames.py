@@ -15,7 +15,7 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Frame", "bundles", "segment_bytes", "spread"]
+__all__ = ["Frame", "bundles", "segment_bytes"]
 
 IntArray = npt.NDArray[np.int64]
 # A segment is padded to the least common multiple of its rows' bytes, which powers of two keep at that of the widest.
@@ -85,10 +85,6 @@ class Frame:
         rows: IntArray = self._offsets[0] // np.array(self.row_bytes)
         return rows
 
-    def positions(self, index: int) -> IntArray:
-        """Rows of a class's view that are the class's own, segment after segment; shape (n,)."""
-        return spread(self.first_rows[:, index], self.counts[:, index])
-
 
 def segment_bytes(counts: IntArray, row_bytes: Sequence[int]) -> IntArray:
     """Bytes of segments of one buffer with so many rows of each class.
@@ -109,10 +105,3 @@ def _inside(counts: IntArray, row_bytes: Sequence[int]) -> tuple[IntArray, IntAr
         cursor = np.where(counts[..., index] > 0, first[..., index] + counts[..., index] * width, cursor)
     align = lcm(*row_bytes)
     return first, -(-cursor // align) * align
-
-
-def spread(first: IntArray, counts: IntArray) -> IntArray:
-    """``first, first + 1, ...`` of every cell, one cell after the other; both of one shape, the result (n,)."""
-    flat = np.ravel(counts)
-    before = np.cumsum(flat) - flat
-    return np.repeat(np.ravel(first) - before, flat) + np.arange(int(flat.sum()))

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from flexshard._internal import LevelGroups
-from flexshard.costmodels import Layout, StepCollective, spread
+from flexshard._internal import HostCopy, LevelGroups, host_waits_for, spread_on
+from flexshard.costmodels import Layout, StepCollective
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of
@@ -27,6 +27,7 @@ from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.replicas import ReplicaReduction
+from flexshard.executors.stores.touched_rows import TouchedCounts
 
 __all__ = ["Exchange", "ExchangeContext"]
 
@@ -103,6 +104,8 @@ class Exchange:
         self._gradients: list[list[RowsBuffer]] = []
         self._arrivals: list[list[Arrival]] = []
         self._trained: list[int] = []
+        self._touched: dict[int, TouchedCounts] = {}
+        self._most: HostCopy | None = None
 
     def _all_to_all(
         self,
@@ -158,6 +161,29 @@ class Exchange:
                 else:
                     held = buffer_of(wire.plain, answers.classes, self._splits.received[level], rows)
                     arrivals.append(self._send(level, "embeddings", wire, held, part))
+        if torch.is_grad_enabled():
+            self._count_touched()
+
+    def _count_touched(self) -> None:
+        """How many rows of gathered tiers the batch touches, and the most of any copy, which backward has to know."""
+        every = self._context.replicas(tuple(range(len(self._context.modules))))
+        for level, reduction in enumerate(every):
+            if reduction is not None and reduction.gathers:
+                self._touched[level] = reduction.count_touched(self._slots[level])
+        if host_waits_for(self._device):
+            self._copy_most()
+
+    def _copy_most(self) -> None:
+        if self._touched and self._most is None:
+            self._most = HostCopy(torch.cat([counts.most() for counts in self._touched.values()]))
+
+    def _most_touched(self) -> dict[int, list[int]]:
+        """The most of any copy, of each class, by level."""
+        self._copy_most()
+        if self._most is None:
+            return {}
+        by_level = self._most.numbers().reshape(len(self._touched), -1).tolist()
+        return dict(zip(self._touched, by_level, strict=True))
 
     def _slots_of(self, level: int) -> list[torch.Tensor]:
         """Of each class, what this rank is asked for at a level, in its store, rank after rank; int64."""
@@ -169,7 +195,7 @@ class Exchange:
         first = ends[:-1].reshape(counts.shape)
         parts = []
         for index in range(classes):
-            here = torch.from_numpy(spread(first[:, index], counts[:, index])).to(self._device)
+            here = spread_on(first[:, index], counts[:, index], self._device)
             parts.append(asked.index_select(0, here) - self._context.class_slots[index])
         return parts
 
@@ -204,7 +230,7 @@ class Exchange:
         first = np.empty_like(counts)
         for part in rows:
             first[:, part.classes] = part.frame.first_rows
-        place = torch.from_numpy(spread(first, counts)).to(self._device)
+        place = spread_on(first, counts, self._device)
         return list(place.index_select(0, index).split(list(self._batch.lookups)))
 
     def _send(self, level: int, content: str, wire: Wire, held: RowsBuffer, target: RowsBuffer) -> Arrival:
@@ -272,6 +298,7 @@ class Exchange:
         classes = [index for module in trained for index in context.modules[module]]
         # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed.
         scale = 1.0 / self._context.layout.world_size if get_gradient_division() else 1.0
+        most = self._most_touched()
         for level in self._levels:
             for arrival in self._arrivals[level]:
                 arrival.take()
@@ -281,9 +308,10 @@ class Exchange:
                     gradients[index] = rows.get(index)
             reduction = reductions[level]
             if reduction is not None:
-                reduction.reduce(
-                    [self._slots[level][index] for index in classes], [gradients[i] for i in classes], scale
-                )
+                slots, touched = self._slots[level], None
+                if reduction.gathers:
+                    touched = [(self._touched[level].slots[i], most[level][i]) for i in classes]
+                reduction.reduce([slots[i] for i in classes], [gradients[i] for i in classes], scale, touched)
                 continue
             for index in classes:
                 self._updates[index](gradients[index].mul_(scale))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexshard._internal import spread_on
 from flexshard.costmodels import Frame
 from flexshard.executors.comm.collectives import PendingCollective
 from flexshard.executors.comm.wire import Wire
@@ -73,7 +74,8 @@ class RowsBuffer:
             self.view(index).index_copy_(0, self._positions(index), rows)
 
     def _positions(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(self.frame.positions(self.classes.index(index))).to(self.buffer.device)
+        at = self.classes.index(index)
+        return spread_on(self.frame.first_rows[:, at], self.frame.counts[:, at], self.buffer.device)
 
 
 @dataclass

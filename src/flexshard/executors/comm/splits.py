@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexshard._internal import LevelGroups
+from flexshard._internal import HostCopy, LevelGroups, to_device
 from flexshard.costmodels import STATUS_NUMBERS, Layout
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 
@@ -30,6 +31,18 @@ class Status:
     problem: int = 0
     table: int = 0
     written: int = 0
+
+    def on(self, device: torch.device, found: Sequence[tuple[torch.Tensor, int]] = ()) -> torch.Tensor:
+        """As it is sent; shape (3,), int32.
+
+        Args:
+            found: what only the device knows: a table's index (-1 for none) and the problem that it then has. The
+                first one counts, where the host knows of no other.
+        """
+        words = to_device(np.array([self.problem, self.table, self.written], np.int32), device)
+        for table, problem in reversed(found) if not self.problem else ():
+            words = torch.where(table < 0, words, torch.cat([torch.full_like(table, problem), table, words[2:]]))
+        return words
 
 
 @dataclass(frozen=True)
@@ -62,8 +75,9 @@ class SplitsExchange:
         groups: dict[int, LevelGroups],
         collectives: Collectives,
         counts: torch.Tensor,
-        status: Status,
+        status: torch.Tensor,
     ) -> None:
+        """Of :meth:`BucketizedIds.counts`, and of :meth:`Status.on`."""
         self._layout, self._groups, self._counts, self._status = layout, groups, counts, status
         self._pending: PendingCollective | None = None
         self._levels = [index for index, size in enumerate(layout.group_sizes) if size > 1]
@@ -73,7 +87,7 @@ class SplitsExchange:
             return
         width = len(self._levels) * self._classes
         message = torch.zeros(world, width + STATUS_NUMBERS, dtype=torch.int32, device=counts.device)
-        message[:, width:] = torch.tensor([status.problem, status.table, status.written], dtype=torch.int32)
+        message[:, width:] = status
         for column, level in enumerate(self._levels):
             own = counts[layout.first_bucket[level] : layout.first_bucket[level + 1]]
             message[self._peers(level), column * self._classes : (column + 1) * self._classes] = own.int()
@@ -89,12 +103,14 @@ class SplitsExchange:
 
     def wait(self) -> Splits:
         """Until every rank's counts are here."""
-        sizes = self._layout.group_sizes
-        sent = self._counts.cpu().numpy().astype(np.int64)
-        if self._pending is None:
-            return Splits(sent, [sent for _ in sizes], [self._status])
-        self._pending.wait()
-        messages = self._received.cpu().numpy().astype(np.int64)
+        sizes, shape = self._layout.group_sizes, self._counts.shape
+        if self._pending is not None:
+            self._pending.wait()
+        received_or_own = self._status.view(1, -1) if self._pending is None else self._received
+        together = torch.cat([self._counts.view(-1).int(), received_or_own.view(-1)])  # one wait for both
+        numbers = HostCopy(together).numbers().astype(np.int64)
+        sent = numbers[: shape.numel()].reshape(shape)
+        messages = numbers[shape.numel() :].reshape(received_or_own.shape)
         received = []
         for level, size in enumerate(sizes):
             if size == 1:

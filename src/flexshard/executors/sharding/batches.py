@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from flexshard._internal import host_waits_for, to_device
 from flexshard.errors import CheckpointError, DataError, FlexShardError
 from flexshard.executors.comm.splits import Status
 from flexshard.executors.sharding.translation import LocationTable, extremes_of, outside_message, outside_of
 from flexshard.executors.state.live_tensors import STALE
 
-__all__ = ["BatchProblem", "Lookup", "error_of", "ids_of_tables"]
+__all__ = ["BAD_IDS", "BatchProblem", "Lookup", "OutsideIds", "error_of", "ids_of_tables"]
 
-_BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH = 1, 2, 3
-_WHAT = {_BAD_IDS: "bad ids of table {}", _NO_FEATURE: "no feature for table {}", _VARIABLE_BATCH: "a variable batch"}
+IntArray = npt.NDArray[np.int64]
+
+BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH = 1, 2, 3
+_ANY = np.iinfo(np.int64).max
+_WHAT = {BAD_IDS: "bad ids of table {}", _NO_FEATURE: "no feature for table {}", _VARIABLE_BATCH: "a variable batch"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,19 @@ class BatchProblem:
     text: str
 
 
+@dataclass(frozen=True)
+class OutsideIds:
+    """Whether ids lie outside their table, as far as the device has come: the host need not wait to hear it.
+
+    Attributes:
+        table: index of one that they lie outside of, -1 if there is none; shape (1,), int32, on the device.
+        problem: what is wrong then; it waits for the device.
+    """
+
+    table: torch.Tensor
+    problem: Callable[[], BatchProblem | None]
+
+
 def ids_of_tables(
     features: KeyedJaggedTensor,
     lookups: Sequence[Lookup],
@@ -59,7 +78,7 @@ def ids_of_tables(
     *,
     translated: bool,
     variable: bool = True,
-) -> tuple[list[tuple[int, torch.Tensor]], BatchProblem | None]:
+) -> tuple[list[tuple[int, torch.Tensor]], BatchProblem | OutsideIds | None]:
     """A batch's ids by table, in the lookups' order; none if there is a problem.
 
     Args:
@@ -80,43 +99,84 @@ def ids_of_tables(
             )
         return [], BatchProblem(_VARIABLE_BATCH, 0, text)
     keys, values = features.keys(), features.values()
-    parts = {key: values[slice(*part)] for key, part in zip(keys, pairwise(features.offset_per_key()), strict=True)}
-    asked = list(dict.fromkeys(lookup.feature for lookup in lookups if lookup.feature in parts))
-    extremes = dict(zip(asked, extremes_of([parts[feature] for feature in asked]), strict=True))
-    result: list[tuple[int, torch.Tensor]] = []
     for lookup in lookups:
-        table = tables[lookup.table]
-        if lookup.feature not in parts:
+        if lookup.feature not in keys:
             text = (
-                f"the batch has no feature {lookup.feature!r}, which table {table.table!r} is looked up by; it has"
-                f" {', '.join(keys)}"
+                f"the batch has no feature {lookup.feature!r}, which table {tables[lookup.table].table!r} is looked up"
+                f" by; it has {', '.join(keys)}"
             )
             return [], BatchProblem(_NO_FEATURE, lookup.table, text)
-        ids = parts[lookup.feature]
-        wrong = _wrong_ids(lookup.feature, table, ids.dtype, extremes[lookup.feature], translated=translated)
-        if wrong is not None:
-            return [], BatchProblem(_BAD_IDS, lookup.table, wrong)
-        result.append((lookup.table, ids if ids.numel() else ids.long()))
-    return result, None
+        if values.numel() and (values.is_floating_point() or values.dtype == torch.bool):
+            text = (
+                f"feature {lookup.feature!r}: ids of table {tables[lookup.table].table!r} must be whole numbers, found"
+                f" {values.dtype}"
+            )
+            return [], BatchProblem(BAD_IDS, lookup.table, text)
+    ends = features.offset_per_key()
+    problem: BatchProblem | OutsideIds | None
+    if host_waits_for(values.device):
+        values, table = _inside(values, np.array(ends), *_bounds(keys, lookups, tables, translated=translated))
+        problem = OutsideIds(table, lambda: _outside(features, lookups, tables, translated=translated))
+    else:
+        problem = _outside(features, lookups, tables, translated=translated)
+        if problem is not None:
+            return [], problem
+    parts = {key: values[slice(*part)] for key, part in zip(keys, pairwise(ends), strict=True)}
+    found = [(lookup.table, parts[lookup.feature]) for lookup in lookups]
+    return [(table, ids if ids.numel() else ids.long()) for table, ids in found], problem
 
 
-def _wrong_ids(
-    feature: str, table: LocationTable, dtype: torch.dtype, extremes: tuple[float, float] | None, *, translated: bool
-) -> str | None:
-    """What is wrong with a feature's ids of these extremes (None if it has no ids), if anything is."""
-    if extremes is None:
-        return None
-    if dtype.is_floating_point or dtype == torch.bool:
-        return f"feature {feature!r}: ids of table {table.table!r} must be whole numbers, found {dtype}"
-    outside = outside_of(extremes, table.num_locations if translated else table.num_rows)
-    if outside is None:
-        return None
-    if translated:
-        return (
-            f"feature {feature!r}: {outside} is no location of table {table.table!r}; translate its ids with this"
-            " module's translator()"
-        )
-    return outside_message(feature, table, outside)
+def _bounds(
+    keys: Sequence[str], lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
+) -> tuple[IntArray, IntArray]:
+    """The number that a feature's ids lie below, and the table that says so; shape (features,) each."""
+    ends, owners = np.full(len(keys), _ANY), np.zeros(len(keys), np.int64)
+    for lookup in lookups:
+        table, at = tables[lookup.table], keys.index(lookup.feature)
+        end = table.num_locations if translated else table.num_rows
+        if end < ends[at]:
+            ends[at], owners[at] = end, lookup.table
+    return ends, owners
+
+
+def _inside(
+    values: torch.Tensor, offsets: IntArray, ends: IntArray, owners: IntArray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids with 0 for those that lie outside their table, and the first such table (-1: none); shape (1,)."""
+    if not values.numel():
+        return values, torch.full((1,), -1, dtype=torch.int32, device=values.device)
+    features = to_device(np.stack([ends, owners, np.diff(offsets)]), values.device)
+    number = torch.arange(len(ends), device=values.device)
+    feature = torch.repeat_interleave(number, features[2], output_size=values.numel())
+    end = features[0][feature]
+    outside = ((values < 0) | (values >= end)) & (end != _ANY)
+    table = torch.where(outside, features[1][feature], _ANY).min().view(1)
+    return values.masked_fill(outside, 0), torch.where(table == _ANY, -1, table).int()
+
+
+def _outside(
+    features: KeyedJaggedTensor, lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
+) -> BatchProblem | None:
+    """Which ids lie outside their table, if any do; on a device, the host waits."""
+    values = features.values()
+    parts = {
+        key: values[slice(*part)]
+        for key, part in zip(features.keys(), pairwise(features.offset_per_key()), strict=True)
+    }
+    asked = list(dict.fromkeys(lookup.feature for lookup in lookups))
+    extremes = dict(zip(asked, extremes_of([parts[feature] for feature in asked]), strict=True))
+    for lookup in lookups:
+        table = tables[lookup.table]
+        outside = outside_of(extremes[lookup.feature], table.num_locations if translated else table.num_rows)
+        if outside is not None:
+            text = outside_message(lookup.feature, table, outside)
+            if translated:
+                text = (
+                    f"feature {lookup.feature!r}: {outside} is no location of table {table.table!r}; translate its ids"
+                    " with this module's translator()"
+                )
+            return BatchProblem(BAD_IDS, lookup.table, text)
+    return None
 
 
 def error_of(

@@ -22,7 +22,7 @@ from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
 from flexshard.executors.comm.exchange import Exchange, ExchangeContext
 from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.sharding.batches import BatchProblem, error_of
+from flexshard.executors.sharding.batches import BAD_IDS, BatchProblem, OutsideIds, error_of
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
 
@@ -55,7 +55,7 @@ class BatchPart:
         owner: the module.
         locations: of its lookups, as its own tables have them; shape (lookups,).
         lookups: how many each of its groups has.
-        problem: what is wrong with it on this rank.
+        problem: what is wrong with it on this rank, or may be.
         features: the batch as the module got it. A pipeline may begin one batch while a module outside of it looks up
             the batch before: only modules that are given the very same object go together.
     """
@@ -63,7 +63,7 @@ class BatchPart:
     owner: RowsOwner
     locations: torch.Tensor
     lookups: Sequence[int]
-    problem: BatchProblem | None
+    problem: BatchProblem | OutsideIds | None
     features: object
 
 
@@ -155,7 +155,7 @@ class JointTables:
             index_dedup=self._options.index_dedup,
         )
 
-    def exchange_splits(self, batch: BucketizedIds, status: Status) -> SplitsExchange:
+    def exchange_splits(self, batch: BucketizedIds, status: torch.Tensor) -> SplitsExchange:
         """Tell the other ranks how many ids will come."""
         return SplitsExchange(self.layout, self._groups, self._options.collectives, batch.counts, status)
 
@@ -165,7 +165,12 @@ class JointTables:
 
     def error_of(self, status: Sequence[Status], problem: BatchProblem | None) -> FlexShardError | None:
         """What this rank raises after every rank has given its word."""
-        return error_of(status, self.layout.tables, self._modules[0].rank, problem)
+        return error_of(status, self.layout.tables, self.rank, problem)
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._modules[0].rank
 
 
 class JointModules:
@@ -245,10 +250,14 @@ class JointBatch:
         parts = list(self.parts.values())
         self._batch = tables.bucketize(parts)
         status = Status(written=max(part.owner.written() for part in parts))
+        found = []
         for first, part in zip(tables.first_table, parts, strict=True):
-            if part.problem is not None and not status.problem:
+            if isinstance(part.problem, OutsideIds):
+                table = part.problem.table
+                found.append((torch.where(table < 0, table, table + first), BAD_IDS))
+            elif part.problem is not None and not status.problem:
                 status = Status(part.problem.kind, first + part.problem.table, status.written)
-        self._splits = tables.exchange_splits(self._batch, status)
+        self._splits = tables.exchange_splits(self._batch, status.on(self._batch.counts.device, found))
 
     def send_ids(self) -> None:
         """Send the ids, once every rank has given its word on its own.
@@ -265,7 +274,7 @@ class JointBatch:
         assert self._splits is not None
         assert self._batch is not None
         splits = self._splits.wait()
-        problem = next((part.problem for part in self.parts.values() if part.problem is not None), None)
+        problem = self._problem() if splits.status[self._tables.rank].problem else None
         self._error = self._tables.error_of(splits.status, problem)
         if self._error is not None:
             raise self._error
@@ -273,6 +282,13 @@ class JointBatch:
             for part in self.parts.values():
                 part.owner.finish_writes()
         self._exchange = self._tables.exchange(self._batch, splits)
+
+    def _problem(self) -> BatchProblem | None:
+        """What is wrong on this rank, where something is."""
+        problems = [part.problem for part in self.parts.values()]
+        known = next((problem for problem in problems if isinstance(problem, BatchProblem)), None)
+        found = (problem.problem() for problem in problems if isinstance(problem, OutsideIds))
+        return known or next((problem for problem in found if problem is not None), None)
 
     def wait_for_ids(self) -> None:
         """Until the ids that other ranks ask for are here."""

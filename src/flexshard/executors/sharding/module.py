@@ -23,7 +23,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from flexshard.embeddings import jagged_index_select
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import Lookup, ids_of_tables
+from flexshard.executors.sharding.batches import BatchProblem, Lookup, ids_of_tables
 from flexshard.executors.sharding.joint import BatchPart, JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
@@ -165,7 +165,7 @@ class ShardedFlexShardEmbeddingCollection(
             try:  # it starts on every rank or on none, whatever is wrong with our part of the batch
                 request = collection.input_dist(ctx.torchrec, features)
             except Exception:
-                if problem is None:
+                if not isinstance(problem, BatchProblem):
                     batch.begin()  # other ranks wait for it
                     raise
                 break

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import has_numba, with_values
+from flexshard._internal import has_numba, host_waits_for, with_values
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
@@ -107,7 +107,7 @@ class LocationTable:
 
     def _located(self, rest: _Rest, ids: torch.Tensor) -> torch.Tensor:
         assert self._listed is not None
-        if ids.device.type == "cpu" and has_numba():
+        if not host_waits_for(ids.device) and has_numba():
             from flexshard.executors.sharding.row_set_kernels import locate
 
             found = torch.empty(ids.numel(), dtype=self._type)

@@ -88,6 +88,7 @@ class RowStore(nn.Module, abc.ABC):
         weight = self.values[where]
         state = {name: values[where] for name, values in self.states().items()}
         rate, step = self._learning_rate, self._step
+        read = read if self.spec.moves_at_zero else None
         apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=seed, read=read)
         if isinstance(where, torch.Tensor):  # indexing made copies
             self.values.index_copy_(0, where, weight)

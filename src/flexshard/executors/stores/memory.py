@@ -31,6 +31,7 @@ class MemoryStore(RowStore):
 
     def look_up(self, slots: torch.Tensor) -> LookedUp:
         def update(gradient: torch.Tensor) -> None:
-            self.update_rows(*sum_by_slot(slots, gradient))
+            rows, sums, here = sum_by_slot(slots, gradient.float())
+            self.update_rows(rows, sums, read=here)
 
         return LookedUp(self.values.index_select(0, slots), update)

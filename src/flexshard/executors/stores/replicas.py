@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flexshard.costmodels import Layout
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 from flexshard.executors.stores.base import RowStore
-from flexshard.executors.stores.touched_rows import TouchedRows
+from flexshard.executors.stores.touched_rows import NO_SLOT, TouchedCounts, TouchedRows, TouchedSlots
 
 __all__ = ["CopiedRows", "ReplicaReduction"]
 
@@ -61,24 +61,27 @@ class CopiedRows:
 
     def add(self, buffer: torch.Tensor, slots: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
         """Sum the gradients of rows that are reduced whole in a buffer of theirs."""
-        shift = self._shift
+        shift, dim = self._shift, self.store.dim
+        counted: torch.Tensor | float = 1.0
         if len(self._ends) > 1:
             tiers = self._tiers(slots)
-            if self.some_sparse:
-                here = ~self._sparse[tiers]
-                tiers, slots, gradient = tiers[here], slots[here], gradient[here]
             shift = shift[tiers]
-        rows, dim = slots + shift, self.store.dim
+            if self.some_sparse:  # a row of zeros for the others
+                sparse = self._sparse[tiers]
+                shift, gradient = torch.where(sparse, -slots, shift), gradient.masked_fill(sparse.view(-1, 1), 0.0)
+                counted = (~sparse).float()
+        rows = slots + shift
         buffer[:, :dim].index_add_(0, rows, gradient, alpha=scale)
         if self.width > dim:
-            buffer[:, dim].index_add_(0, rows, torch.ones_like(gradient[:, 0]))
+            buffer[:, dim].index_add_(0, rows, torch.ones_like(gradient[:, 0]).mul_(counted))
 
-    def sparse(self, slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of sparse tiers alone, with their gradients."""
+    def sparse(self, slots: torch.Tensor) -> torch.Tensor:
+        """Slots of sparse tiers, :data:`NO_SLOT` for others."""
         if not self.whole:
-            return slots, gradient
-        here = self._sparse[self._tiers(slots)] if self.some_sparse else torch.zeros_like(slots, dtype=torch.bool)
-        return slots[here], gradient[here]
+            return slots
+        if not self.some_sparse:
+            return torch.full_like(slots, NO_SLOT)
+        return slots.masked_fill(~self._sparse[self._tiers(slots)], NO_SLOT)
 
     def update(self, buffer: torch.Tensor, *, seed: int) -> None:
         """Update the rows that are reduced whole, from the buffer of their sums; shape (whole, width)."""
@@ -126,21 +129,41 @@ class ReplicaReduction:
         sizes = [part.whole * part.width for part in self._copied]
         return [view.view(-1, part.width) for view, part in zip(buffer.split(sizes), self._copied, strict=True)]
 
-    def reduce(self, slots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float) -> None:
+    @property
+    def gathers(self) -> bool:
+        """Whether there are sparse tiers."""
+        return any(part.some_sparse for part in self._copied)
+
+    def count_touched(self, slots: Sequence[torch.Tensor]) -> TouchedCounts:
+        """Start counting the rows of sparse tiers that a batch touches, as :meth:`reduce` needs them.
+
+        Args:
+            slots: of each store, from 0; shape (R,), int64.
+        """
+        own = [part.sparse(at) for part, at in zip(self._copied, slots, strict=True)]
+        return TouchedCounts(own, self._collectives, self._across, self._label("touched"))
+
+    def reduce(
+        self,
+        slots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        scale: float,
+        touched: Sequence[tuple[TouchedSlots, int]] | None,
+    ) -> None:
         """Start bringing the copies' gradients together; the update follows when backward ends.
 
         Args:
             slots: of each store, from 0; shape (R,), int64.
             gradients: theirs, to be multiplied by ``scale``; shape (R, D), float32.
+            touched: of each store, with the most of any copy, if there are sparse tiers.
         """
         self.finish()  # a model that looks up twice updates twice, as with FBGEMM
-        dense, touched = None, None
+        dense, gathered = None, None
         if any(part.whole for part in self._copied):
             dense = self._reduce_whole(slots, gradients, scale)
-        if any(part.some_sparse for part in self._copied):
-            pairs = [part.sparse(*pair) for part, *pair in zip(self._copied, slots, gradients, strict=True)]
-            touched = TouchedRows(pairs, scale, self._collectives, self._across, self._label)
-        self._open = dense, touched
+        if touched is not None:
+            gathered = TouchedRows(touched, gradients, scale, self._collectives, self._across, self._label)
+        self._open = dense, gathered
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _reduce_whole(
@@ -167,6 +190,6 @@ class ReplicaReduction:
                     part.update(view, seed=self._size)
             self._buffer.zero_()
         if touched is not None:
-            for part, (slots, gradient) in zip(self._copied, touched.wait(), strict=True):
+            for part, (slots, gradient, here) in zip(self._copied, touched.wait(), strict=True):
                 if part.some_sparse:
-                    part.store.update_rows(slots, gradient, seed=self._size)
+                    part.store.update_rows(slots, gradient, seed=self._size, read=here)

@@ -3,15 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from flexshard.executors.comm.collectives import Collectives, Label
+from flexshard._internal import host_waits_for, runs_of
+from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 
-__all__ = ["TouchedRows", "sum_by_slot"]
+__all__ = ["NO_SLOT", "TouchedCounts", "TouchedRows", "TouchedSlots", "sum_by_slot"]
 
 _SLOT_BYTES = 4
+NO_SLOT = (1 << 31) - 1  # sorts behind all slots
+
+
+@dataclass(frozen=True)
+class TouchedSlots:
+    """Distinct slots among lookups.
+
+    Attributes:
+        slots: ascending, then :data:`NO_SLOT`; shape (n,), int64.
+        index: of each lookup among them; shape (lookups,).
+    """
+
+    slots: torch.Tensor
+    index: torch.Tensor
+
+    @classmethod
+    def of(cls, slots: torch.Tensor) -> TouchedSlots:
+        """Of lookups' slots, :data:`NO_SLOT` for those that do not count; shape (lookups,)."""
+        if host_waits_for(slots.device):
+            return cls(*runs_of(slots, NO_SLOT))
+        return cls(*torch.unique(slots, return_inverse=True))
+
+    @property
+    def number(self) -> torch.Tensor:
+        """How many slots there are; shape (1,), int32."""
+        return (self.slots != NO_SLOT).sum(dtype=torch.int32).view(1)
+
+
+class TouchedCounts:
+    """How many rows of each store a batch touches, and the most that any copy does: counted when ids are known, so that
+    backward need not wait for it.
+
+    Attributes:
+        slots: of each store.
+    """
+
+    def __init__(
+        self, slots: Sequence[torch.Tensor], collectives: Collectives, across: dist.ProcessGroup, label: Label
+    ) -> None:
+        """Slots of each store's lookups, as for :meth:`TouchedSlots.of`."""
+        self.slots = [TouchedSlots.of(of_store) for of_store in slots]
+        self._most = torch.cat([touched.number for touched in self.slots])
+        self._pending: PendingCollective = collectives.all_reduce(self._most, across, label, dist.ReduceOp.MAX)
+
+    def most(self) -> torch.Tensor:
+        """Of each store; shape (stores,), int32."""
+        self._pending.wait()
+        return self._most
 
 
 class TouchedRows:
@@ -23,25 +73,27 @@ class TouchedRows:
 
     def __init__(
         self,
-        touched: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        touched: Sequence[tuple[TouchedSlots, int]],
+        gradients: Sequence[torch.Tensor],
         scale: float,
         collectives: Collectives,
         across: dist.ProcessGroup,
         label: Callable[[str], Label],
     ) -> None:
-        """Slots and gradients of each store; see :meth:`ReplicaReduction.reduce`."""
-        sums = [sum_by_slot(*pair) for pair in touched]
-        self._dims = [gradient.shape[1] for _, gradient in sums]
-        device = sums[0][0].device
-        most = torch.tensor([slots.numel() for slots, _ in sums], dtype=torch.int32, device=device)
-        collectives.all_reduce(most, across, label("touched"), dist.ReduceOp.MAX).wait()
-        self._rows = most.tolist()
+        """Of each store: slots, the most that any copy has, and gradients of the lookups, shape (lookups, D)."""
+        self._rows = [most for _, most in touched]
+        self._dims = [gradient.shape[1] for gradient in gradients]
         self._copies = dist.get_world_size(across)
+        device = gradients[0].device
         self._entries = torch.zeros(sum(self._sizes), dtype=torch.uint8, device=device)  # kept until they are sent
-        for view, (slots, gradient) in zip(self._views(self._entries), sums, strict=True):
-            view[:, :_SLOT_BYTES] = 255  # slot -1: nothing in this entry
-            view[: slots.numel(), :_SLOT_BYTES] = slots.int().view(-1, 1).view(torch.uint8)
-            view[: slots.numel(), _SLOT_BYTES:] = (gradient * scale).view(torch.uint8)
+        for view, (own, most), gradient in zip(self._views(self._entries), touched, gradients, strict=True):
+            number = min(most, len(own.slots))
+            slots = torch.full((most,), NO_SLOT, dtype=torch.int32, device=device)
+            slots[:number] = own.slots[:number]
+            sums = torch.zeros(len(own.slots), gradient.shape[1], dtype=torch.float32, device=device)
+            sums.index_add_(0, own.index, gradient, alpha=scale)
+            view[:, :_SLOT_BYTES] = slots.view(-1, 1).view(torch.uint8)
+            view[:number, _SLOT_BYTES:] = sums[:number].view(torch.uint8)
         self._all = self._entries.new_empty(self._entries.numel() * self._copies)
         self._pending = collectives.all_gather(self._all, self._entries, across, label("touched_rows"))
 
@@ -54,29 +106,48 @@ class TouchedRows:
         widths = [_SLOT_BYTES + 4 * dim for dim in self._dims]
         return [part.view(-1, width) for part, width in zip(entries.split(self._sizes), widths, strict=True)]
 
-    def wait(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Distinct slots of each store, shape (n,), and their summed gradients, shape (n, D); alike on all copies."""
+    def wait(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Of each store as :func:`sum_by_slot` gives it; alike on all copies."""
         self._pending.wait()
         copies = [self._views(part) for part in self._all.view(self._copies, -1)]
+        together = [torch.cat(entries) for entries in zip(*copies, strict=True)]
         return [
-            _summed(torch.cat(entries), dim) for entries, dim in zip(zip(*copies, strict=True), self._dims, strict=True)
+            sum_by_slot(
+                entries[:, :_SLOT_BYTES].contiguous().view(torch.int32).view(-1).long(),
+                entries[:, _SLOT_BYTES:].contiguous().view(torch.float32).view(-1, dim),
+            )
+            for entries, dim in zip(together, self._dims, strict=True)
         ]
 
 
-def _summed(entries: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    slots = entries[:, :_SLOT_BYTES].contiguous().view(torch.int32).view(-1)
-    gradient = entries[:, _SLOT_BYTES:].contiguous().view(torch.float32).view(-1, dim)
-    there = slots >= 0
-    # In a fixed order, unlike index_add on CUDA: copies must stay equal to the last bit.
-    sorted_slots, order = torch.sort(slots[there].long(), stable=True)
-    distinct, counts = torch.unique_consecutive(sorted_slots, return_counts=True)
-    ordered = gradient[there][order]
-    return distinct, torch.segment_reduce(ordered, "sum", lengths=counts) if len(ordered) else ordered
+def sum_by_slot(slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The sum of each slot's gradients, in a fixed order, unlike that of ``index_add`` on CUDA: copies must stay equal
+    to the last bit.
 
+    Args:
+        slots: shape (n,), int64; entries of :data:`NO_SLOT` do not count.
+        gradient: shape (n, D), float32.
 
-def sum_by_slot(slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct slots ascending, and the sum of the gradients of each in float32."""
-    distinct, inverse = torch.unique(slots, return_inverse=True)
-    sums = torch.zeros(distinct.numel(), gradient.shape[1], dtype=torch.float32, device=gradient.device)
-    sums.index_add_(0, inverse, gradient.float())
-    return distinct.long(), sums
+    Returns:
+        Slots, their sums, and whether they are to be updated (None: all of them). On CPUs they are distinct. Elsewhere
+        the host would have to wait to hear how many there are; there are n, of which the last one fills up the rest.
+    """
+    if not len(slots):
+        return slots, gradient, None
+    ordered, order = torch.sort(slots, stable=True)
+    gradient = gradient[order]
+    if not host_waits_for(slots.device):
+        distinct, lengths = torch.unique_consecutive(ordered, return_counts=True)
+        if len(distinct) and int(distinct[-1]) == NO_SLOT:
+            distinct, lengths = distinct[:-1], lengths[:-1]
+            gradient = gradient[: int(lengths.sum())]
+        if len(distinct):
+            gradient = torch.segment_reduce(gradient, "sum", lengths=lengths)
+        return distinct, gradient, None
+    distinct, index = runs_of(ordered, NO_SLOT)
+    lengths = torch.zeros_like(index).index_add_(0, index, torch.ones_like(index))
+    sums = torch.segment_reduce(gradient, "sum", lengths=lengths, initial=0, unsafe=True)
+    number = (distinct != NO_SLOT).sum()
+    own = torch.minimum(torch.arange(len(slots), device=slots.device), (number - 1).clamp(min=0))
+    some = (number > 0).expand(len(slots))
+    return torch.where(some, distinct[own], 0), torch.where(some.view(-1, 1), sums[own], 0.0), some

@@ -1,0 +1,89 @@
+"""Small arrays from the host to a device and back, with as few waits of the host as may be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HostCopy", "host_waits_for", "runs_of", "spread_on", "to_device"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+def host_waits_for(device: torch.device) -> bool:
+    """Whether reading a number of a tensor makes the host wait until the device has come to it."""
+    return bool(device.type != "cpu")
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array on a device, of its shape and type; the host does not wait for it, and must not write to it again."""
+    import torch
+
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def spread_on(first: IntArray, counts: IntArray, device: torch.device) -> torch.Tensor:
+    """``first, first + 1, ...`` of every cell, one cell after the other.
+
+    Args:
+        first, counts: of one shape.
+
+    Returns:
+        Shape (sum of counts,), int64.
+    """
+    import torch
+
+    flat, total = np.ravel(counts), int(counts.sum())
+    cells = to_device(np.stack([np.ravel(first) - (np.cumsum(flat) - flat), flat]).astype(np.int64), device)
+    repeated = torch.repeat_interleave(cells[0], cells[1], output_size=total)
+    return repeated.add_(torch.arange(total, device=device))
+
+
+class HostCopy:
+    """Numbers of a tensor on their way to the host, which only waits where it reads them before they have come."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        import torch
+
+        self._event: torch.cuda.Event | None = None
+        self._host = numbers
+        if numbers.device.type == "cuda":
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def numbers(self) -> npt.NDArray[Any]:
+        """On the host, of the tensor's shape and type."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: npt.NDArray[Any] = self._host.numpy()
+        return found
+
+
+def runs_of(values: torch.Tensor, beyond: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct numbers without a wait for how many there are.
+
+    Args:
+        values: shape (n,), whole numbers below ``beyond``.
+        beyond: what stands in the result behind the distinct ones; one number.
+
+    Returns:
+        The distinct ones, ascending, then ``beyond``; shape (n,). And of each value its own among them; shape (n,).
+    """
+    import torch
+
+    ordered, order = torch.sort(values, stable=True)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    run = torch.cumsum(starts, 0) - 1
+    distinct = (torch.zeros_like(values) + beyond).scatter_(0, run, ordered)
+    return distinct, torch.empty_like(run).scatter_(0, order, run)

@@ -1,0 +1,243 @@
+"""How often a step makes the host wait for the device, counted on CPUs beside TorchRec's own row-wise sharding."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+
+import torch
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+import flexshard
+from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+from flexshard._internal import to_device
+from flexshard.errors import DataError
+from flexshard.executors import MemoryStore
+from flexshard.executors.comm import bucketized_ids
+from flexshard.executors.comm.bucketized_ids import bucketize
+from flexshard.executors.stores.fused import FusedStore
+from flexshard.executors.stores.touched_rows import NO_SLOT, sum_by_slot
+from tests.executors import models, ranks
+from tests.executors.host_waits import HostWaits, as_on_cuda
+
+ROWS = 40
+SPLITS = {
+    "row-wise": [(4, ROWS, "dense")],
+    "dense tiers": [(1, 10, "dense"), (2, 10, "dense"), (4, 20, "dense")],
+    "gathered tiers": [(1, 10, "sparse"), (2, 10, "sparse"), (4, 20, "dense")],
+}
+
+
+def collection(groups: int) -> EmbeddingCollection:
+    """Four tables, in groups that learn at different rates."""
+    torch.manual_seed(0)
+    module = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(name=f"t{i}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f"f{i}"])
+            for i in range(4)
+        ]
+    )
+    for index in range(4):
+        rate = {"lr": 0.1 + 0.1 * (index % groups)}
+        apply_optimizer_in_backward(torch.optim.SGD, [module.embeddings[f"t{index}"].weight], rate)
+    return module
+
+
+def batch_of(rank: int, step: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    lengths = torch.randint(0, 4, (4 * 6,), generator=generator)
+    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor([f"f{i}" for i in range(4)], ids, lengths=lengths)
+
+
+def waits(rank: int, parallel: Any, on_host: list[torch.Tensor]) -> dict[str, int]:
+    """Of one training step, after one that warms up."""
+    for step in range(2):
+        batch = batch_of(rank, step)
+        with as_on_cuda(), HostWaits(on_host) as counter:
+            output = parallel(batch)
+            sum((jagged.values() ** 2).sum() for jagged in output.values()).backward()  # type: ignore[union-attr]
+    return dict(counter.counts)
+
+
+def of_torchrec(rank: int) -> dict[str, int]:
+    model, sharder = collection(1), EmbeddingCollectionSharder()
+    how = {f"t{i}": row_wise(compute_kernel="fused") for i in range(4)}
+    plan = construct_module_sharding_plan(model, how, sharder, local_size=2, world_size=4, device_type="cpu")
+    parallel = DistributedModelParallel(
+        model, plan=ShardingPlan({"": plan}), sharders=[sharder], device=torch.device("cpu")
+    )
+    return waits(rank, parallel, [])
+
+
+def of_ours(rank: int, split: str, groups: int, index_dedup: bool) -> dict[str, int]:
+    cluster = models.small_cluster(2, 2)
+    profile = flexshard.AccessProfile.from_counts(torch.arange(ROWS, 0, -1).numpy(), num_samples=10)
+    tables = [flexshard.Table(f"t{index}", ROWS, 8, profile) for index in range(4)]
+    plan = flexshard.solve(tables, cluster, batch_size=6, budget="1GiB", index_dedup=index_dedup)
+    plan = models.with_tiers(plan, {table.name: SPLITS[split] for table in tables})
+    model, sharders = collection(groups), [FlexShardEmbeddingCollectionSharder()]
+    sharding = FlexShardPlanner(plan, profiles=dict.fromkeys(plan.tables, profile)).collective_plan(model, sharders)
+    parallel = DistributedModelParallel(model, plan=sharding, sharders=sharders, device=torch.device("cpu"))
+    assert len(parallel.module.groups) == groups
+    return waits(rank, parallel, [parallel.module.tables.steps])
+
+
+def measured(rank: int) -> dict[str, dict[str, int]]:
+    found = {"TorchRec": of_torchrec(rank)}
+    for split in SPLITS:
+        for groups in (1, 2, 4):
+            for index_dedup in (False, True):
+                found[f"{split}, {groups} groups, dedup {index_dedup}"] = of_ours(rank, split, groups, index_dedup)
+    return found
+
+
+def test_a_step_waits_no_more_often_than_torchrecs() -> None:
+    """And not more often where there are more groups; gathered tiers take one wait more, however many there are."""
+    (found, *_) = ranks.run(2, 2, measured)
+    base = sum(found.pop("TorchRec").values())
+    for name, counts in found.items():
+        gathers = name.startswith("gathered")
+        assert sum(counts.values()) == 2 + gathers <= base, (name, counts)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "name"),
+    [
+        (lambda x: x[0].item(), "item"),
+        (lambda x: int(x.sum()), "item"),
+        (lambda x: x.tolist(), "tolist"),
+        (lambda x: x.cpu().tolist(), "cpu"),
+        (lambda x: x.numpy(), "numpy"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 1], "boolean mask"),
+        (lambda x: x.clone().index_put_((x > 1,), torch.zeros(())), "boolean mask"),
+        (lambda x: x.unique(), "unique"),
+        (lambda x: x.unique_consecutive(), "unique_consecutive"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
+        (lambda x: x.new_tensor([1.0]), "copy of numbers that Python or NumPy have"),
+        (lambda x: torch.segment_reduce(x, "sum", lengths=torch.full((1,), 3)), "segment_reduce"),
+    ],
+)
+def test_the_counter_sees(waiting: Any, name: str) -> None:
+    values = torch.arange(3.0)
+    with HostWaits() as counter:
+        waiting(values)
+    assert counter.counts == {name: 1}
+    with HostWaits() as counter:
+        (values * 2).sum()[None].index_select(0, torch.zeros(1, dtype=torch.long))
+        to_device(np.arange(3), values.device)
+    assert not counter.counts
+
+
+# -- what avoids waits gives the same numbers
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lookups", [[0, 0, 0], [300, 1, 64], [1, 0, 129], [5000, 0, 3]])
+def test_buckets_in_parts_and_by_sorting(lookups: list[int], kind: torch.dtype) -> None:
+    """FBGEMM's own order, with no more than 64 ids to a length."""
+    slots, buckets = 120, 5
+    classes = torch.tensor([0, 40, 70, slots], dtype=kind)
+    generator = torch.Generator().manual_seed(sum(lookups))
+    parts = [
+        torch.randint(0, buckets, (n,), generator=generator) * slots
+        + torch.randint(int(classes[k]), int(classes[k + 1]), (n,), generator=generator)
+        for k, n in enumerate(lookups)
+    ]
+    locations = torch.cat(parts).to(kind)
+    for index_dedup in (False, True):
+        plain = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
+        with as_on_cuda():
+            in_parts = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
+            with mock.patch.object(bucketized_ids, "_has_kernel", return_value=False):
+                by_sorting = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
+        number = int(plain.counts.sum())
+        for other in (in_parts, by_sorting):
+            assert torch.equal(other.slots[:number], plain.slots[:number])
+            assert torch.equal(other.counts, plain.counts)
+            assert torch.equal(other.index, plain.index)
+
+
+def test_fbgemm_gets_lengths_of_64_ids_and_the_buckets_counts() -> None:
+    lengths, classes = bucketized_ids._parts([130, 0, 64], 64)
+    assert lengths.tolist() == [64, 64, 2, 0, 64]
+    assert classes.tolist() == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("slots", [[], [NO_SLOT], [NO_SLOT, NO_SLOT], [3, 1, 3, NO_SLOT, 0, 1, 3], [5, 5], [2]])
+def test_sums_by_slot_without_a_wait(slots: list[int]) -> None:
+    at, gradient = torch.tensor(slots, dtype=torch.long), torch.randn(len(slots), 3)
+    gradient[at == NO_SLOT] = torch.nan
+    distinct, sums, _ = sum_by_slot(at, gradient)
+    with as_on_cuda():
+        filled, filled_sums, some = sum_by_slot(at, gradient)
+    if not len(distinct):
+        assert some is None or not some.any()
+        return
+    assert torch.equal(filled[: len(distinct)], distinct)
+    assert torch.equal(filled_sums[: len(distinct)], sums)
+    assert torch.equal(filled[len(distinct) :], distinct[-1].expand(len(slots) - len(distinct)))
+    assert torch.equal(filled_sums[len(distinct) :], sums[-1].expand(len(slots) - len(distinct), 3))
+
+
+def trained(rank: int, optimizer: str, index_dedup: bool, store: Any, seed: int) -> None:
+    split = models.random_split(models.small_cluster(2, 2), np.random.default_rng(seed))
+    found = {}
+    for name in ("plain", "as on CUDA"):
+        with as_on_cuda() if name == "as on CUDA" else nullcontext():
+            plan = models.plan_of(models.small_cluster(2, 2), split, index_dedup=index_dedup)
+            parallel, combined = models.shard(plan, optimizer, sharder={"sharded_store": store})
+            outputs = models.train(parallel, combined, rank, range(4))
+            weights = [models.whole(value) for value in parallel.state_dict().values()]
+            found[name] = torch.cat([*outputs, *(weight.flatten() for weight in weights)])
+    torch.testing.assert_close(found["as on CUDA"], found["plain"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "index_dedup", "store"),
+    [
+        ("sgd", True, FusedStore),
+        ("adagrad", False, FusedStore),
+        ("adam", False, MemoryStore),
+        ("rowwise_adagrad", True, MemoryStore),
+    ],
+)
+def test_training_without_waits_gives_the_same_weights(optimizer: str, index_dedup: bool, store: Any) -> None:
+    ranks.run(2, 2, trained, optimizer, index_dedup, store, len(optimizer))
+
+
+def bad_ids(rank: int) -> list[str]:
+    cluster = models.small_cluster(1, 2)
+    plan = models.plan_of(cluster, models.random_split(cluster, np.random.default_rng(0)))
+    parallel, _ = models.shard(plan)
+    messages = []
+    for change in (lambda ids: ids.fill_(-1), lambda ids: ids.fill_(1 << 40)):
+        batch = models.make_batch(0, rank)
+        if rank == 1:
+            change(batch.features["user"].values()[:1])
+        for _ in range(2):
+            with as_on_cuda(), pytest.raises(DataError) as caught:
+                parallel(batch)
+            messages.append(str(caught.value))
+    with as_on_cuda():
+        parallel(models.make_batch(1, rank))[0].backward()
+    return messages
+
+
+def test_ids_outside_their_table_are_named_though_the_host_does_not_wait() -> None:
+    first, second = ranks.run(1, 2, bad_ids)
+    assert all(m == "rank 0: rank 1 has bad ids of table 'users'; its own message names it" for m in first)
+    assert "rank 1: feature 'user': id -1 is outside table 'users', which has rows 0 to 63" in second[0]
+    assert f"feature 'user': id {1 << 40} is outside table 'users'" in second[2]
