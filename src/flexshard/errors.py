@@ -80,6 +80,9 @@ class BudgetError(FlexShardError, ValueError):
         super().__init__(message)
         self.least_bytes = least_bytes
 
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, float]]:
+        return type(self), (str(self), self.least_bytes)  # as other ranks get it
+
 
 class PlanError(FlexShardError, ValueError):
     """A plan file that is broken or of another version, or a plan that is not for this model or job."""

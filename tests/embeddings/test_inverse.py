@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings, strategies as st
 from torchrec import KeyedJaggedTensor
 
-from flexshard.embeddings import DedupedGroup, InverseKeyedJaggedTensor
+from flexshard.embeddings import DedupedGroup, DedupedJagged, InverseKeyedJaggedTensor
 from flexshard.errors import DataError
 
 # Figure 5 of the RecD paper.
@@ -324,3 +324,34 @@ def test_numbers_that_do_not_fit_are_named() -> None:
         InverseKeyedJaggedTensor.from_arrow(heavy, [["a"]], keys=["a"], weights={"a": "w"})
     endless = pa.table({"a": [[1]], "w": [[float("inf")]]})
     assert InverseKeyedJaggedTensor.from_arrow(endless, [["a"]], keys=["a"], weights={"a": "w"}) is not None
+
+
+def test_on_a_device_nothing_has_to_be_asked_for() -> None:
+    """Tensors on the meta device have no numbers, so whatever asks for one fails."""
+    batch = InverseKeyedJaggedTensor.from_rows(FIGURE_5, [["a", "b"]])
+    there = batch.to("meta")
+    whole = batch.to_keyed_jagged()
+    assert there.distinct.offset_per_key() == batch.distinct.offset_per_key()
+    for key in ("a", "b"):
+        group = there.group_of(key)
+        assert group is not None
+        lists = DedupedJagged(torch.empty(9, 4, device="meta"), group.jagged.lengths()[:2], group.inverse, 7)
+        assert lists.expand().values().shape == (7, 4)
+        assert group.expanded_lengths is not None
+        assert group.expanded_lengths[group.keys.index(key)] == whole[key].values().numel()
+    flat, spec = pytree.tree_flatten(there)
+    assert pytree.tree_unflatten(flat, spec).groups[0].expanded_lengths == there.groups[0].expanded_lengths
+
+
+def test_copies_on_a_stream_lie_in_memory_of_the_current_one() -> None:
+    batch = InverseKeyedJaggedTensor.from_rows(FIGURE_5, [["a"]])
+    events: list[str] = []
+
+    class Stream(torch.cpu.Stream):
+        def wait_stream(self, stream: object) -> None:
+            events.append(f"wait {stream is not self}")
+
+    copied = batch.to("cpu", non_blocking=True, data_copy_stream=Stream())
+    assert events == ["wait True"]
+    assert same(copied.to_keyed_jagged(), batch.to_keyed_jagged())
+    assert copied.groups[0].inverse.data_ptr() != batch.groups[0].inverse.data_ptr()

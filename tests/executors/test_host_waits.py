@@ -23,7 +23,7 @@ import flexshard
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 from flexshard._internal import to_device
 from flexshard.errors import DataError
-from flexshard.executors import MemoryStore
+from flexshard.executors import MemoryStore, reshard
 from flexshard.executors.comm import bucketized_ids
 from flexshard.executors.comm.bucketized_ids import bucketize
 from flexshard.executors.stores.fused import FusedStore
@@ -241,3 +241,26 @@ def test_ids_outside_their_table_are_named_though_the_host_does_not_wait() -> No
     assert all(m == "rank 0: rank 1 has bad ids of table 'users'; its own message names it" for m in first)
     assert "rank 1: feature 'user': id -1 is outside table 'users', which has rows 0 to 63" in second[0]
     assert f"feature 'user': id {1 << 40} is outside table 'users'" in second[2]
+
+
+def resharded(rank: int) -> None:
+    """Old rows are taken off their device before new ones get memory there."""
+    cluster = models.small_cluster(2, 2)
+    first, second = (models.random_split(cluster, np.random.default_rng(seed)) for seed in (1, 2))
+    parallel, optimizer = models.shard(models.plan_of(cluster, first), "rowwise_adagrad")
+    models.train(parallel, optimizer, rank, range(2))
+    before = {name: models.whole(value) for name, value in parallel.state_dict().items()}
+    parameters = dict(parallel.named_parameters())
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    with as_on_cuda():
+        moved = reshard(parallel, models.plan_of(cluster, second), profiles=profiles)
+    assert moved.rows > 0
+    for name, value in parallel.state_dict().items():
+        assert torch.equal(models.whole(value), before[name]), name
+    old = parameters["wide.embeddings.goods.weight"]
+    assert old.untyped_storage().nbytes() == 0
+    models.train(parallel, optimizer, rank, range(2, 4))
+
+
+def test_resharding_through_the_hosts_memory() -> None:
+    ranks.run(2, 2, resharded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -359,6 +360,12 @@ def test_whole_tables_by_milp_equal_every_choice(paper_cluster: Cluster) -> None
     assert best.exposed_seconds == pytest.approx(expected, rel=1e-6)
     with pytest.raises(BudgetError, match="no choice of whole tables fits"):
         whole_table_cost(tables, paper_cluster, batch_size=512, budget="-1GiB")
+
+
+def test_a_budget_error_reaches_other_processes() -> None:
+    """It was lost on its way: a rank, or a worker, that had got it waited or died instead."""
+    error = pickle.loads(pickle.dumps(BudgetError("too little", 12.5)))
+    assert (str(error), error.least_bytes) == ("too little", 12.5)
 
 
 def test_compare_adds_the_slow_baselines(paper_cluster: Cluster) -> None:

@@ -113,7 +113,11 @@ def _deduped(features: InverseKeyedJaggedTensor, name: str, embeddings: JaggedTe
     group = features.group_of(name if name in features.keys() else name.rpartition("@")[0])
     if group is None:
         return embeddings
-    return DedupedJagged(embeddings.values(), embeddings.lengths()[: group.num_distinct], group.inverse)
+    expanded = None
+    if group.expanded_lengths is not None:
+        feature = name if name in group.keys else name.rpartition("@")[0]
+        expanded = group.expanded_lengths[group.keys.index(feature)]
+    return DedupedJagged(embeddings.values(), embeddings.lengths()[: group.num_distinct], group.inverse, expanded)
 
 
 class DedupedEmbeddingBagCollection(nn.Module):

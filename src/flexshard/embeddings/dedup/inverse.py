@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,10 +40,13 @@ class DedupedGroup:
     Attributes:
         jagged: the distinct rows of every feature; stride R.
         inverse: the distinct row that each sample has; shape (B,), int64.
+        expanded_lengths: number of ids of each feature in the whole batch, where the host knows it; a batch that goes
+            from the host to a device knows it.
     """
 
     jagged: KeyedJaggedTensor
     inverse: torch.Tensor
+    expanded_lengths: tuple[int, ...] | None = None
 
     @property
     def keys(self) -> list[str]:
@@ -55,6 +57,12 @@ class DedupedGroup:
     def num_distinct(self) -> int:
         """R."""
         return int(self.jagged.stride())
+
+    def counted(self) -> DedupedGroup:
+        """The same, of a batch on the host, with what a device need not be asked for later on."""
+        self.jagged.offset_per_key()
+        lengths = self.jagged.lengths().view(len(self.keys), -1)
+        return replace(self, expanded_lengths=tuple(lengths[:, self.inverse].sum(dim=1).tolist()))
 
 
 class InverseKeyedJaggedTensor(Pipelineable):
@@ -277,10 +285,30 @@ class InverseKeyedJaggedTensor(Pipelineable):
     def to(
         self, device: torch.device | str, non_blocking: bool = False, data_copy_stream: Any = None
     ) -> InverseKeyedJaggedTensor:
-        """On another device (or itself, if it is there)."""
+        """On another device (or itself, if it is there).
+
+        Args:
+            data_copy_stream: that copies; what it copies to is the current stream's, as TorchRec's pipelines expect
+                of copies in place, which do not tell the allocator of another one.
+        """
         target = torch.device(device)
-        with _stream(data_copy_stream):
+        if self.device().type == "cpu" and target.type != "cpu":
+            for plain in (self.plain,) if self.plain is not None else ():
+                plain.offset_per_key()
+            groups = [group.counted() for group in self.groups]
+            return InverseKeyedJaggedTensor(groups, self.plain, self._keys)._to(target, non_blocking, data_copy_stream)
+        return self._to(target, non_blocking, data_copy_stream)
+
+    def _to(self, target: torch.device, non_blocking: bool, stream: Any) -> InverseKeyedJaggedTensor:
+        if stream is None:
             return self._each(lambda tensor: tensor.to(target, non_blocking=non_blocking))
+        places = self._each(lambda tensor: torch.empty_like(tensor, device=target))
+        device = torch.get_device_module(target)
+        stream.wait_stream(device.current_stream())  # which may use that memory still, for something else
+        with device.stream(stream):
+            for place, tensor in zip(places._tensors(), self._tensors(), strict=True):
+                place.copy_(tensor, non_blocking=non_blocking)
+        return places
 
     def pin_memory(self) -> InverseKeyedJaggedTensor:
         """In page-locked memory, from which copies to a GPU overlap other work."""
@@ -318,24 +346,27 @@ class InverseKeyedJaggedTensor(Pipelineable):
         return [t for t in pytree.tree_leaves(self) if isinstance(t, torch.Tensor)]
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> InverseKeyedJaggedTensor:
-        groups = [DedupedGroup(changed(group.jagged, change), change(group.inverse)) for group in self.groups]
+        groups = [
+            DedupedGroup(changed(group.jagged, change), change(group.inverse), group.expanded_lengths)
+            for group in self.groups
+        ]
         plain = None if self.plain is None else changed(self.plain, change)
         return InverseKeyedJaggedTensor(groups, plain, self._keys)
 
 
-def _stream(stream: Any) -> Any:
-    return nullcontext() if stream is None else torch.get_device_module().stream(stream)
-
-
 def _flatten(batch: InverseKeyedJaggedTensor) -> tuple[list[Any], Any]:
     children = [child for group in batch.groups for child in (group.jagged, group.inverse)]
-    return [*children, batch.plain], (batch.keys(), batch.stride())
+    expanded = [group.expanded_lengths for group in batch.groups]
+    return [*children, batch.plain], (batch.keys(), batch.stride(), expanded)
 
 
 def _unflatten(children: Iterable[Any], context: Any) -> InverseKeyedJaggedTensor:
     *pairs, plain = children
     batch = InverseKeyedJaggedTensor.__new__(InverseKeyedJaggedTensor)  # leaves need not be tensors: nothing to check
-    batch.groups = tuple(DedupedGroup(jagged, index) for jagged, index in zip(pairs[::2], pairs[1::2], strict=True))
+    batch.groups = tuple(
+        DedupedGroup(jagged, index, expanded)
+        for jagged, index, expanded in zip(pairs[::2], pairs[1::2], context[2], strict=True)
+    )
     batch.plain = plain
     batch._keys, batch._stride = list(context[0]), context[1]
     return batch

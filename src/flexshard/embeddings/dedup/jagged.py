@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,11 +21,14 @@ class DedupedJagged:
         values: of all distinct rows; shape (N, ...).
         lengths: of each distinct row; shape (R,).
         inverse: the distinct row of each sample; shape (B,).
+        expanded_length: number of vectors of all samples' lists, where the host knows it; else :meth:`expand` waits for
+            the device to hear it.
     """
 
     values: torch.Tensor
     lengths: torch.Tensor
     inverse: torch.Tensor
+    expanded_length: int | None = None
 
     def distinct(self) -> JaggedTensor:
         """The distinct rows alone; R lists."""
@@ -33,17 +36,17 @@ class DedupedJagged:
 
     def expand(self) -> JaggedTensor:
         """Every sample's own list, without padding; gradients of a row's samples add up."""
-        values, lengths = jagged_index_select(self.values, self.lengths, self.inverse)
+        values, lengths = jagged_index_select(self.values, self.lengths, self.inverse, self.expanded_length)
         return JaggedTensor(values, lengths=lengths)
 
     def with_values(self, values: torch.Tensor) -> DedupedJagged:
         """The same lists of other vectors."""
-        return DedupedJagged(values, self.lengths, self.inverse)
+        return DedupedJagged(values, self.lengths, self.inverse, self.expanded_length)
 
 
 pytree.register_pytree_node(
     DedupedJagged,
-    lambda lists: ([lists.values, lists.lengths, lists.inverse], None),
-    lambda children, _: DedupedJagged(*children),
+    lambda lists: ([lists.values, lists.lengths, lists.inverse], lists.expanded_length),
+    lambda children, expanded: replace(DedupedJagged(*children), expanded_length=expanded),
     serialized_type_name="flexshard.DedupedJagged",
 )

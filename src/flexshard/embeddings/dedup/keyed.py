@@ -175,7 +175,13 @@ def padded(jagged: KeyedJaggedTensor, stride: int) -> KeyedJaggedTensor:
     each = jagged.lengths().view(len(jagged.keys()), -1)
     lengths = torch.nn.functional.pad(each, (0, stride - each.shape[1])).reshape(-1)
     return KeyedJaggedTensor(
-        keys=jagged.keys(), values=jagged.values(), lengths=lengths, weights=jagged.weights_or_none(), stride=stride
+        keys=jagged.keys(),
+        values=jagged.values(),
+        lengths=lengths,
+        weights=jagged.weights_or_none(),
+        stride=stride,
+        length_per_key=jagged.length_per_key_or_none(),
+        offset_per_key=jagged.offset_per_key_or_none(),
     )
 
 
@@ -187,8 +193,10 @@ def in_order(parts: Sequence[KeyedJaggedTensor], keys: Sequence[str], stride: in
     if len(parts) == 1 and list(parts[0].keys()) == list(keys):
         return parts[0]
     values, lengths, weights = {}, {}, {}
+    number: dict[str, int] = {}
     for part in parts:
         ends = part.offset_per_key()
+        number |= dict(zip(part.keys(), part.length_per_key(), strict=True))
         for index, key in enumerate(part.keys()):
             span = slice(ends[index], ends[index + 1])
             values[key] = part.values()[span]
@@ -201,11 +209,12 @@ def in_order(parts: Sequence[KeyedJaggedTensor], keys: Sequence[str], stride: in
         lengths=torch.cat([lengths[key] for key in keys]),
         weights=torch.cat([weights[key] for key in keys]) if weights else None,
         stride=stride,
+        length_per_key=[number[key] for key in keys],
     )
 
 
 def changed(jagged: KeyedJaggedTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> KeyedJaggedTensor:
-    """The same batch, each of its tensors changed."""
+    """The same batch, each of its tensors changed; what the host knows of it, it still knows."""
     weights = jagged.weights_or_none()
     return KeyedJaggedTensor(
         keys=jagged.keys(),
@@ -213,4 +222,6 @@ def changed(jagged: KeyedJaggedTensor, change: Callable[[torch.Tensor], torch.Te
         lengths=change(jagged.lengths()),
         weights=None if weights is None else change(weights),
         stride=jagged.stride(),
+        length_per_key=jagged.length_per_key_or_none(),
+        offset_per_key=jagged.offset_per_key_or_none(),
     )

@@ -112,8 +112,12 @@ class ShardedTables:
         traits: Sequence[GroupTraits],
         bijections: Sequence[IndexBijection],
         options: GroupOptions,
+        *,
+        before_group: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``traits`` of each table; equal ones stand together."""
+        """``traits`` of each table; equal ones stand together. ``before_group`` is called before memory is taken for
+        the rows of one.
+        """
         self.layout, self.traits, self.bijections, self.options = layout, tuple(traits), tuple(bijections), options
         self.process_groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), options.process_group)
         self._steps = torch.zeros(1, dtype=torch.long)
@@ -123,9 +127,10 @@ class ShardedTables:
         self.location_tables = [
             LocationTable(layout, index, bijection, device) for index, bijection in enumerate(bijections)
         ]
-        self.groups = [
-            self._group(same, list(tables)) for same, tables in groupby(range(len(traits)), traits.__getitem__)
-        ]
+        self.groups: list[TableGroup] = []
+        for index, (same, members) in enumerate(groupby(range(len(traits)), traits.__getitem__)):
+            before_group(index)
+            self.groups.append(self._group(same, list(members)))
 
     def _group(self, traits: GroupTraits, tables: list[int]) -> TableGroup:
         members = range(tables[0], tables[-1] + 1)
@@ -166,10 +171,22 @@ class ShardedTables:
         """All ranks, as checkpoints name them; it goes with the tables, since it holds the process group."""
         return DeviceMesh.from_group(self.process_group, self.device.type)
 
-    def with_layout(self, layout: Layout, bijections: Sequence[IndexBijection], *, index_dedup: bool) -> ShardedTables:
+    @cached_property
+    def mesh_on_host(self) -> DeviceMesh:
+        """The same ranks, of tensors on the host."""
+        return DeviceMesh.from_group(self.process_group, "cpu")
+
+    def with_layout(
+        self,
+        layout: Layout,
+        bijections: Sequence[IndexBijection],
+        *,
+        index_dedup: bool,
+        before_group: Callable[[int], None],
+    ) -> ShardedTables:
         """The same tables in another layout, rows and states still empty."""
         options = replace(self.options, index_dedup=index_dedup)
-        tables = ShardedTables(layout, self.traits, bijections, options)
+        tables = ShardedTables(layout, self.traits, bijections, options, before_group=before_group)
         tables._steps = self._steps  # checkpoints know the tensor
         return tables
 

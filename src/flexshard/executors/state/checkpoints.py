@@ -21,6 +21,7 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from flexshard._internal import DocumentFormat, PathLike, lost_rank, on_all_ranks, read_json, write_json, write_text
 from flexshard.errors import CheckpointError, FlexShardError, OutputError
+from flexshard.executors.state.logical import LaterTable, tables_on_host
 
 __all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]
 
@@ -127,18 +128,22 @@ def load_checkpoint(
 def full_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
     """The model's state with whole tables in order of id, on rank 0 (elsewhere empty); every rank must call it.
 
-    ``torch.save`` writes it, and an unsharded model loads it. One table at a time is whole on every rank.
+    ``torch.save`` writes it, and an unsharded model loads it. On their way tables pass the ranks' devices in parts.
     """
     weights = {}
-    for name, value in model.state_dict().items():
+    with tables_on_host(later=True):
+        state = model.state_dict()
+    for name, value in state.items():
         whole = _whole(value, process_group)
         if whole is not None and dist.get_rank(process_group) == 0:
-            weights[name] = whole.detach().to("cpu", copy=True)
+            weights[name] = whole if isinstance(value, LaterTable) else whole.detach().to("cpu", copy=True)
     return weights
 
 
 def _whole(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """A tensor of a ``state_dict``, whole; TorchRec's own shards on rank 0 alone."""
+    """A tensor of a ``state_dict``, whole; tables and TorchRec's own shards on rank 0 alone."""
+    if isinstance(value, LaterTable):
+        return value.whole()
     if isinstance(value, DTensor):
         full = value.full_tensor()
         return full.local_shards()[0] if isinstance(full, LocalShardsWrapper) else full
@@ -152,7 +157,8 @@ def _whole(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor 
 
 def _state(model: Any, optimizer: Any) -> dict[str, Any]:
     optimizer = model.fused_optimizer if optimizer is None else optimizer
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with tables_on_host():
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def _latest(folder: Path) -> str | None:

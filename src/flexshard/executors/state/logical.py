@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
@@ -14,18 +16,45 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from flexshard._internal import on_all_ranks
 from flexshard.errors import CheckpointError
-from flexshard.executors.comm.collectives import Label
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.attendance import Attendance
 from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut, LogicalShard
-from flexshard.executors.state.row_transfer import RowTransfer
+from flexshard.executors.state.rows_by_id import read_rows, write_rows
 
-__all__ = ["LogicalTables"]
+__all__ = ["LaterTable", "LogicalTables", "tables_on_host"]
 
 _INSTEAD = (
     "every rank has to call it: take `if rank == 0` away from it and keep it around what writes the file, or call"
     " flexshard.executors.full_state_dict(model) on every rank, which gives rank 0 whole tables"
 )
+
+
+_on_host: ContextVar[bool] = ContextVar("flexshard_tables_on_host", default=False)
+_later: ContextVar[bool] = ContextVar("flexshard_tables_later", default=False)
+
+
+@contextmanager
+def tables_on_host(*, later: bool = False) -> Iterator[None]:
+    """What a ``state_dict`` has of tables is in the host's memory, or is read only ``later``, one table at a time."""
+    tokens = _on_host.set(True), _later.set(later)
+    try:
+        yield
+    finally:
+        _on_host.reset(tokens[0])
+        _later.reset(tokens[1])
+
+
+@dataclass(frozen=True)
+class LaterTable:
+    """A table in a ``state_dict`` that has not been read."""
+
+    logical: LogicalTables
+    table: int
+    name: str
+
+    def whole(self) -> torch.Tensor | None:
+        """As :meth:`LogicalTables.whole`."""
+        return self.logical.whole(self.table, self.name)
 
 
 class LogicalTables:
@@ -53,11 +82,13 @@ class LogicalTables:
         self._attendance.wait(call, _INSTEAD)
         self.take_written()
 
-    def hand_out(self, table: int, name: str) -> DTensor:
+    def hand_out(self, table: int, name: str) -> DTensor | LaterTable:
         """A table's weights or state as a ``DTensor`` of shape (E, D), or (E,), ``Shard(0)``; every rank must call it.
 
         Until the next training step it may be written to in place.
         """
+        if _later.get():
+            return LaterTable(self, table, name)
         tables = self.tables
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference do not count what is written to them
             block = self._block(table, name)
@@ -66,7 +97,8 @@ class LogicalTables:
         if width == 1 and name != "weight":  # as TorchRec has a number per row
             block, shape, stride = block.view(-1), torch.Size((rows,)), torch.Size((1,))
         first = min(tables.rank * _block_rows(tables, table), rows)
-        known = next((e for e in self._handed_out if (e.table, e.name, e.stale) == (table, name, False)), None)
+        same = (table, name, False, block.device)
+        known = next((e for e in self._handed_out if (e.table, e.name, e.stale, e.block.device) == same), None)
         holder = None if known is None else known.holder()
         if known is None or holder is None:
             known, holder = HandedOut.of(table, name, block, _weakly(self._prune))
@@ -74,34 +106,36 @@ class LogicalTables:
         else:  # the same tensor as before, as TorchRec's: writing to either is writing to both
             known.refresh(block)
         shard = LogicalShard(known.block, (first,) + (0,) * (block.ndim - 1), holder)
-        return DTensor.from_local(shard, tables.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        mesh = tables.mesh if block.device.type == tables.device.type else tables.mesh_on_host
+        return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def _prune(self) -> None:
         """Forget what nobody holds any more."""
         self._handed_out = [entry for entry in self._handed_out if not entry.over]
 
     def _block(self, table: int, name: str) -> torch.Tensor:
-        """This rank's rows by id; shape (n, width). Copies share the work: each sends another part of the rows."""
+        """This rank's rows by id; shape (n, width)."""
         tables = self.tables
-        store, world = tables.group_of(table).store, tables.layout.world_size
         rows, size = int(tables.layout.num_rows[table]), _block_rows(tables, table)
-        ids, values = [], []
-        for level, slots, positions in tables.held(table):
-            group_size = tables.layout.group_sizes[level]
-            sent = np.arange(tables.process_groups[group_size].copy, len(positions), world // group_size)
-            ids.append(tables.ids_of(table, positions)[sent])
-            values.append(store.part(name)[slots][torch.from_numpy(sent)])
-        all_ids = torch.from_numpy(np.concatenate(ids)).to(tables.device)
-        got_ids, got = self._transfer(table).send(all_ids, torch.cat(values), all_ids // size)
-        first = tables.rank * size
-        block = got.new_empty(max(0, min(size, rows - first)), got.shape[1])
-        block[got_ids - first] = got
+        first = min(tables.rank * size, rows)
+        wanted = range(first, min(first + size, rows))
+        values = tables.group_of(table).store.part(name)
+        device = torch.device("cpu") if _on_host.get() else tables.device
+        block = torch.empty(len(wanted), values.shape[1], dtype=values.dtype, device=device)
+        read_rows(tables, table, [name], wanted, size, lambda part, rows: block[part].copy_(rows))
         return block
 
-    def _transfer(self, table: int) -> RowTransfer:
+    @torch.no_grad()
+    def whole(self, table: int, name: str) -> torch.Tensor | None:
+        """A table's weights or state in order of id, shape (E, width), on the first rank's host; every rank must call
+        it.
+        """
         tables = self.tables
-        label = Label(tables.layout.world_size, "checkpoint", (tables.names[table],))
-        return RowTransfer(tables.options.collectives, tables.process_group, label)
+        rows, values = int(tables.layout.num_rows[table]), tables.group_of(table).store.part(name)
+        wanted = range(rows if tables.rank == 0 else 0)
+        result = torch.empty(len(wanted), values.shape[1], dtype=values.dtype)
+        read_rows(tables, table, [name], wanted, rows, lambda part, rows: result[part].copy_(rows))
+        return result if tables.rank == 0 else None
 
     # -- in
 
@@ -154,11 +188,8 @@ class LogicalTables:
         tables = self.tables
         size = _block_rows(tables, table)
         block = block.view(len(block), tables.group_of(table).width_of(name))
-        first, store = tables.rank * size, tables.group_of(table).store
-        transfer = self._transfer(table)
-        for _, slots, positions in tables.held(table):
-            ids = torch.from_numpy(tables.ids_of(table, positions)).to(tables.device)
-            store.part(name)[slots].copy_(transfer.ask(ids, ids // size, lambda asked: block[asked - first]))
+        first = tables.rank * size
+        write_rows(tables, table, name, lambda ids: ids // size, lambda asked: block[asked.to(block.device) - first])
 
     # -- what is written to in place
 

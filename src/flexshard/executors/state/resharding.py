@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexshard._internal import PathLike, on_all_ranks
+from flexshard._internal import PathLike, host_waits_for, on_all_ranks, to_device
 from flexshard.errors import PlanError
-from flexshard.executors.comm.collectives import Label
 from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.sharder import check_world, placement_of
-from flexshard.executors.state.row_transfer import RowTransfer
+from flexshard.executors.state.rows_by_id import parts_of, transfer_of
 from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan
 from flexshard.profiling import AccessProfile
 
 __all__ = ["Resharded", "reshard"]
+
+Rows = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ def reshard(
     """Move every planned table of a running model to where another plan has it; every rank must call it.
 
     Weights and optimizer states go on as they are. Call it between steps, with no batch under way: a pipeline that
-    prefetches has to be drained first. While rows move, a rank holds the old ones, the new ones and a float32 copy of
-    the old ones with their states.
+    prefetches has to be drained first. While a module's rows move, the old ones are in the host's memory: on CUDA a
+    device holds its rows once, and up to 256 MiB of those on their way; their parameters of before have no rows then.
+    If another rank is lost on the way, so is the model: load a checkpoint.
 
     Args:
         model: with modules sharded by :class:`FlexShardEmbeddingCollectionSharder`.
@@ -80,15 +83,15 @@ def reshard(
     process_group = next(iter(modules.values())).tables.process_group
     for name, module, shardings in on_all_ranks(planned, PlanError, process_group):
         check_world(shardings, module.tables.process_group, name)
-        module.finish_writes()
-        changes.append((module, _new_tables(module.tables, shardings)))
+        changes.append((module, shardings))
     rows = kept = nbytes = 0
-    for module, tables in changes:
-        moved = _move(module.tables, tables)
+    for module, shardings in changes:
+        module.finish_writes()
+        tables, moved = _moved(module.tables, shardings)
         rows, kept, nbytes = rows + moved.rows, kept + moved.kept, nbytes + moved.nbytes
         module.replace_tables(tables, new_plan.fingerprint)
-    totals = torch.tensor([rows, nbytes, kept], device=changes[0][1].device)
-    dist.all_reduce(totals, group=changes[0][1].process_group)
+    totals = torch.tensor([rows, nbytes, kept], device=changes[0][0].tables.device)
+    dist.all_reduce(totals, group=process_group)
     return Resharded(*totals.tolist())
 
 
@@ -118,39 +121,65 @@ def _plain_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _new_tables(old: ShardedTables, shardings: Mapping[str, FlexShardParameterSharding]) -> ShardedTables:
+def _moved(old: ShardedTables, shardings: Mapping[str, FlexShardParameterSharding]) -> tuple[ShardedTables, Resharded]:
+    """The tables where a plan has them, with their rows."""
     planned = {name: shardings[name] for name in old.names}
     index_dedup = any(how.index_dedup for how in planned.values())
-    return old.with_layout(*placement_of(planned, old.layout.world_size), index_dedup=index_dedup)
+    sources: list[Rows] = []
+
+    def make_room(group: int) -> None:
+        sources.append(_rows_of(old.groups[group]))
+
+    new = old.with_layout(
+        *placement_of(planned, old.layout.world_size), index_dedup=index_dedup, before_group=make_room
+    )
+    moved = [_move_group(old, new, *group) for group in zip(old.groups, sources, new.groups, strict=True)]
+    return new, Resharded(*(sum(numbers) for numbers in zip(*map(astuple, moved), strict=True)))
 
 
-def _move(old: ShardedTables, new: ShardedTables) -> Resharded:
-    """Fill the new tables' stores from the old ones', wherever those are."""
-    moved = [_move_group(old, new, *pair) for pair in zip(old.groups, new.groups, strict=True)]
-    return Resharded(sum(m.rows for m in moved), sum(m.nbytes for m in moved), sum(m.kept for m in moved))
+def _rows_of(group: TableGroup) -> Rows:
+    """Weights and states of a group, on the host: as they are, or taken off their device."""
+    names = ["weight", *group.traits.spec.state_names]
+    rows = {name: group.store.part(name) for name in names}
+    if not host_waits_for(group.store.values.device):
+        return rows
+    rows = {name: values.to("cpu", copy=True) for name, values in rows.items()}
+    group.store.release()
+    return rows
 
 
-def _move_group(old: ShardedTables, new: ShardedTables, source: TableGroup, target: TableGroup) -> Resharded:
-    names = ["weight", *source.traits.spec.state_names]
-    flat = torch.cat([source.store.part(name).float() for name in names], dim=1)
+def _move_group(
+    old: ShardedTables, new: ShardedTables, source: TableGroup, rows: Rows, target: TableGroup
+) -> Resharded:
+    """Fill the target's store from those that have its rows."""
+    width = sum(values.shape[1] for values in rows.values())
     moved = kept = 0
+
+    def found(slots: npt.NDArray[np.int64]) -> torch.Tensor:
+        at = torch.from_numpy(slots)
+        return torch.cat([values.index_select(0, at).float() for values in rows.values()], dim=1).to(old.device)
+
     for table in target.tables:
-        label = Label(old.layout.world_size, "reshard", (old.names[table],))
-        transfer = RowTransfer(old.options.collectives, old.process_group, label)
-        for _, slots, positions in new.held(table):
-            ids = new.ids_of(table, positions)
-            before = np.asarray(old.bijections[table].positions(ids), np.int64)
-            holder, _, slot = old.layout.holder(table, before, old.rank)
-            index = torch.from_numpy(slot - source.first_slot).to(old.device)
-            here = torch.from_numpy(holder == old.rank).to(old.device)
-            rows = flat.new_empty(len(ids), flat.shape[1])
-            rows[here] = flat[index[here]]
-            away = torch.from_numpy(holder).to(old.device)[~here]
-            rows[~here] = transfer.ask(index[~here], away, lambda asked: flat[asked])
-            kept, moved = kept + int(here.sum()), moved + int((~here).sum())
-            column = 0
-            for part in names:
-                values = target.store.part(part)
-                values[slots].copy_(rows[:, column : column + values.shape[1]])
-                column += values.shape[1]
-    return Resharded(moved, moved * flat.shape[1] * 4, kept)
+        transfer = transfer_of(old, table, "reshard")
+        for level, slots, positions in new.held(table):
+            longest = int(new.layout.depth[table, level])
+            for part in parts_of(len(positions), longest, 4 * width, old.rank / old.layout.world_size):
+                ids = new.ids_of(table, positions[part])
+                before = np.asarray(old.bijections[table].positions(ids), np.int64)
+                holder, _, slot = old.layout.holder(table, before, old.rank)
+                at, away = slot - source.first_slot, holder != old.rank
+                got = transfer.ask(
+                    to_device(at[away], old.device),
+                    to_device(holder[away], old.device),
+                    lambda asked: found(asked.cpu().numpy()),
+                )
+                result = got.new_empty(len(ids), width)
+                result[to_device(np.flatnonzero(~away), old.device)] = found(at[~away])
+                result[to_device(np.flatnonzero(away), old.device)] = got
+                kept, moved = kept + int((~away).sum()), moved + int(away.sum())
+                column = 0
+                for name, values in rows.items():
+                    end = column + values.shape[1]
+                    target.store.part(name)[slots][part].copy_(result[:, column:end])
+                    column = end
+    return Resharded(moved, moved * width * 4, kept)

@@ -27,25 +27,6 @@ class RowTransfer:
     process_group: dist.ProcessGroup
     label: Label
 
-    def send(self, keys: torch.Tensor, values: torch.Tensor, ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send each (key, row) to a rank.
-
-        Args:
-            keys, ranks: shape (n,); values: shape (n, width).
-
-        Returns:
-            the keys and rows that came, in order of their senders.
-        """
-        order, out, back = self._announce(ranks)
-        got_keys, got = keys.new_empty(sum(back)), values.new_empty(sum(back), values.shape[1])
-        waiting = [
-            self._all_to_all(got_keys, keys[order].contiguous(), back, out),
-            self._all_to_all(got, values[order].contiguous(), back, out),
-        ]
-        for pending in waiting:
-            pending.wait()
-        return got_keys, got
-
     def ask(
         self, keys: torch.Tensor, ranks: torch.Tensor, answer: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:

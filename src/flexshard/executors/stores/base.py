@@ -67,6 +67,11 @@ class RowStore(nn.Module, abc.ABC):
         """Weights ("weight") or a state by its name; writing changes it."""
         return self.values if name == "weight" else self.states()[name]
 
+    def release(self) -> None:
+        """Let go of the memory of weights and states; whoever looks at them afterwards gets an error."""
+        for name in ("weight", *self.spec.state_names):
+            self.part(name).untyped_storage().resize_(0)
+
     def parameter(self, slots: slice) -> nn.Parameter:
         """A range of the rows as TorchRec lists them among a module's parameters."""
         dim, rows = self.dim, slots.stop - slots.start
