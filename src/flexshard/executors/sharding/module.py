@@ -173,6 +173,12 @@ class ShardedFlexShardEmbeddingCollection(
             ctx.sharding_contexts += ctx.torchrec.sharding_contexts
         return KJTListSplitsAwaitable(awaitables, ctx)
 
+    def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: FlexShardContext | None = None) -> None:
+        """Of tables that TorchRec shards, what it keeps in a cache; rows under the plan have none to be fetched to."""
+        for collection in self._torchrec:
+            theirs = KJTList(list(dist_input)[1:])
+            collection.prefetch(theirs, forward_stream, None if ctx is None else ctx.torchrec)
+
     # -- output
 
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:  # noqa: ARG002 - TorchRec's interface
