@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,9 +14,11 @@ import pytest
 pytest.importorskip("torchrec")
 
 import torch
+import torch.distributed as dist
 
 import flexshard
-from flexshard.executors import Lookups, compare_observed, predicted_bytes, replay
+from flexshard.executors import Lookups, Observer, compare_observed, predicted_bytes, replay
+from flexshard.executors.traffic import observer as observer_module
 from flexshard.topologies import Cluster, CollectiveRate, Level
 from tests.executors import models, ranks
 
@@ -141,3 +147,56 @@ def row_wise_bytes(rank: int, steps: int) -> tuple[float, float]:
 def test_all_row_wise_sends_less_than_torchrecs_own() -> None:
     theirs, ours = ranks.run(2, 2, row_wise_bytes, STEPS)[0]
     assert ours < theirs
+
+
+class FakeEvent:
+    """A CUDA event by the host's clock."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.when = 0.0
+
+    def record(self) -> None:
+        self.when = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.when
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return (other.when - self.when) * 1e3
+
+
+def timed_by_events(rank: int) -> dict[str, tuple[float, float]]:
+    """Collectives as under NCCL: their time is told by events, recorded on a stream that waits for them."""
+    streams: list[str] = []
+
+    @contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        streams.append("entered")
+        yield
+
+    found = {}
+    with ExitStack() as patches:
+        gpu = torch.device("cuda", 0)
+        patches.enter_context(mock.patch.object(observer_module, "device_of_group", return_value=gpu))
+        patches.enter_context(mock.patch.object(torch.cuda, "Event", FakeEvent))
+        patches.enter_context(mock.patch.object(torch.cuda, "Stream"))
+        patches.enter_context(mock.patch.object(torch.cuda, "stream", stream))
+        observer = patches.enter_context(Observer())
+        if rank == 1:
+            time.sleep(0.3)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        work.wait()
+        observer.step()
+    assert streams == ["entered"]
+    (one,) = observer.result().collectives
+    found[one.kind] = one.seconds, one.exposed_seconds
+    return found
+
+
+def test_collectives_under_nccl_are_timed_by_events() -> None:
+    for found in ranks.run(1, 2, timed_by_events):
+        seconds, exposed = found["all_reduce"]
+        assert 0.25 < seconds < 5.0  # rank 0 waits for rank 1
+        assert exposed < 0.1  # the stream on the side has waited by then: gloo's wait holds the host

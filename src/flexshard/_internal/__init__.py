@@ -14,6 +14,12 @@ if TYPE_CHECKING:
         check_int as check_int,
         first_repeated as first_repeated,
     )
+    from flexshard._internal.clocks import (
+        Moment as Moment,
+        device_of_group as device_of_group,
+        moment as moment,
+        seconds_between as seconds_between,
+    )
     from flexshard._internal.collective_errors import (
         differing_ranks as differing_ranks,
         lost_rank as lost_rank,
@@ -81,6 +87,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "checks": ["check_finite", "check_int", "first_repeated"],
+        "clocks": ["Moment", "device_of_group", "moment", "seconds_between"],
         "collective_errors": ["differing_ranks", "lost_rank", "on_all_ranks", "on_first_rank"],
         "deprecation": ["deprecated_attribute", "renamed_parameters"],
         "device_copies": ["HostCopy", "host_waits_for", "runs_of", "spread_on", "to_device"],

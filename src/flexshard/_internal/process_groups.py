@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from flexshard._internal.clocks import device_of_group
 from flexshard._internal.collective_errors import differing_ranks
 from flexshard._internal.deprecation import deprecated_attribute, renamed_parameters
 from flexshard.errors import CommunicationError
@@ -109,8 +110,4 @@ def _check_names(parent: dist.ProcessGroup) -> None:
 
 def _timeout(group: dist.ProcessGroup) -> Any:
     """How long collectives of a group wait; new groups would otherwise wait for the library's default."""
-    import torch
-    import torch.distributed as dist
-
-    device = torch.device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend(group)) else "cpu")
-    return group._get_backend(device).options._timeout
+    return group._get_backend(device_of_group(group)).options._timeout

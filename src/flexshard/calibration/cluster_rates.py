@@ -9,17 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard._internal import level_groups
+from flexshard._internal import device_of_group, level_groups, moment, seconds_between
 from flexshard.errors import ClusterError, MissingDependencyError
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Fit", "fit_rate", "measure_cluster"]
+
+_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 25)
+_SIZES_ON_CUDA = (1 << 18, 1 << 22, 1 << 25, 1 << 29)
 
 Timer = Callable[[str, int, int], float]
 
@@ -70,17 +76,18 @@ def measure_cluster(
     reserve_bytes: float,
     ranks_per_node: int,
     group_sizes: Sequence[int] | None = None,
-    sizes: Sequence[int] = (1 << 16, 1 << 20, 1 << 23, 1 << 25),
+    sizes: Sequence[int] | None = None,
     repeats: int = 7,
 ) -> Cluster:
     """Measure the cluster that the default process group spans; every rank must call it.
 
     Args:
         name: of the cluster.
-        memory_bytes, reserve_bytes: of one rank.
+        memory_bytes, reserve_bytes: of one rank. Under NCCL, what its communicators took is added to the reserve.
         ranks_per_node: W.
         group_sizes: levels to measure, 1 and all ranks included; by default 1, W and all.
-        sizes: buffer of one rank, in bytes, of each timing.
+        sizes: buffer of one rank, in bytes, of each timing; by default 64 KiB to 32 MiB, under NCCL 256 KiB to 512 MiB,
+            since NVLink is not busy below.
         repeats: timings of each size, after two that are not counted; their median is used.
 
     Raises:
@@ -91,13 +98,16 @@ def measure_cluster(
         import torch.distributed as dist
     except ImportError as error:
         raise MissingDependencyError(f"measuring needs torch; install the build for your machine ({error})") from error
-    world = dist.get_world_size()
+    device, world = device_of_group(), dist.get_world_size()
+    if sizes is None:
+        sizes = _SIZES_ON_CUDA if device.type == "cuda" else _SIZES
     levels = sorted({1, ranks_per_node, world} if group_sizes is None else set(group_sizes))
     uneven = [size for size in levels if size < 1 or world % size]
     if uneven or min(sizes, default=0) < 1:
         what = f"group size {uneven[0]} does not divide the {world} ranks" if uneven else "sizes must be above 0 bytes"
         raise ClusterError(f"{what}; nothing was measured")
-    timer = _timer(dist, levels, repeats)
+    free = _free_bytes(device)
+    timer = _timer(device, levels, repeats)
     nodes = world // ranks_per_node
     what = f"{dist.get_backend()} over {nodes} nodes x {ranks_per_node} ranks, {time.strftime('%Y-%m-%d')}"
 
@@ -115,14 +125,36 @@ def measure_cluster(
         )
         for size in levels
     )
-    return Cluster(name, nodes, ranks_per_node, memory_bytes, reserve_bytes, measured)
+    taken = _largest(max(free - _free_bytes(device), 0), device)
+    return Cluster(name, nodes, ranks_per_node, memory_bytes, reserve_bytes + taken, measured)
 
 
-def _timer(dist: Any, levels: Sequence[int], repeats: int) -> Timer:
-    """A function of (kind, group size, bytes) that every rank calls alike and that gives all the same seconds."""
+def _free_bytes(device: torch.device) -> int:
+    """Memory of the device that nothing holds; 0 on CPUs, whose groups hold next to none."""
     import torch
 
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _largest(number: float, device: torch.device) -> float:
+    """Of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor(float(number), dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _timer(device: torch.device, levels: Sequence[int], repeats: int) -> Timer:
+    """A function of (kind, group size, bytes) that every rank calls alike and that gives all the same seconds."""
+    import torch
+    import torch.distributed as dist
+
     groups = level_groups(levels)
 
     def synchronise() -> None:
@@ -139,13 +171,12 @@ def _timer(dist: Any, levels: Sequence[int], repeats: int) -> Timer:
         for _ in range(repeats + 2):
             dist.barrier()
             synchronise()
-            start = time.perf_counter()
+            start = moment(device)
             if kind == "all_to_all":
                 dist.all_to_all_single(received, sent, group=group)
             else:
                 dist.all_reduce(sent, group=group)
-            synchronise()
-            times.append(time.perf_counter() - start)
+            times.append(seconds_between(start, moment(device)))
         # A collective is over when its slowest rank is; the same figure on all ranks gives the same cluster.
         slowest = torch.tensor(times[2:], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

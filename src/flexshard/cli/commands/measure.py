@@ -24,8 +24,12 @@ def measure_command(
     name: Annotated[str, typer.Option(help="Name of the cluster.")] = "measured",
     ranks_per_node: Annotated[int | None, typer.Option(help="By default torchrun's, those of one machine.")] = None,
     sizes: Annotated[
-        str, typer.Option(help="Buffers of one rank to time, separated by commas.")
-    ] = "64 KiB,1 MiB,8 MiB,32 MiB",
+        str | None,
+        typer.Option(
+            help="Buffers of one rank to time, separated by commas; 64 KiB to 32 MiB by default, with NCCL 256 KiB to"
+            " 512 MiB."
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each size; their median is used.")] = 7,
     force: Force = False,
     as_json: AsJson = False,
@@ -38,7 +42,7 @@ def measure_command(
             memory_bytes=units.parse_bytes(memory) if memory is not None else member.device_memory_bytes(),
             reserve_bytes=units.parse_bytes(reserve),
             ranks_per_node=member.ranks_per_node if ranks_per_node is None else ranks_per_node,
-            sizes=[int(units.parse_bytes(size)) for size in sizes.split(",")],
+            sizes=None if sizes is None else [int(units.parse_bytes(size)) for size in sizes.split(",")],
             repeats=repeats,
         )
         if member.rank == 0:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flexshard._internal import Moment, device_of_group, moment, seconds_between
 from flexshard.errors import DataError
 from flexshard.executors.comm.collectives import label_of_call
 from flexshard.executors.traffic.observation import Observation, ObservedCollective
@@ -25,12 +26,29 @@ Key = tuple[str, int, str]
 
 @dataclass
 class _Call:
+    """A collective.
+
+    Attributes:
+        key: kind, group size, content.
+        sent, received: bytes.
+        start, end: of the collective; no end while nobody knows it.
+        waits: when its caller, on CUDA its caller's stream, began to wait for it, and when that was over.
+    """
+
     key: Key
     sent: int
     received: int
-    start: float
-    end: float | None = None
-    blocked: float = 0.0
+    start: Moment
+    end: Moment | None = None
+    waits: list[tuple[Moment, Moment]] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(seconds_between(*wait) for wait in self.waits)
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed_seconds if self.end is None else seconds_between(self.start, self.end)
 
 
 @dataclass
@@ -40,21 +58,21 @@ class _Step:
 
 
 class _Timed(dist.Work):
-    """A collective's handle that notes when it is over and how long its caller stood waiting.
+    """A collective's handle that notes how long its caller stood waiting.
 
     TorchRec waits only for what is a ``dist.Work``.
     """
 
-    def __init__(self, work: Any, call: _Call) -> None:
+    def __init__(self, work: Any, call: _Call, device: torch.device) -> None:
         super().__init__()
-        self._work, self._call = work, call
+        self._work, self._call, self._device = work, call, device
 
     def wait(self, *args: Any) -> Any:
-        start = time.perf_counter()
+        start = moment(self._device)
         try:
             return self._work.wait(*args)
         finally:
-            self._call.blocked += time.perf_counter() - start
+            self._call.waits.append((start, moment(self._device)))
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -76,8 +94,9 @@ class Observer:
         if rank == 0:
             observed.save("observed.json")
 
-    Bytes are whole buffers, a rank's own part included. A collective's seconds run from its start until it is over
-    (which on CUDA needs ``TORCH_NCCL_ENABLE_TIMING``); its exposed seconds are those in which Python stood waiting.
+    Bytes are whole buffers, a rank's own part included. A collective's seconds run from its start until it is over;
+    its exposed seconds are those in which Python stood waiting, with NCCL those in which the current stream did. Under
+    NCCL both are told by CUDA's events, which was never run on a GPU.
     Seen are ``all_to_all_single``, ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of
     ``torch.distributed``, ours and TorchRec's (called "other ids" and "other embeddings"); DDP's own gradient reduction
     starts in C++ and is not: it is none of the plan's.
@@ -127,26 +146,30 @@ class Observer:
                 label.content if label is not None else ("other embeddings" if dtype.is_floating_point else "other ids")
             )
             size = label.group_size if label is not None else dist.get_world_size(group)
+            device = device_of_group(group)
             if self._blocking:
-                self._barrier(group)
-            noted = _Call((kind, size, content), sent, received, time.perf_counter())
+                self._barrier(group, device)
+            noted = _Call((kind, size, content), sent, received, moment(device))
             self._now.calls.append(noted)
             work = original(*args, **kwargs)
             if self._blocking and work is not None:
                 work.wait()
             if self._blocking or work is None or not hasattr(work, "wait"):
-                noted.end = time.perf_counter()
-                noted.blocked = noted.end - noted.start
+                noted.end = moment(device)
+                noted.waits.append((noted.start, noted.end))
+                if self._blocking:
+                    seconds_between(noted.start, noted.end)  # until it is over
                 return work
-            _note_end(work, noted)
-            return _Timed(work, noted)
+            _note_end(work, noted, device)
+            return _Timed(work, noted, device)
 
         return call
 
-    def _barrier(self, group: dist.ProcessGroup | None) -> None:
+    def _barrier(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Until all ranks of a group are here, by its own functions, which are not watched."""
-        one = torch.zeros(1, device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        one = torch.zeros(1, device=device)
         self._saved["all_reduce"](one, group=group)
+        one.tolist()
 
     def result(
         self, process_group: dist.ProcessGroup | None = None, *, fingerprint: str = "", skip: int = 0
@@ -199,9 +222,16 @@ class Observer:
         return [{key: cell[:3] for key, cell in _sums(step)[1].items()} for step in self._steps]
 
 
-def _note_end(work: Any, noted: _Call) -> None:
+def _note_end(work: Any, noted: _Call, device: torch.device) -> None:
+    """Let the end of a collective be noted when it comes."""
+    if device.type == "cuda":  # NCCL's futures are over when the collective has been queued
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            work.wait()  # lets this stream wait, and nobody else
+            noted.end = moment(device)
+        return
+
     def over(_: Any) -> None:
-        noted.end = time.perf_counter()
+        noted.end = moment()
 
     with suppress(RuntimeError, AttributeError):  # a backend without futures: until someone has waited
         work.get_future().add_done_callback(over)
@@ -210,15 +240,9 @@ def _note_end(work: Any, noted: _Call) -> None:
 def _sums(step: _Step) -> tuple[float, dict[Key, tuple[int, int, int, float, float]]]:
     sums: dict[Key, tuple[int, int, int, float, float]] = {}
     for call in step.calls:
-        seconds = (call.end if call.end is not None else call.start + call.blocked) - call.start
         old = sums.get(call.key, (0, 0, 0, 0.0, 0.0))
-        sums[call.key] = (
-            old[0] + 1,
-            old[1] + call.sent,
-            old[2] + call.received,
-            old[3] + seconds,
-            old[4] + call.blocked,
-        )
+        new = 1, call.sent, call.received, call.seconds, call.exposed_seconds
+        sums[call.key] = (old[0] + new[0], old[1] + new[1], old[2] + new[2], old[3] + new[3], old[4] + new[4])
     return step.seconds, sums
 
 
