@@ -9,12 +9,14 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+pytest.importorskip("fbgemm_gpu")
 
 SCRIPT = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from flexshard.embeddings.tensor_train import triton_kernels as kernels
+from flexshard.executors.stores import update_kernels
 
 FLOATS = "left weight out upstream gradient state prefixes core rows to_prefixes values".split()
 WHOLE = "index tile_group tile_first ends starts parent digit row_index order".split()
@@ -37,6 +39,16 @@ for kernel, sizes, name, values in CASES:
         found = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", int(sys.argv[1]), 32))
         assert len(found.asm["cubin"]) > 1000
         assert ".local" not in found.asm["ptx"], "numbers spill to memory"
+kernel = update_kernels._step
+POINTERS = {"weight": "*fp16", "gradient": "*fp32", "first_state": "*fp32", "second_state": "*fp32", "slots": "*i64"}
+POINTERS |= {"read": "*fp32", "by_gradient": "i32", "by_read": "i32", "dim": "i32"}
+for kind in sorted(update_kernels.KINDS.values()):
+    for flag in (False, True):
+        known = {"KIND": kind, "L2": flag, "DECAYS": True, "INDEXED": flag, "SOME": flag, "BLOCK": 128}
+        signature = {own: "constexpr" if own in known else POINTERS.get(own, "fp32") for own in kernel.arg_names}
+        constants = {(kernel.arg_names.index(own),): value for own, value in known.items()}
+        found = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", int(sys.argv[1]), 32))
+        assert len(found.asm["cubin"]) > 1000
 print("compiled")
 """
 

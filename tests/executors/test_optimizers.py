@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from flexshard._internal import has_triton
 from flexshard.errors import TableError
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update, new_state, rounded
+from flexshard.tables import OPTIMIZERS, StepOptions
 
 KINDS: dict[str, tuple[EmbOptimType, Any]] = {
     "sgd": (EmbOptimType.EXACT_SGD, lambda p: torch.optim.SGD([p], lr=0.1)),
@@ -177,3 +180,61 @@ def test_rounding_by_chance_keeps_the_mean(dtype: torch.dtype) -> None:
     assert rounded(values, dtype, None).float().unique().numel() == 1
     negative = rounded(-values, dtype, torch.Generator().manual_seed(2))
     assert negative.float().mean().item() == pytest.approx(-1.0 - 3e-4, abs=5e-5)
+
+
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@pytest.mark.parametrize("dim", [1, 6, 64])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("sgd", {}),
+        ("adagrad", {"eps": 1e-3}),
+        ("rowwise_adagrad", {"eps": 1e-3}),
+        ("rowwise_adagrad", {"weight_decay": 0.1, "decay_mode": "l2"}),
+        ("rowwise_adagrad", {"weight_decay": 0.1, "decay_mode": "decoupled"}),
+        ("adam", {"beta1": 0.7}),
+        ("adam", {"weight_decay": 0.1}),
+        ("partial_rowwise_adam", {"beta2": 0.9, "weight_decay": 0.1}),
+        ("lars_sgd", {"momentum": 0.5, "eta": 0.1, "weight_decay": 0.1}),
+    ],
+)
+def test_one_kernel_gives_what_many_do(name: str, given: dict[str, Any], dim: int) -> None:
+    """In Triton's interpreter where there is no GPU."""
+    from flexshard.executors.stores import update_kernels
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec = OptimizerSpec(name, 0.1, StepOptions(**given))
+    for dtype, close in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
+        torch.manual_seed(dim)
+        plain = torch.randn(9, dim, device=device).to(dtype)
+        plain[4] = 0
+        kernel, states = plain.clone(), [new_state(spec, 9, dim, device) for _ in range(2)]
+        buffer = torch.randn(4, dim + 1, device=device)  # with counts of reads in the last column
+        for step, slots in enumerate([slice(2, 6), torch.tensor([8, 0, 4, 3], device=device), slice(0, 4)], 1):
+            buffer[:, dim] = torch.tensor([3.0, 0.0, 1.0, 2.0])
+            buffer[2, :dim] = 0
+            read = buffer[:, dim] > 0 if spec.moves_at_zero else None
+            part = plain[slots].clone()
+            state = {key: values[slots].clone() for key, values in states[0].items()}
+            apply_update(
+                replace(spec, fused_params={"stochastic_rounding": False}),
+                *(part, buffer[:, :dim], state),
+                learning_rate=0.1 / step,
+                step=step,
+                read=read,
+            )
+            plain[slots] = part
+            for key, values in state.items():
+                states[0][key][slots] = values
+            options = replace(spec.step_options, learning_rate=0.1 / step, step=step)
+            at, rows = (None, slots) if isinstance(slots, slice) else (slots, slice(None))
+            update_kernels.update_rows(
+                *(name, kernel[rows], buffer[:, :dim], {key: values[rows] for key, values in states[1].items()}),
+                options,
+                slots=at,
+                read=buffer[:, dim] if spec.moves_at_zero else None,
+            )
+        torch.testing.assert_close(kernel, plain, rtol=close, atol=close)
+        for key, values in states[0].items():
+            torch.testing.assert_close(states[1][key], values, rtol=1e-4, atol=1e-5)
+    assert set(update_kernels.KINDS) == {one.name for one in OPTIMIZERS.values() if one.fbgemm is not None}

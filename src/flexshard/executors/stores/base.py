@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
+from flexshard._internal import has_triton
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update
 
 __all__ = ["LookedUp", "RowStore"]
@@ -89,7 +90,9 @@ class RowStore(nn.Module, abc.ABC):
     def update_rows(
         self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0, read: torch.Tensor | None = None
     ) -> None:
-        """Update rows (a range, or distinct slots) by their summed gradients; the rest as for :func:`apply_update`."""
+        """Update rows (a range, or slots; a slot may stand there several times, with one gradient) by their summed
+        gradients; the rest as for :func:`apply_update`.
+        """
         weight = self.values[where]
         state = {name: values[where] for name, values in self.states().items()}
         rate, step = self._learning_rate, self._step
@@ -99,3 +102,33 @@ class RowStore(nn.Module, abc.ABC):
             self.values.index_copy_(0, where, weight)
             for name, values in self.states().items():
                 values.index_copy_(0, where, state[name])
+
+    @torch.no_grad()
+    def update_copies(
+        self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0, read: torch.Tensor | None = None
+    ) -> None:
+        """As :meth:`update_rows`, of a range or of distinct slots: in one kernel where there is one.
+
+        Args:
+            read: above 0 where a batch read a row; shape (n,).
+        """
+        if not _has_kernel(self.spec, self.values):
+            self.update_rows(where, gradient, seed=seed, read=None if read is None else read > 0)
+            return
+        from flexshard.executors.stores.update_kernels import update_rows
+
+        part, slots = (where, None) if isinstance(where, slice) else (slice(None), where)
+        state = {name: values[part] for name, values in self.states().items()}
+        options = replace(self.spec.step_options, learning_rate=self._learning_rate, step=self._step)
+        read = read if self.spec.moves_at_zero else None
+        update_rows(self.spec.name, self.values[part], gradient, state, options, slots=slots, read=read)
+
+
+def _has_kernel(spec: OptimizerSpec, weights: torch.Tensor) -> bool:
+    """Whether Triton has one kernel for an update."""
+    by_chance = spec.rounds_stochastically and weights.dtype != torch.float32
+    if weights.device.type != "cuda" or by_chance or not has_triton():
+        return False
+    from flexshard.executors.stores.update_kernels import KINDS
+
+    return spec.name in KINDS

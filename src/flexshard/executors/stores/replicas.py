@@ -90,8 +90,8 @@ class CopiedRows:
         if self._slots is not None:  # many small tables: one update of their rows together
             ranges = [(self._slots, slice(None))]
         for where, rows in ranges:
-            read = buffer[rows, dim] > 0 if self.width > dim else None
-            self.store.update_rows(where, buffer[rows, :dim], seed=seed, read=read)
+            read = buffer[rows, dim] if self.width > dim else None
+            self.store.update_copies(where, buffer[rows, :dim], seed=seed, read=read)
 
 
 class ReplicaReduction:

@@ -160,7 +160,9 @@ def apply_update(
         seed: of the rounding of 16-bit weights, with the step: copies that give the same round alike.
         read: which rows a batch read, shape (n,), bool; the others stay as they are. None: all.
     """
-    random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step)
+    # FBGEMM does so on CUDA alone.
+    by_chance = spec.rounds_stochastically and weight.device.type == "cuda" and weight.dtype != torch.float32
+    random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step) if by_chance else None
     options = replace(spec.step_options, learning_rate=learning_rate, step=step)
     for start in range(0, weight.shape[0], _CHUNK_ROWS):  # bounds the memory of what follows
         part = slice(start, start + _CHUNK_ROWS)
@@ -174,9 +176,7 @@ def apply_update(
             updated = torch.where(here, updated, values)
             for name, old in before.items():
                 local[name].copy_(torch.where(here, local[name], old))
-        # FBGEMM does so on CUDA alone.
-        by_chance = spec.rounds_stochastically and weight.device.type == "cuda"
-        weight[part] = rounded(updated, weight.dtype, random if by_chance else None)
+        weight[part] = rounded(updated, weight.dtype, random)
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype, random: torch.Generator | None) -> torch.Tensor:
