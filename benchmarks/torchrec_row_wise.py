@@ -3,11 +3,14 @@
 Both train the same model on the same batches in turn, ours in one block of steps and TorchRec's in the next, so that
 a busy machine slows both; the figure is the median over blocks of the ratio of their medians.
 
-    python -m benchmarks.torchrec_row_wise
+    python -m benchmarks.torchrec_row_wise [--device cuda]
+
+On CUDA there is a process for each GPU, with NCCL between them; no GPU has run it yet.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -58,16 +61,16 @@ def batches(rank: int, number: int) -> list[KeyedJaggedTensor]:
     return made
 
 
-def theirs(world: int) -> DistributedModelParallel:
+def theirs(world: int, device: torch.device) -> DistributedModelParallel:
     model, sharder = collection(), EmbeddingCollectionSharder(dict(FUSED))
     how = {f"t{i}": row_wise(compute_kernel="fused") for i in range(TABLES)}
-    plan = construct_module_sharding_plan(model, how, sharder, local_size=world, world_size=world, device_type="cpu")
-    return DistributedModelParallel(
-        model, plan=ShardingPlan({"": plan}), sharders=[sharder], device=torch.device("cpu")
+    plan = construct_module_sharding_plan(
+        model, how, sharder, local_size=world, world_size=world, device_type=device.type
     )
+    return DistributedModelParallel(model, plan=ShardingPlan({"": plan}), sharders=[sharder], device=device)
 
 
-def ours(world: int, *, ranked: bool) -> DistributedModelParallel:
+def ours(world: int, device: torch.device, *, ranked: bool) -> DistributedModelParallel:
     model, sharders = collection(), [FlexShardEmbeddingCollectionSharder(dict(FUSED))]
     # All-reduce is so slow here that row-wise is the best plan.
     slow, fast = CollectiveRate(1.0, 1e6), CollectiveRate(0.0, 1e12)
@@ -79,7 +82,7 @@ def ours(world: int, *, ranked: bool) -> DistributedModelParallel:
     assert all(tier.strategy == "row_wise" for table in plan.tables.values() for tier in table.tiers)
     profiles = {f"t{i}": profile for i in range(TABLES)} if ranked else {}
     sharding = FlexShardPlanner(plan, profiles=profiles).collective_plan(model, sharders)
-    return DistributedModelParallel(model, plan=sharding, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(model, plan=sharding, sharders=sharders, device=device)
 
 
 def step(model: Any, batch: KeyedJaggedTensor) -> None:
@@ -87,13 +90,27 @@ def step(model: Any, batch: KeyedJaggedTensor) -> None:
     sum((found[f"f{i}"].values() ** 2).sum() for i in range(TABLES)).backward()
 
 
-def rank_main(rank: int, world: int, store: str) -> None:
+def rank_main(rank: int, world: int, store: str, kind: str) -> None:
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    models = {"TorchRec": theirs(world), "ours": ours(world, ranked=True), "ours, unranked": ours(world, ranked=False)}
-    data = batches(rank, STEPS)
+    backend, device = "gloo", torch.device(kind)
+    if kind == "cuda":
+        backend, device = "nccl", torch.device(kind, rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    models = {
+        "TorchRec": theirs(world, device),
+        "ours": ours(world, device, ranked=True),
+        "ours, unranked": ours(world, device, ranked=False),
+    }
+    data = [batch.to(device) for batch in batches(rank, STEPS)]
+
+    def everybody() -> None:
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
     sent = {}
     for name, model in models.items():
         with Observer() as observer:
@@ -104,9 +121,11 @@ def rank_main(rank: int, world: int, store: str) -> None:
         calls = sum(c.calls for c in observer.result().collectives)
         if rank == 0:
             print(f"{name}: {calls:.0f} collectives and {sent[name]:,.0f} bytes per rank and step", flush=True)
-    medians = paired_medians(models, step, data, blocks=BLOCKS, barrier=dist.barrier)
+    medians = paired_medians(models, step, data, blocks=BLOCKS, barrier=everybody)
     if rank == 0:
-        print(f"{world} gloo processes, {TABLES} tables of {ROWS:,} x {DIM}, {BATCH} samples x {LENGTH} ids per table")
+        print(
+            f"{world} {backend} processes, {TABLES} tables of {ROWS:,} x {DIM}, {BATCH} samples x {LENGTH} ids per table"
+        )
         for name, values in medians.items():
             ratios = [value / base for value, base in zip(values, medians["TorchRec"], strict=True)]
             ms, ratio = statistics.median(values) * 1e3, statistics.median(ratios)
@@ -116,9 +135,14 @@ def rank_main(rank: int, world: int, store: str) -> None:
 
 
 def main() -> int:
-    for world in (2, 4):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    kind = parser.parse_args().device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here")
+    for world in (2, 4) if kind == "cpu" else (torch.cuda.device_count(),):
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank_main, args=(world, f"{folder}/store"), nprocs=world)
+            mp.spawn(rank_main, args=(world, f"{folder}/store", kind), nprocs=world)
     return 0
 
 

@@ -248,6 +248,7 @@ def shard(
     sharder: dict[str, Any] | None = None,
     fused: dict[str, Any] | None = None,
     model: Model | None = None,
+    device: str = "cpu",
     **planner: Any,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The model under a plan, as a user's script would have it."""
@@ -260,7 +261,7 @@ def shard(
     profiles = {name: profile_of(name, seed) for _, name in table_names()}
     chooser = FlexShardPlanner(plan, **({"profiles": profiles} | planner))
     parallel = DistributedModelParallel(
-        model, plan=chooser.collective_plan(model, sharders), sharders=sharders, device=torch.device("cpu")
+        model, plan=chooser.collective_plan(model, sharders), sharders=sharders, device=torch.device(device)
     )
     return parallel, optimizer_of(parallel)
 
@@ -305,12 +306,12 @@ def row_wise_of_torchrec(
     return DistributedModelParallel(model, plan=ShardingPlan(how), sharders=[sharder], device=torch.device("cpu"))
 
 
-def train(parallel: Any, optimizer: Any, rank: int, steps: range) -> list[torch.Tensor]:
+def train(parallel: Any, optimizer: Any, rank: int, steps: range, *, device: str = "cpu") -> list[torch.Tensor]:
     """An ordinary loop; the logits of every step."""
     outputs = []
     for step in steps:
         optimizer.zero_grad()
-        loss, logits = parallel(make_batch(step, rank))
+        loss, logits = parallel(make_batch(step, rank).to(torch.device(device)))
         loss.backward()
         optimizer.step()
         outputs.append(logits.detach())

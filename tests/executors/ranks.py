@@ -24,18 +24,22 @@ def run(
     timeout: float = 60.0,
     limit: float = 240.0,
     expect_failures: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call ``work(rank, *args)`` in every rank; what each returned, or with ``expect_failures`` its exception.
 
     Args:
         timeout: of collectives, in seconds.
         limit: seconds until all ranks are given up and ended.
+        backend: of the process group.
     """
     world = nodes * ranks_per_node
     with tempfile.TemporaryDirectory() as folder:
         queue = _context.Queue()
         processes = [
-            _context.Process(target=_rank, args=(rank, world, ranks_per_node, folder, timeout, queue, work, args))
+            _context.Process(
+                target=_rank, args=(rank, world, ranks_per_node, folder, timeout, queue, work, args, backend)
+            )
             for rank in range(world)
         ]
         for process in processes:
@@ -81,6 +85,7 @@ def _rank(
     queue: Any,
     work: Callable[..., Any],
     args: tuple[Any, ...],
+    backend: str,
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -94,9 +99,11 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world,

@@ -168,10 +168,10 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
     ) -> GroupTraits:
         kind = data_type_of_torchrec(config.data_type.name)
         dtype = None if kind is None else getattr(torch, kind.name)
-        if dtype is None or (dtype is torch.bfloat16 and device.type == "cpu"):
+        if dtype not in (torch.float32, torch.float16):
             raise TableError(
-                f"table {config.name!r}: FBGEMM has no sequence embeddings of {config.data_type.name} on {device.type};"
-                " use FP32 or FP16"
+                f"table {config.name!r}: FBGEMM has no kernels that train sequence embeddings of"
+                f" {config.data_type.name}, on CPUs or on CUDA; use FP32 or FP16"
             )
         assert how.table is not None
         if (config.num_embeddings, config.embedding_dim) != (how.table.rows, how.table.dim):
