@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -37,14 +38,9 @@ def main() -> None:
         raise SystemExit("there is no GPU here; --device cpu shows that this runs")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(
-        f"{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}"
-    )
-
-    source = torch.empty(1 << 27, dtype=torch.float32, device=device)
-    copied = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / timed(lambda: copied.copy_(source), device)
-    del source, copied
+    version = commit.stdout.strip() or "unknown"
+    print(f"{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, commit {version}")
+    bandwidth = copy_bandwidth(device)
     print(f"a copy moves {bandwidth / 1e9:.0f} GB/s")
 
     generator = torch.Generator(device=device).manual_seed(0)
@@ -52,7 +48,7 @@ def main() -> None:
     locations = torch.randint(0, RANKS * slots, (IDS,), generator=generator, device=device, dtype=torch.int32)
     classes = torch.tensor([0, slots], dtype=torch.int32, device=device)
     for dedup in (False, True):
-        seconds = timed(lambda: bucketize(locations, [IDS], classes, RANKS, index_dedup=dedup), device)
+        seconds = timed(partial(bucketize, locations, [IDS], classes, RANKS, index_dedup=dedup), device)
         what = "bucketise distinct ids" if dedup else "bucketise"
         report(what, seconds, IDS * (4 + 4 + 8), bandwidth)
 
@@ -71,6 +67,13 @@ def main() -> None:
     seconds = timed(lambda: store.update_copies(slice(0, COPIED), dense), device)
     report("update rows with copies", seconds, 3 * COPIED * DIM * 4, bandwidth)
     report("sum gradients by slot", timed(lambda: sum_by_slot(at, gradient), device), 3 * IDS * DIM * 4, bandwidth)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second."""
+    source = torch.empty(1 << 27, dtype=torch.float32, device=device)
+    copied = torch.empty_like(source)
+    return 2 * source.nbytes / timed(lambda: copied.copy_(source), device)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:

@@ -123,9 +123,8 @@ def rank_main(rank: int, world: int, store: str, kind: str) -> None:
             print(f"{name}: {calls:.0f} collectives and {sent[name]:,.0f} bytes per rank and step", flush=True)
     medians = paired_medians(models, step, data, blocks=BLOCKS, barrier=everybody)
     if rank == 0:
-        print(
-            f"{world} {backend} processes, {TABLES} tables of {ROWS:,} x {DIM}, {BATCH} samples x {LENGTH} ids per table"
-        )
+        what = f"{TABLES} tables of {ROWS:,} x {DIM}, {BATCH} samples x {LENGTH} ids per table"
+        print(f"{world} {backend} processes, {what}")
         for name, values in medians.items():
             ratios = [value / base for value, base in zip(values, medians["TorchRec"], strict=True)]
             ms, ratio = statistics.median(values) * 1e3, statistics.median(ratios)
