@@ -26,14 +26,12 @@ help:
 	@echo "make test-newest               planning, profiling, command line: without torch, newest versions (PYTHON=python3.13)"
 	@echo "make test-lowest               the same with the oldest versions that pyproject.toml allows"
 	@echo "make test-gpu                  what needs one GPU: NCCL, streams, waits, memory, kernels; skipped where there is none"
-	@echo "make test-gpu                  what needs one GPU: NCCL, streams, waits, memory, kernels; skipped where there is none"
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding; groups of tables, translation (takes minutes)"
 	@echo "                               CHECKOUT=TorchRec's source tree: its own sharding tests and its BERT4Rec example, too"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
 	@echo "make bench-tt                  tensor-train tables against the TT-Rec algorithm (takes minutes; CLICKS=path for accuracy)"
-	@echo "make bench-gpu                 on GPUs: kernels against the memory's bandwidth, steps against TorchRec's, tensor trains"
 	@echo "make bench-gpu                 on GPUs: kernels against the memory's bandwidth, steps against TorchRec's, tensor trains"
 	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
 
@@ -54,9 +52,6 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest -n auto
-
-test-gpu: setup
-	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
 
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
@@ -106,12 +101,6 @@ bench-tt: setup
 	$(VENV)/bin/python -m benchmarks.tensor_train_model
 	$(VENV)/bin/python -m benchmarks.tensor_train_order $(if $(CLICKS),--clicks "$(CLICKS)")
 	$(if $(CLICKS),$(VENV)/bin/python -m benchmarks.tensor_train_accuracy "$(CLICKS)")
-
-bench-gpu: setup
-	@command -v nvidia-smi >/dev/null || { echo "there is no GPU here: nothing to measure"; exit 1; }
-	$(VENV)/bin/python -m benchmarks.gpu
-	$(VENV)/bin/python -m benchmarks.torchrec_row_wise --device cuda
-	$(VENV)/bin/python -m benchmarks.tensor_train_gpu
 
 bench-gpu: setup
 	@command -v nvidia-smi >/dev/null || { echo "there is no GPU here: nothing to measure"; exit 1; }
