@@ -29,7 +29,7 @@ from flexshard.executors.comm.bucketized_ids import bucketize
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.touched_rows import NO_SLOT, sum_by_slot
 from tests.executors import models, ranks
-from tests.executors.host_waits import HostWaits, as_on_cuda
+from tests.host_waits import HostWaits, as_on_cuda
 
 ROWS = 40
 SPLITS = {

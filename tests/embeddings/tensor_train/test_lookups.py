@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from torch.nn import functional
 
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
 from flexshard.embeddings.tensor_train.products import levels_of
+from flexshard.errors import DataError
 from tests.embeddings.tensor_train.products import dense, each_backend
+from tests.host_waits import HostWaits, as_on_cuda
 
 SHAPES = st.integers(2, 4).flatmap(
     lambda d: st.tuples(
@@ -227,3 +230,38 @@ def test_the_padding_row_is_zeros_and_stays_so() -> None:
         assert not table(torch.tensor([7, 7])).any()
         assert not table.to_dense()[7].any()
         table(torch.arange(20)).sum().backward()
+
+
+@pytest.mark.parametrize("cores", [2, 3, 4])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_lookup_waits_for_its_sizes_alone(cores: int, pinned: bool) -> None:
+    """On a device: once for bags that are not validated, once more for offsets, and for pinned rows."""
+    how: dict[str, Any] = {"tt_ranks": 4, "cores": cores, "std": 1.0, "padding_idx": 7}
+    how |= {"backend": "triton" if cores == 3 else None, "hot_rows": 20 if pinned else 0}
+    tables = [TTEmbeddingBag(400, 16, mode="sum", validate=validate, **how) for validate in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    generator = torch.Generator().manual_seed(cores)
+    ids = torch.randint(0, 400, (60,), generator=generator)
+    ids[3] = 7
+    offsets = torch.tensor([0, 10, 10, 45])
+    for table in tables:
+        if pinned:
+            table.pin_rows(torch.cat([ids[:8], torch.tensor([7])]))
+        expected = table(ids, offsets)
+        expected.sum().backward()
+        gradients = [core.grad for core in table.cores]
+        table.zero_grad()
+        with as_on_cuda(), HostWaits() as counter:
+            found = table(ids, offsets)
+            found.sum().backward()
+        torch.testing.assert_close(found, expected)
+        for core, gradient in zip(table.cores, gradients, strict=True):
+            torch.testing.assert_close(core.grad, gradient)
+        if cores == 3:  # elsewhere CPUs compute, by loops of their own
+            assert counter.counts == {"numpy": 1 + table.validate + pinned}
+        with as_on_cuda(), pytest.raises(DataError, match="id 400 is outside"):
+            table(torch.tensor([400, 2]), torch.tensor([0]))
+        with as_on_cuda(), pytest.raises(DataError, match=f"id {(1 << 63) - 1} is outside"):
+            table(torch.tensor([(1 << 63) - 1, 2]), torch.tensor([0]))
+        with as_on_cuda():
+            assert table(torch.zeros(0, dtype=torch.long), torch.tensor([0, 0])).tolist() == [[0.0] * 16] * 2

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from flexshard._internal import HostCopy
 from flexshard.embeddings.tensor_train.table import TTTable
 from flexshard.errors import DataError, TableError
 
@@ -108,7 +109,7 @@ class TTEmbeddingBag(TTTable):
         Raises:
             DataError: an id outside the table, offsets that decrease or lie outside, or weights of another shape.
         """
-        _check_bags(input, offsets, per_sample_weights, self.mode, self.include_last_offset)
+        _check_bags(input, offsets, per_sample_weights, self.mode, self.include_last_offset, numbers=self.validate)
         rows, inverse, padding = self._lookup(input)
         if not rows.shape[0]:
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])  # torch wants a row to look up nothing in
@@ -124,12 +125,27 @@ class TTEmbeddingBag(TTTable):
         return _Dense.apply(pooled)
 
 
+def _check_offsets(offsets: torch.Tensor, number: int, include_last_offset: bool) -> None:
+    """Whether bags of so many ids begin there; one wait."""
+    steps = torch.diff(offsets, append=offsets[-1:])
+    first, last, least = HostCopy(torch.stack([offsets[0], offsets[-1], steps.min()])).numbers().tolist()
+    if first != 0:
+        raise DataError(f"offsets start at 0, found {offsets[:3].tolist()}")
+    if least < 0:
+        bag = int((steps < 0).nonzero()[0])
+        raise DataError(f"offsets decrease from {int(offsets[bag])} to {int(offsets[bag + 1])} after bag {bag}")
+    if last > number or (include_last_offset and last != number):
+        raise DataError(f"the last offset is {last}, but there are {number} ids")
+
+
 def _check_bags(
     input: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
     mode: str,
     include_last_offset: bool,
+    *,
+    numbers: bool,
 ) -> None:
     if not isinstance(input, torch.Tensor):
         raise DataError(f"ids are a tensor, found {type(input).__name__}")
@@ -147,14 +163,10 @@ def _check_bags(
             raise DataError(f"offsets are whole numbers, found {offsets.dtype}")
         if offsets.dim() == 1 and not offsets.numel() and not input.numel() and not include_last_offset:
             return  # no bags
-        if offsets.dim() != 1 or not offsets.numel() or int(offsets[0]) != 0:
+        if offsets.dim() != 1 or not offsets.numel():
             raise DataError(f"offsets start at 0, found {offsets[:3].tolist()}")
-        back = (offsets[1:] < offsets[:-1]).nonzero()
-        if back.numel():
-            bag = int(back[0])
-            raise DataError(f"offsets decrease from {int(offsets[bag])} to {int(offsets[bag + 1])} after bag {bag}")
-        if int(offsets[-1]) > input.numel() or (include_last_offset and int(offsets[-1]) != input.numel()):
-            raise DataError(f"the last offset is {int(offsets[-1])}, but there are {input.numel()} ids")
+        if numbers:
+            _check_offsets(offsets, input.numel(), include_last_offset)
     if weights is not None:
         if not isinstance(weights, torch.Tensor):
             raise DataError(f"per_sample_weights are a tensor, found {type(weights).__name__}")

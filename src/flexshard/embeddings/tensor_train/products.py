@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from flexshard.embeddings.tensor_train.distinct import compacted, prefixes_of
 from flexshard.tables import TTShape
 
 __all__ = ["Levels", "Step", "backward_rows", "forward_rows", "levels_of", "product_sizes", "suffix_products"]
@@ -73,15 +74,20 @@ class Levels:
         return [(*run, ids) for run, ids in zip(runs, slices, strict=True)]
 
 
-def levels_of(ids: torch.Tensor, shape: TTShape) -> Levels:
-    """Prefixes of distinct ids, ascending, in exact integer arithmetic; shape (u,), int64."""
-    below = [prod(shape.row_factors[k + 1 :]) for k in range(shape.cores)]
+def levels_of(ids: torch.Tensor, shape: TTShape, prefixes_known: Sequence[int] | None = None) -> Levels:
+    """Prefixes of distinct ids, ascending, in exact integer arithmetic.
+
+    Args:
+        ids: shape (u,), int64.
+        prefixes_known: how many distinct prefixes each inner level has; a device is asked where None.
+    """
     inner: list[Level] = []
     row_index: torch.Tensor | None = None  # of the distinct prefixes of the level before, in ascending order
     before: torch.Tensor | None = None
     for k in range(1, shape.cores - 1):
         # Ids ascend, so prefixes do, and the distinct ones are where they change.
-        prefixes = torch.unique_consecutive(ids.div(below[k], rounding_mode="floor"))
+        number = None if prefixes_known is None else prefixes_known[k - 1]
+        prefixes = compacted(prefixes_of(ids, shape, k), number)
         above = prefixes.div(shape.row_factors[k], rounding_mode="floor")
         parent = above if before is None or row_index is None else row_index[torch.searchsorted(before, above)]
         digit = prefixes - above * shape.row_factors[k]

@@ -70,6 +70,7 @@ class RowsContext:
         buffer: memory for products.
         backend: asked for, or None.
         trained: whether backward may come.
+        prefixes: how many distinct prefixes of each inner level there are, if that is known.
     """
 
     shape: TTShape
@@ -79,6 +80,7 @@ class RowsContext:
     buffer: ProductBuffer
     backend: str | None
     trained: bool
+    prefixes: tuple[int, ...] | None = None
 
     def chosen_backend(self) -> str:
         """What computes: "numba" or "torch" on the CPU, "triton" on CUDA where it can, else "torch"."""
@@ -123,7 +125,7 @@ class TTRows(torch.autograd.Function):
     def forward(ctx: Any, distinct: torch.Tensor, context: RowsContext, *cores: torch.Tensor) -> Any:
         """Rows of ``distinct``, in the cores' type; shape (n, dim)."""
         shape, backend, trained = context.shape, context.chosen_backend(), context.trained
-        levels = levels_of(distinct, shape)
+        levels = levels_of(distinct, shape, context.prefixes)
         with torch.autocast(distinct.device.type, enabled=False), _on_device(distinct):
             laid = laid_cores(cores)
             if backend == "triton":

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexshard._internal import check_int, deprecated_attribute, renamed_parameters
+from flexshard._internal import HostCopy, check_int, deprecated_attribute, host_waits_for, renamed_parameters
 from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, at_least_0
 from flexshard.embeddings.tensor_train.decomposition import decompose
+from flexshard.embeddings.tensor_train.distinct import DistinctIds, at_index, prefix_counts
 from flexshard.embeddings.tensor_train.folding import Folded, Frequencies, SeenIds, fit_rows, relative_error
 from flexshard.embeddings.tensor_train.hot_rows import HotRows
 from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows
@@ -46,6 +47,7 @@ class TTTable(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         backend: str | None = None,
+        validate: bool = True,
     ) -> None:
         """Make a table of E rows and dimension D.
 
@@ -62,6 +64,7 @@ class TTTable(nn.Module):
             hot_rows: most rows that are pinned, see :meth:`pin_rows`.
             device, dtype: of the cores; float32 or bfloat16.
             backend: "numba", "torch" or "triton"; by default the fastest that is installed and fits the device.
+            validate: whether offsets of bags are checked, for which the host waits once for a device; ids always are.
 
         Raises:
             TableError: factors that do not cover the table, ranks above the possible, or other arguments out of range.
@@ -74,7 +77,7 @@ class TTTable(nn.Module):
         self._learning_rate, self._eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")
         if backend not in (None, *BACKENDS):
             raise TableError(f"backend is one of {', '.join(BACKENDS)} or None, found {backend!r}")
-        self.backend, self._products = backend, ProductBuffer()
+        self.backend, self.validate, self._products = backend, bool(validate), ProductBuffer()
         if dtype not in (torch.float32, torch.bfloat16):
             raise TableError(f"cores are float32 or bfloat16, found {dtype}")
         if device is not None and torch.device(device).type == "meta":
@@ -205,7 +208,7 @@ class TTTable(nn.Module):
             DataError: an id outside the table.
             TableError: more rows than ``hot_rows``.
         """
-        distinct, _ = self._distinct(ids)
+        distinct = self._distinct(ids).ids
         room = 0 if self.hot is None else self.hot.capacity
         if self.hot is None or distinct.numel() > room:
             raise TableError(f"{distinct.numel():,} rows to pin are more than hot_rows={room:,}")
@@ -241,7 +244,7 @@ class TTTable(nn.Module):
         hot = self.hot
         if hot is None:
             raise TableError("rows to unpin must be pinned; see pin_rows()")
-        given = hot.pinned if ids is None else self._distinct(ids)[0]
+        given = hot.pinned if ids is None else self._distinct(ids).ids
         if not bool(torch.isin(given, hot.pinned).all()):
             raise TableError("rows to unpin must be pinned; see pin_rows()")
         wanted = self.rows(given).float()
@@ -280,44 +283,49 @@ class TTTable(nn.Module):
 
     def _lookup(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
-        distinct, inverse = self._distinct(ids)
-        padding = self._padding(distinct)
+        found = self._distinct(ids)
         if self.seen is not None and self.training and torch.is_grad_enabled():
             self.seen.add(ids)
         if self.hot is None:
-            return _without(self._rows(distinct), padding), inverse, padding
-        pinned, slot = self.hot.find(distinct)
+            return _without(self._rows(found.ids, found.prefixes), found.padding), found.inverse, found.padding
+        pinned, slot = self.hot.find(found.ids)
         order = torch.argsort(pinned.to(torch.int8), stable=True)  # those of the cores first
-        now = torch.empty_like(order)
-        now[order] = torch.arange(order.numel(), device=order.device)
-        rows = torch.cat([self._rows(distinct[~pinned]), self.hot.take(slot[pinned])])
-        padding = None if padding is None else int(now[padding])
-        return _without(rows, padding), now[inverse], padding
+        now = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        others, padding, prefixes = self._without_pinned(found, pinned, order, now)
+        rows = torch.cat([self._rows(found.ids[order[:others]], prefixes), self.hot.take(slot[order[others:]])])
+        return _without(rows, padding), now[found.inverse], padding
 
-    def _distinct(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _without_pinned(
+        self, found: DistinctIds, pinned: torch.Tensor, order: torch.Tensor, now: torch.Tensor
+    ) -> tuple[int, int | None, tuple[int, ...] | None]:
+        """How many ids are not pinned, where the padding row is among all in their new order, and how many prefixes of
+        each level those that are not pinned have; one wait.
+        """
+        if not len(found.ids):
+            return 0, None, found.prefixes
+        first = [(~pinned).sum().view(1), now[:1] if found.padding is None else now[found.padding].view(1)]
+        counts = []
+        if host_waits_for(pinned.device):
+            counts = [prefix_counts(found.ids[order], ~pinned[order], self.shape)]
+        others, padding, *prefixes = HostCopy(torch.cat([*first, *counts])).numbers().tolist()
+        return others, None if found.padding is None else padding, tuple(prefixes) if counts else None
+
+    def _distinct(self, ids: torch.Tensor) -> DistinctIds:
         if not isinstance(ids, torch.Tensor):
             raise DataError(f"ids are a tensor, found {type(ids).__name__}")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise DataError(f"ids are whole numbers, found {ids.dtype}")
-        distinct, inverse = torch.unique(ids.long(), return_inverse=True)
-        if distinct.numel():
-            least, most = int(distinct[0]), int(distinct[-1])
-            if least < 0 or most >= self.num_embeddings:
-                wrong = least if least < 0 else most
-                raise DataError(f"id {wrong} is outside the table's rows, 0 to {self.num_embeddings - 1}")
-        return distinct, inverse
+        found = DistinctIds.of(ids.long(), self.shape, self.padding_idx)
+        if found.least < 0 or found.most >= self.num_embeddings:
+            wrong = found.least if found.least < 0 else found.most
+            raise DataError(f"id {wrong} is outside the table's rows, 0 to {self.num_embeddings - 1}")
+        return found
 
-    def _padding(self, distinct: torch.Tensor) -> int | None:
-        """Index of the padding row among distinct ids, if it is there."""
-        if self.padding_idx is None:
-            return None
-        index = int(torch.searchsorted(distinct, self.padding_idx))
-        return index if index < distinct.numel() and int(distinct[index]) == self.padding_idx else None
-
-    def _rows(self, distinct: torch.Tensor) -> torch.Tensor:
+    def _rows(self, distinct: torch.Tensor, prefixes: tuple[int, ...] | None = None) -> torch.Tensor:
         trained = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
+        states, optimizer = self._states(), self.core_optimizer
         context = RowsContext(
-            self.shape, list(self.cores), self._states(), self.core_optimizer, self._products, self.backend, trained
+            self.shape, list(self.cores), states, optimizer, self._products, self.backend, trained, prefixes
         )
         rows: torch.Tensor = TTRows.apply(distinct, context, *self.cores)
         return rows
@@ -353,4 +361,4 @@ class TTTable(nn.Module):
 
 def _without(rows: torch.Tensor, index: int | None) -> torch.Tensor:
     """Rows with zeros at one index, if any."""
-    return rows if index is None else rows.index_fill(0, torch.tensor([index], device=rows.device), 0.0)
+    return rows if index is None else rows.index_fill(0, at_index([index], rows.device), 0.0)

@@ -56,7 +56,7 @@ def grouped_mm(  # type: ignore[no-untyped-def]
                 left + (source * H + m % H)[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0.0
             )
             b = tl.load(weight + group * K * C + k[:, None] * by_k + c[None, :] * by_c, mask=within, other=0.0)
-            acc += tl.dot(a, b, input_precision="ieee")
+            acc += tl.dot(a, b, input_precision="tf32x3")
         tl.store(out + (item * H + m % H)[:, None] * C + c[None, :], acc, mask=valid[:, None] & (c < C)[None, :])
 
 
@@ -79,7 +79,7 @@ def grouped_outer(  # type: ignore[no-untyped-def]
             left + (source * H + row % H)[None, :] * K + k[:, None], mask=valid[None, :] & (k < K)[:, None], other=0.0
         )
         b = tl.load(upstream + row[:, None] * C + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
-        acc += tl.dot(a, b, input_precision="ieee")
+        acc += tl.dot(a, b, input_precision="tf32x3")
     offset = group * K * C + k[:, None] * C + c[None, :]
     settle(acc, offset, (k < K)[:, None] & (c < C)[None, :], gradient, weight, state, rate, eps, MODE)
 
