@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flexshard._internal import has_triton
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag
 from flexshard.errors import TableError
 from tests.embeddings.tensor_train.products import each_backend
@@ -169,3 +171,22 @@ def test_gradients_that_arrive_sparse() -> None:
             found.append([core.grad.clone() for core in table.cores if core.grad is not None])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         assert found[0][0].any()
+
+
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@pytest.mark.parametrize("cores", [2, 3, 4])
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad", "rowwise_adagrad"])
+def test_segments_in_pieces(optimizer: str | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sums of whole segments; most digits are one in common, others have no ids at all."""
+    from flexshard.embeddings.tensor_train import triton_products
+
+    table = TTEmbedding(60, 8, tt_ranks=3, cores=cores, std=1.0, optimizer=optimizer, backend="triton")
+    other = copy.deepcopy(table)
+    ids = torch.cat([torch.arange(0, 20), torch.tensor([21, 22, 40, 41, 59])])
+    for one, piece in ((table, 1 << 20), (other, 2)):
+        monkeypatch.setattr(triton_products, "_PIECE", piece)
+        (one(ids) * torch.arange(8.0)).pow(2).sum().backward()
+    for core, same in zip(table.cores, other.cores, strict=True):
+        torch.testing.assert_close(same.detach(), core.detach(), rtol=1e-5, atol=1e-5)
+        if optimizer is None:
+            torch.testing.assert_close(same.grad, core.grad, rtol=1e-5, atol=1e-4)

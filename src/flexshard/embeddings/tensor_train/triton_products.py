@@ -4,7 +4,7 @@ The same sums as :mod:`flexshard.embeddings.tensor_train.products`, without atom
 program, in a fixed order. Prefixes that share a slice of a core are tiles of one matrix product; the ids below a
 prefix, or of one
 last digit, are a segment that one program walks through. With ``update`` a program changes the core where it would
-write its gradient, after all that read the core have done so.
+write its gradient, after all that read the core have done so. Long segments go in pieces, which are then added up.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = ["Update", "backward_rows", "forward_rows", "supports"]
 
 _MOST_HEIGHT = 128  # rows of an item that one tile holds
 _MOST_NUMBERS = 8192
+_PIECE = 128
 _KEEP, _SGD, _ADAGRAD = 0, 1, 2
 
 
@@ -110,12 +111,16 @@ def backward_rows(
             upstream, starts, cores[-1], levels.digit, levels.row_index, to_product, tt_rank, height, width, **tiles
         )
     order = torch.argsort(levels.digit, stable=True)
-    grid = (shape.row_factors[-1], triton.cdiv(tt_rank, tiles["BK"]))
     starts = _starts(levels.digit[order], shape.row_factors[-1])
-    kernels.suffix_to_core[grid](
-        upstream, order, starts, prefixes, levels.parent, levels.row_index, *sink.of(last), tt_rank, height, width,
-        **tiles, MODE=sink.mode,
+    pieces = _Pieces.of(starts, order.numel())
+    to_last, mode = (sink.of(last), sink.mode) if pieces is None else (_kept(upstream, pieces, width * tt_rank), _KEEP)
+    starts = starts if pieces is None else pieces.starts
+    kernels.suffix_to_core[starts.numel() - 1, triton.cdiv(tt_rank, tiles["BK"])](
+        upstream, order, starts, prefixes, levels.parent, levels.row_index, *to_last, tt_rank, height, width,
+        **tiles, MODE=mode,
     )  # fmt: skip
+    if pieces is not None:
+        pieces.add_up(to_last[0], sink.of(last), width * tt_rank, sink.mode)
     sink.done(last)
     for k in range(len(levels.inner), 0, -1):
         level = levels.inner[k - 1]
@@ -134,19 +139,70 @@ def backward_rows(
         order = torch.argsort(level.parent, stable=True)
         starts = _starts(level.parent[order], before.shape[0])
         size = h * before.shape[2]
-        block = _block(size, 256)
         to_product = before.new_empty(before.shape)
         first = k == 1
         arguments, mode = (sink.of(0), sink.mode) if first else ((to_product, to_product, to_product, 0.0, 0.0), _KEEP)
-        if before.shape[0]:
-            kernels.segment_sum[(before.shape[0], triton.cdiv(size, block))](
-                to_left, order, starts, *arguments, size, BLOCK=block, MODE=mode
-            )
+        pieces = _Pieces.of(starts, order.numel())
+        if pieces is None:
+            _add_up(to_left, order, starts, arguments, size, mode)
+        else:
+            parts = _kept(to_left, pieces, size)
+            _add_up(to_left, order, pieces.starts, parts, size, _KEEP)
+            pieces.add_up(parts[0], arguments, size, mode)
         if first:
             sink.done(0)
     if not levels.inner:
         sink.take(0, to_product)
     return sink.gradients
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Segments in pieces of at most :data:`_PIECE` items, so that no program walks through many.
+
+    Attributes:
+        starts: of each piece, and the end; those behind the last one have no items. Shape (pieces + 1,).
+        of_segments: first piece of each segment, and the end; shape (segments + 1,).
+    """
+
+    starts: torch.Tensor
+    of_segments: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, items: int) -> _Pieces | None:
+        """Of segments that start there; None where there are few items in all."""
+        if items < 4 * _PIECE:
+            return None
+        number = (torch.diff(starts) + _PIECE - 1) // _PIECE
+        ends = torch.cumsum(number, 0)
+        most = items // _PIECE + number.numel()  # no more than this, whatever the segments: nothing waits
+        piece = torch.arange(most, device=starts.device)
+        segment = torch.searchsorted(ends, piece, right=True).clamp(max=number.numel() - 1)
+        start = starts[segment] + (piece - (ends - number)[segment]) * _PIECE
+        own = torch.where(piece < ends[-1], start, items)
+        return cls(torch.nn.functional.pad(own, (0, 1), value=items), torch.nn.functional.pad(ends, (1, 0)))
+
+    def add_up(self, parts: torch.Tensor, arguments: tuple[Any, ...], size: int, mode: int) -> None:
+        """The sums of the pieces of each segment, in their order."""
+        order = torch.arange(self.starts.numel() - 1, device=parts.device)
+        _add_up(parts, order, self.of_segments, arguments, size, mode)
+
+
+def _kept(like: torch.Tensor, pieces: _Pieces, size: int) -> tuple[Any, ...]:
+    """Where the sums of pieces go, as arguments of a kernel."""
+    parts = like.new_empty(pieces.starts.numel() - 1, size)
+    return parts, parts, parts, 0.0, 0.0
+
+
+def _add_up(
+    values: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, arguments: tuple[Any, ...], size: int, mode: int
+) -> None:
+    """Sums of the rows of each segment, in a fixed order."""
+    if starts.numel() > 1:
+        block = _block(size, 256)
+        kernels.segment_sum[(starts.numel() - 1, triton.cdiv(size, block))](
+            values, order, starts, *arguments, size, BLOCK=block, MODE=mode
+        )
 
 
 class _Sink:
@@ -188,10 +244,7 @@ class _Sink:
         size = gradient[0].numel()
         order = torch.arange(gradient.shape[0], device=gradient.device)
         starts = torch.arange(gradient.shape[0] + 1, device=gradient.device)
-        block = _block(size, 256)
-        kernels.segment_sum[(gradient.shape[0], triton.cdiv(size, block))](
-            gradient, order, starts, *arguments, size, BLOCK=block, MODE=self.mode
-        )
+        _add_up(gradient, order, starts, arguments, size, self.mode)
         self.done(k)
 
     @property
