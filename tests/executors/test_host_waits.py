@@ -28,6 +28,7 @@ from flexshard.executors.comm import bucketized_ids
 from flexshard.executors.comm.bucketized_ids import bucketize
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.touched_rows import NO_SLOT, sum_by_slot
+from flexshard.executors.stores.updates import OptimizerSpec
 from tests.executors import models, ranks
 from tests.host_waits import HostWaits, as_on_cuda
 
@@ -264,3 +265,32 @@ def resharded(rank: int) -> None:
 
 def test_resharding_through_the_hosts_memory() -> None:
     ranks.run(2, 2, resharded)
+
+
+def test_what_fbgemm_is_given() -> None:
+    """One length for at most 64 ids, and one bag for each row that is looked up: its kernels have a thread or a warp
+    for each.
+    """
+    slots, classes = torch.tensor([1000], dtype=torch.int32), [200, 0, 100]
+    locations = torch.arange(300, dtype=torch.int32)
+    given: dict[str, Any] = {}
+
+    original = torch.ops.fbgemm.block_bucketize_sparse_features
+
+    def spy(**arguments: Any) -> Any:
+        given.update(arguments)
+        return original(**arguments)
+
+    with as_on_cuda(), mock.patch.object(torch.ops.fbgemm, "block_bucketize_sparse_features", spy):
+        bucketized_ids._by_fbgemm(locations, classes, slots, 4)
+    assert given["lengths"].tolist() == [64, 64, 64, 8, 0, 64, 36]
+    assert given["block_sizes"].tolist() == [1000] * 7
+    assert given["lengths"].dtype == given["block_sizes"].dtype == locations.dtype
+
+    store = FusedStore(OptimizerSpec("sgd"), 10, 4, torch.float32, torch.device("cpu"))
+    with mock.patch.object(store._kernel, "forward", wraps=store._kernel.forward) as kernel:
+        store.look_up(torch.tensor([3, 3, 9]))
+    indices, offsets = kernel.call_args.args
+    assert indices.tolist() == [3, 3, 9]
+    assert offsets.tolist() == [0, 1, 2, 3]
+    assert indices.dtype == offsets.dtype == torch.int64
