@@ -354,4 +354,7 @@ def test_copies_on_a_stream_lie_in_memory_of_the_current_one() -> None:
     copied = batch.to("cpu", non_blocking=True, data_copy_stream=Stream())
     assert events == ["wait True"]
     assert same(copied.to_keyed_jagged(), batch.to_keyed_jagged())
+    _ = batch.groups[0].jagged.offsets()  # which it then remembers
+    again = batch.to("cpu", data_copy_stream=Stream())
+    assert same(again.to_keyed_jagged(), batch.to_keyed_jagged())
     assert copied.groups[0].inverse.data_ptr() != batch.groups[0].inverse.data_ptr()

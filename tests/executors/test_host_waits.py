@@ -22,13 +22,20 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 import flexshard
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 from flexshard._internal import to_device
+from flexshard.costmodels import Layout
+from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
 from flexshard.executors import MemoryStore, reshard
 from flexshard.executors.comm import bucketized_ids
 from flexshard.executors.comm.bucketized_ids import bucketize
+from flexshard.executors.sharding.batches import Lookup, ids_of_tables
+from flexshard.executors.sharding.translation import LocationTable
+from flexshard.executors.stores import base
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.touched_rows import NO_SLOT, sum_by_slot
 from flexshard.executors.stores.updates import OptimizerSpec
+from flexshard.planner import Tier
+from flexshard.tables import StepOptions
 from tests.executors import models, ranks
 from tests.host_waits import HostWaits, as_on_cuda
 
@@ -294,3 +301,62 @@ def test_what_fbgemm_is_given() -> None:
     assert indices.tolist() == [3, 3, 9]
     assert offsets.tolist() == [0, 1, 2, 3]
     assert indices.dtype == offsets.dtype == torch.int64
+
+
+def test_a_slot_that_stands_there_again_is_rounded_as_before() -> None:
+    """Of several with chances of their own any could win on CUDA, another one on each copy."""
+    spec = OptimizerSpec("sgd", 0.1)
+    store = MemoryStore(spec, 6, 8, torch.float16, torch.device("cpu"))
+    slots, gradient = torch.tensor([4, 4, 1, NO_SLOT, NO_SLOT, 2]), torch.randn(6, 8)
+    with as_on_cuda():
+        where, sums, some = sum_by_slot(slots, gradient)
+    assert where.tolist() == [1, 2, 4, 4, 4, 4]
+    drawn = iter(torch.rand(6))
+
+    def rounded_by_chance(_: Any, weight: torch.Tensor, *__: Any, **___: Any) -> None:
+        for row in weight:
+            row.fill_(next(drawn))
+
+    written: dict[int, torch.Tensor] = {}
+
+    def any_order(values: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        for slot, row in zip(index.tolist(), rows, strict=True):
+            assert torch.equal(written.setdefault(slot, row), row)
+        return values
+
+    with (
+        mock.patch.object(base, "apply_update", rounded_by_chance),
+        mock.patch.object(torch.Tensor, "index_copy_", any_order),
+    ):
+        store.update_rows(where, sums, read=some)
+    assert sorted(written) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad"])
+def test_rows_that_nobody_touched_stay_with_an_eps_of_0(name: str) -> None:
+    spec = OptimizerSpec(name, 0.1, StepOptions(eps=0.0))
+    store = MemoryStore(spec, 3, 4, torch.float32, torch.device("cpu"))
+    store.values.copy_(torch.arange(12.0).view(3, 4))
+    with as_on_cuda():
+        where, sums, some = sum_by_slot(torch.tensor([NO_SLOT, NO_SLOT]), torch.ones(2, 4))
+    store.update_rows(where, sums, read=some)
+    dense = torch.zeros(3, 4)
+    dense[1, 2] = 2.0
+    store.update_copies(slice(0, 3), dense)
+    expected = torch.arange(12.0).view(3, 4)
+    expected[1, 2] -= 0.1 if name == "adagrad" else 0.2
+    torch.testing.assert_close(store.values, expected)
+
+
+def test_values_that_no_length_counts_are_not_looked_at() -> None:
+    batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2, 3, 99]), lengths=torch.tensor([1, 2]))
+    lookup = Lookup("f", "f", 0, 0)
+    table = LocationTable(
+        Layout.of({"t": [Tier("row_wise", 1, 4, 0, 0.0, None, 0.0, 0.0, 0.0)]}, {"t": 4}, 1),
+        *(0, IndexBijection.identity(4), torch.device("cpu")),
+    )
+    for context in (nullcontext(), as_on_cuda()):
+        with context:
+            ((_, ids),), problem = ids_of_tables(batch, [lookup], [table], translated=False)
+        assert ids.tolist() == [1, 2, 3]
+        assert problem is None or problem.table.tolist() == [-1]

@@ -189,6 +189,8 @@ def test_rounding_by_chance_keeps_the_mean(dtype: torch.dtype) -> None:
     [
         ("sgd", {}),
         ("adagrad", {"eps": 1e-3}),
+        ("adagrad", {"eps": 0.0}),
+        ("rowwise_adagrad", {"eps": 0.0, "weight_decay": 0.1}),
         ("rowwise_adagrad", {"eps": 1e-3}),
         ("rowwise_adagrad", {"weight_decay": 0.1, "decay_mode": "l2"}),
         ("rowwise_adagrad", {"weight_decay": 0.1, "decay_mode": "decoupled"}),

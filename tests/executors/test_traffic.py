@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import flexshard
 from flexshard.executors import Lookups, Observer, compare_observed, predicted_bytes, replay
+from flexshard.executors.comm.collectives import Collectives, Label
 from flexshard.executors.traffic import observer as observer_module
 from flexshard.topologies import Cluster, CollectiveRate, Level
 from tests.executors import models, ranks
@@ -178,7 +180,7 @@ def timed_by_events(rank: int) -> dict[str, tuple[float, float]]:
     found = {}
     with ExitStack() as patches:
         gpu = torch.device("cuda", 0)
-        patches.enter_context(mock.patch.object(observer_module, "device_of_group", return_value=gpu))
+        patches.enter_context(mock.patch.object(observer_module, "_clock_of", return_value=gpu))
         patches.enter_context(mock.patch.object(torch.cuda, "Event", FakeEvent))
         patches.enter_context(mock.patch.object(torch.cuda, "Stream"))
         patches.enter_context(mock.patch.object(torch.cuda, "stream", stream))
@@ -200,3 +202,19 @@ def test_collectives_under_nccl_are_timed_by_events() -> None:
         seconds, exposed = found["all_reduce"]
         assert 0.25 < seconds < 5.0  # rank 0 waits for rank 1
         assert exposed < 0.1  # the stream on the side has waited by then: gloo's wait holds the host
+
+
+def kept(rank: int) -> tuple[bool, bool]:
+    """Whether what is sent is there before and after its sender has waited."""
+    sent = torch.ones(4)
+    known, label = weakref.ref(sent), Label(2, "rows", ("t",))
+    pending = Collectives().all_to_all(torch.empty(4), sent, None, None, None, label)
+    del sent
+    before = known() is not None
+    pending.wait()
+    return before, known() is not None
+
+
+def test_what_is_sent_is_kept_until_its_sender_has_waited() -> None:
+    """NCCL lets go of it as soon as anybody has, such as an observer on a stream of its own."""
+    assert ranks.run(1, 2, kept) == [(True, False)] * 2

@@ -109,7 +109,9 @@ def streamed(rank: int, world: int, name: str) -> float:
     return float((found[0] - found[1]).abs().max())
 
 
-@pytest.mark.parametrize("name", ["TrainPipelineSparseDist", "PrefetchTrainPipelineSparseDist"])
+@pytest.mark.parametrize(
+    "name", ["TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "PrefetchTrainPipelineSparseDist"]
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_streams_wait_for_each_other(world: int, name: str) -> None:
     found = ranks.run(1, world, streamed, world, name, backend=f"cpu:gloo,cuda:{BACKENDS[world]}")

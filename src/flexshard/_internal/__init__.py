@@ -75,6 +75,11 @@ if TYPE_CHECKING:
         read_group as read_group,
     )
     from flexshard._internal.process_groups import LevelGroups as LevelGroups, level_groups as level_groups
+    from flexshard._internal.streams import (
+        continued_on as continued_on,
+        current_stream as current_stream,
+        used_here as used_here,
+    )
     from flexshard._internal.text_tables import as_text as as_text, new_grid as new_grid
     from flexshard._internal.yaml_documents import (
         StrictModel as StrictModel,
@@ -99,6 +104,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "optional": ["has_numba", "has_triton"],
         "parquet_sources": ["Chunk", "ParquetSource", "expand", "is_list", "one_array", "read_chunks", "read_group"],
         "process_groups": ["LevelGroups", "level_groups"],
+        "streams": ["continued_on", "current_stream", "used_here"],
         "text_tables": ["as_text", "new_grid"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],
     },

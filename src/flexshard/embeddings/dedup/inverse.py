@@ -302,11 +302,12 @@ class InverseKeyedJaggedTensor(Pipelineable):
     def _to(self, target: torch.device, non_blocking: bool, stream: Any) -> InverseKeyedJaggedTensor:
         if stream is None:
             return self._each(lambda tensor: tensor.to(target, non_blocking=non_blocking))
+        source = self._each(lambda tensor: tensor)  # without what a batch remembers besides, such as offsets
         places = self._each(lambda tensor: torch.empty_like(tensor, device=target))
         device = torch.get_device_module(target)
         stream.wait_stream(device.current_stream())  # which may use that memory still, for something else
         with device.stream(stream):
-            for place, tensor in zip(places._tensors(), self._tensors(), strict=True):
+            for place, tensor in zip(places._tensors(), source._tensors(), strict=True):
                 place.copy_(tensor, non_blocking=non_blocking)
         return places
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import lost_rank
+from flexshard._internal import lost_rank, used_here
 from flexshard.errors import CommunicationError
 
 __all__ = ["Collectives", "Label", "PendingCollective", "label_of_call"]
@@ -70,8 +70,11 @@ def _span(ranks: Sequence[int]) -> str:
 class PendingCollective:
     """A collective under way."""
 
-    def __init__(self, work: dist.Work | None, label: Label, group: dist.ProcessGroup | None) -> None:
-        self._work, self._label, self._group = work, label, group
+    def __init__(
+        self, work: dist.Work | None, label: Label, group: dist.ProcessGroup | None, *tensors: torch.Tensor
+    ) -> None:
+        """``tensors`` are what it reads and writes: NCCL keeps them only until anybody has waited, on any stream."""
+        self._work, self._label, self._group, self._tensors = work, label, group, tensors
 
     def wait(self) -> None:
         """Until it is over (on CUDA: until the current stream may use its result).
@@ -84,6 +87,9 @@ class PendingCollective:
         work, self._work = self._work, None
         with _labelled(self._label, self._group):
             work.wait()
+        for tensor in self._tensors:
+            used_here(tensor)
+        self._tensors = ()
 
 
 class Collectives:
@@ -108,7 +114,7 @@ class Collectives:
                 group=group,
                 async_op=True,
             )
-        return PendingCollective(work, label, group)
+        return PendingCollective(work, label, group, received, sent)
 
     def all_reduce(
         self,
@@ -120,7 +126,7 @@ class Collectives:
         """``dist.all_reduce``, in place."""
         with _labelled(label, group):
             work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        return PendingCollective(work, label, group)
+        return PendingCollective(work, label, group, tensor)
 
     def all_gather(
         self, gathered: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None, label: Label
@@ -128,4 +134,4 @@ class Collectives:
         """``dist.all_gather_into_tensor``."""
         with _labelled(label, group):
             work = dist.all_gather_into_tensor(gathered, local, group=group, async_op=True)
-        return PendingCollective(work, label, group)
+        return PendingCollective(work, label, group, gathered, local)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from flexshard._internal import HostCopy, LevelGroups, host_waits_for, spread_on
+from flexshard._internal import HostCopy, LevelGroups, host_waits_for, spread_on, used_here
 from flexshard.costmodels import Layout, StepCollective
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
@@ -216,6 +216,7 @@ class Exchange:
         index = self._index_in(self._answers)
         result: list[Any] = [None] * len(index)
         for answers in self._answers:
+            used_here(answers.buffer)
             for one in answers.classes:
                 rows = answers.view(one).index_select(0, index[one])
                 result[one] = rows.to(self._context.output_dtypes[one])
@@ -304,6 +305,7 @@ class Exchange:
                 arrival.take()
             gradients: list[Any] = [None] * len(context.stores)
             for rows in self._gradients[level]:
+                used_here(rows.buffer)
                 for index in rows.classes:
                     gradients[index] = rows.get(index)
             reduction = reductions[level]

@@ -115,7 +115,8 @@ def ids_of_tables(
     ends = features.offset_per_key()
     problem: BatchProblem | OutsideIds | None
     if host_waits_for(values.device):
-        values, table = _inside(values, np.array(ends), *_bounds(keys, lookups, tables, translated=translated))
+        bounds = _bounds(keys, lookups, tables, translated=translated)
+        values, table = _inside(values[: ends[-1]], np.array(ends), *bounds)
         problem = OutsideIds(table, lambda: _outside(features, lookups, tables, translated=translated))
     else:
         problem = _outside(features, lookups, tables, translated=translated)

@@ -221,7 +221,9 @@ class LogicalTables:
     def take_written(self) -> None:
         """Take over what was written to on any rank since the last training step; every rank must call it."""
         tables = self.tables
-        fresh = {(entry.table, entry.name): entry for entry in self._handed_out if not entry.stale}
+        entries = [entry for entry in self._handed_out if not entry.stale]
+        entries.sort(key=lambda entry: entry.written)  # of two, on the host and on the device, the one written to
+        fresh = {(entry.table, entry.name): entry for entry in entries}
         mine = [key for key, entry in fresh.items() if entry.written]
         every: list[Any] = [None] * tables.layout.world_size
         dist.all_gather_object(every, mine, group=tables.process_group)
@@ -229,7 +231,7 @@ class LogicalTables:
             entry = fresh.get((table, name))
             current = self._block(table, name)  # of a rank that nobody wrote to, and where it was let go
             self._take_block(table, name, current if entry is None or not entry.written else entry.block)
-        for entry in fresh.values():
+        for entry in entries:
             entry.version = entry.block._version
         self._prune()
 

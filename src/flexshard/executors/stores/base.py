@@ -90,18 +90,21 @@ class RowStore(nn.Module, abc.ABC):
     def update_rows(
         self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0, read: torch.Tensor | None = None
     ) -> None:
-        """Update rows (a range, or slots; a slot may stand there several times, with one gradient) by their summed
-        gradients; the rest as for :func:`apply_update`.
+        """Update rows (a range, or slots that ascend) by their summed gradients; the rest as for :func:`apply_update`.
+
+        With ``read`` a slot may stand there several times, with one gradient and as read or not.
         """
         weight = self.values[where]
         state = {name: values[where] for name, values in self.states().items()}
         rate, step = self._learning_rate, self._step
-        read = read if self.spec.moves_at_zero else None
         apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=seed, read=read)
-        if isinstance(where, torch.Tensor):  # indexing made copies
-            self.values.index_copy_(0, where, weight)
-            for name, values in self.states().items():
-                values.index_copy_(0, where, state[name])
+        if isinstance(where, slice):
+            return
+        # Indexing made copies. Of one slot all have to be the same, though each was rounded by a chance of its own.
+        first = None if read is None else torch.searchsorted(where, where)
+        parts = [(self.values, weight), *((values, state[name]) for name, values in self.states().items())]
+        for values, updated in parts:
+            values.index_copy_(0, where, updated if first is None else updated.index_select(0, first))
 
     @torch.no_grad()
     def update_copies(
@@ -113,7 +116,9 @@ class RowStore(nn.Module, abc.ABC):
             read: above 0 where a batch read a row; shape (n,).
         """
         if not _has_kernel(self.spec, self.values):
-            self.update_rows(where, gradient, seed=seed, read=None if read is None else read > 0)
+            self.update_rows(
+                where, gradient, seed=seed, read=read > 0 if read is not None and self.spec.moves_at_zero else None
+            )
             return
         from flexshard.executors.stores.update_kernels import update_rows
 

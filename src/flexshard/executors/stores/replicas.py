@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flexshard._internal import continued_on, current_stream
 from flexshard.costmodels import Layout
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 from flexshard.executors.stores.base import RowStore
@@ -115,6 +116,7 @@ class ReplicaReduction:
         self._copied, self._across, self._collectives = copied, across, collectives
         self._buffer: torch.Tensor | None = None
         self._open: tuple[PendingCollective | None, TouchedRows | None] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def _label(self, content: str) -> Label:
         return Label(self._size, content, self._tables)
@@ -163,6 +165,8 @@ class ReplicaReduction:
             dense = self._reduce_whole(slots, gradients, scale)
         if touched is not None:
             gathered = TouchedRows(touched, gradients, scale, self._collectives, self._across, self._label)
+        # Where rows are looked up: a pipeline may look the next batch up there before backward's caller goes on.
+        self._stream = current_stream(slots[0].device)
         self._open = dense, gathered
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
@@ -182,6 +186,10 @@ class ReplicaReduction:
         if self._open is None:
             return
         (dense, touched), self._open = self._open, None
+        with continued_on(self._stream):
+            self._update(dense, touched)
+
+    def _update(self, dense: PendingCollective | None, touched: TouchedRows | None) -> None:
         if dense is not None:
             assert self._buffer is not None
             dense.wait()

@@ -46,13 +46,15 @@ def _step(  # type: ignore[no-untyped-def]
         elif KIND == 1:
             total = tl.load(first_state + here, mask=inside, other=1.0) + g * g
             tl.store(first_state + here, total, mask=inside)
-            change = rate * g / (tl.sqrt(total) + eps)
+            root = tl.sqrt(total) + eps
+            change = rate * g / tl.where(root == 0, 1.0, root)
         elif KIND == 2:
             if DECAYS and L2:
                 g += decay * w
             mean = tl.load(first_state + slot) + tl.sum(g * g, axis=0) / dim
             tl.store(first_state + slot, mean)
-            change = g / (tl.sqrt(mean) + eps)
+            root = tl.sqrt(mean) + eps
+            change = g / tl.where(root == 0, 1.0, root)
             if DECAYS and not L2:
                 change += decay * w
             change = rate * change

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -63,9 +63,10 @@ class _Timed(dist.Work):
     TorchRec waits only for what is a ``dist.Work``.
     """
 
-    def __init__(self, work: Any, call: _Call, device: torch.device) -> None:
+    def __init__(self, work: Any, call: _Call, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._work, self._call, self._device = work, call, device
+        self._tensors = tensors  # NCCL keeps them only until anybody has waited, which noting the end does
 
     def wait(self, *args: Any) -> Any:
         start = moment(self._device)
@@ -73,6 +74,7 @@ class _Timed(dist.Work):
             return self._work.wait(*args)
         finally:
             self._call.waits.append((start, moment(self._device)))
+            self._tensors = ()
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -139,14 +141,15 @@ class Observer:
         signature = inspect.signature(original)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            group = signature.bind(*args, **kwargs).arguments.get("group")
+            given = signature.bind(*args, **kwargs).arguments
+            group, tensors = given.get("group"), [one for one in given.values() if isinstance(one, torch.Tensor)]
             sent, received, dtype = sizes(*args, **kwargs)
             label = label_of_call()
             content = (
                 label.content if label is not None else ("other embeddings" if dtype.is_floating_point else "other ids")
             )
             size = label.group_size if label is not None else dist.get_world_size(group)
-            device = device_of_group(group)
+            device = _clock_of(tensors[0], group)
             if self._blocking:
                 self._barrier(group, device)
             noted = _Call((kind, size, content), sent, received, moment(device))
@@ -161,7 +164,7 @@ class Observer:
                     seconds_between(noted.start, noted.end)  # until it is over
                 return work
             _note_end(work, noted, device)
-            return _Timed(work, noted, device)
+            return _Timed(work, noted, device, tensors)
 
         return call
 
@@ -220,6 +223,12 @@ class Observer:
     def calls(self) -> list[dict[Key, tuple[int, int, int]]]:
         """Of this rank, by step: (calls, bytes sent, bytes received) of each (kind, group size, content)."""
         return [{key: cell[:3] for key, cell in _sums(step)[1].items()} for step in self._steps]
+
+
+def _clock_of(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.device:
+    """The device whose events tell when a collective is over: NCCL's; else the host."""
+    own = device_of_group(group)
+    return own if tensor.device.type == own.type else torch.device("cpu")
 
 
 def _note_end(work: Any, noted: _Call, device: torch.device) -> None:

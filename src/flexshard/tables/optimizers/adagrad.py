@@ -29,4 +29,5 @@ class Adagrad(Optimizer):
         del weight
         sums = state["momentum1"]
         sums.addcmul_(gradient, gradient)
-        return gradient / sums.sqrt().add_(options.eps) * options.learning_rate
+        change = gradient / sums.sqrt().add_(options.eps) * options.learning_rate
+        return change if options.eps else change.masked_fill_(gradient == 0, 0.0)  # 0 / 0 of rows that nobody read

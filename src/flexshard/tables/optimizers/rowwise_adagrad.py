@@ -31,10 +31,13 @@ class RowwiseAdagrad(Optimizer):
         sums, decay = state["momentum1"], options.weight_decay
         if not decay:
             sums.add_((gradient * gradient).mean(1, keepdim=True))
-            return gradient / sums.sqrt().add_(options.eps) * options.learning_rate
+            change = gradient / sums.sqrt().add_(options.eps) * options.learning_rate
+            return change if options.eps else change.masked_fill_(gradient == 0, 0.0)  # 0 / 0 of rows that nobody read
         decayed = decay * weight
         if options.decay_mode == "l2":
             gradient = gradient + decayed
         sums.add_((gradient * gradient).mean(1, keepdim=True))
         change = gradient / sums.sqrt().add_(options.eps)
+        if not options.eps:
+            change.masked_fill_(gradient == 0, 0.0)
         return (change if options.decay_mode == "l2" else change + decayed) * options.learning_rate
