@@ -37,6 +37,7 @@ from flexshard.topologies import CollectiveRate, Level
 
 ROWS, DIM, TABLES, BATCH, LENGTH = 100_000, 64, 4, 256, 20
 BLOCKS, STEPS = 12, 8
+CPU = torch.device("cpu")
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 
 
@@ -61,7 +62,7 @@ def batches(rank: int, number: int) -> list[KeyedJaggedTensor]:
     return made
 
 
-def theirs(world: int, device: torch.device) -> DistributedModelParallel:
+def theirs(world: int, device: torch.device = CPU) -> DistributedModelParallel:
     model, sharder = collection(), EmbeddingCollectionSharder(dict(FUSED))
     how = {f"t{i}": row_wise(compute_kernel="fused") for i in range(TABLES)}
     plan = construct_module_sharding_plan(
@@ -70,7 +71,7 @@ def theirs(world: int, device: torch.device) -> DistributedModelParallel:
     return DistributedModelParallel(model, plan=ShardingPlan({"": plan}), sharders=[sharder], device=device)
 
 
-def ours(world: int, device: torch.device, *, ranked: bool) -> DistributedModelParallel:
+def ours(world: int, device: torch.device = CPU, *, ranked: bool) -> DistributedModelParallel:
     model, sharders = collection(), [FlexShardEmbeddingCollectionSharder(dict(FUSED))]
     # All-reduce is so slow here that row-wise is the best plan.
     slow, fast = CollectiveRate(1.0, 1e6), CollectiveRate(0.0, 1e12)
