@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -99,8 +99,9 @@ def ids_of_tables(
             )
         return [], BatchProblem(_VARIABLE_BATCH, 0, text)
     keys, values = features.keys(), features.values()
+    known = {key: index for index, key in enumerate(keys)}
     for lookup in lookups:
-        if lookup.feature not in keys:
+        if lookup.feature not in known:
             text = (
                 f"the batch has no feature {lookup.feature!r}, which table {tables[lookup.table].table!r} is looked up"
                 f" by; it has {', '.join(keys)}"
@@ -115,7 +116,7 @@ def ids_of_tables(
     ends = features.offset_per_key()
     problem: BatchProblem | OutsideIds | None
     if host_waits_for(values.device):
-        bounds = _bounds(keys, lookups, tables, translated=translated)
+        bounds = _bounds(known, lookups, tables, translated=translated)
         values, table = _inside(values[: ends[-1]], np.array(ends), *bounds)
         problem = OutsideIds(table, lambda: _outside(features, lookups, tables, translated=translated))
     else:
@@ -128,12 +129,12 @@ def ids_of_tables(
 
 
 def _bounds(
-    keys: Sequence[str], lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
+    known: Mapping[str, int], lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
 ) -> tuple[IntArray, IntArray]:
     """The number that a feature's ids lie below, and the table that says so; shape (features,) each."""
-    ends, owners = np.full(len(keys), _ANY), np.zeros(len(keys), np.int64)
+    ends, owners = np.full(len(known), _ANY), np.zeros(len(known), np.int64)
     for lookup in lookups:
-        table, at = tables[lookup.table], keys.index(lookup.feature)
+        table, at = tables[lookup.table], known[lookup.feature]
         end = table.num_locations if translated else table.num_rows
         if end < ends[at]:
             ends[at], owners[at] = end, lookup.table
