@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import pytest
 pytest.importorskip("torchrec")
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from flexshard.errors import CheckpointError, OutputError, PlanError
+from flexshard.executors import load_checkpoint, save_checkpoint
+from flexshard.executors.state import live_tensors
 from tests.executors import models, ranks
 from tests.executors.test_numerics import TOLERANCE, largest
 
@@ -339,3 +343,31 @@ def test_a_file_that_every_rank_wrote_is_refused(tmp_path: Path) -> None:
     for message in ranks.run(1, 2, all_save_to_one_file, str(tmp_path)):
         assert message.startswith("True ")
         assert "is rank 1's of 2, as when several ranks save to one file" in message
+
+
+def in_pieces(rank: int, folder: str) -> None:
+    """Blocks are files' chunks of a few rows, for our own loads and for TorchRec's."""
+    cluster = models.small_cluster(2, 2)
+    splits = [models.random_split(cluster, np.random.default_rng(seed)) for seed in (1, 2)]
+    with mock.patch.multiple(live_tensors, _PIECE_BYTES=150, _MOST_PIECES=7):
+        first, optimizer = models.shard(models.plan_of(cluster, splits[0]), "rowwise_adagrad")
+        models.train(first, optimizer, rank, range(3))
+        save_checkpoint(folder, first, optimizer)
+        second, other = models.shard(models.plan_of(cluster, splits[1]), "rowwise_adagrad")
+        load_checkpoint(folder, second, other)
+        dcp.save({"m": first.state_dict()}, checkpoint_id=f"{folder}/plain")
+        stock = models.row_wise_of_torchrec("rowwise_adagrad", 2, 4)
+        state = {"m": stock.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/plain")
+        stock.load_state_dict(state["m"])
+        chunks = dcp.FileSystemReader(f"{folder}/plain").read_metadata().state_dict_metadata
+    assert len(chunks["m.wide.embeddings.goods.weight"].chunks) > 4 * 4  # type: ignore[union-attr]
+    expected = {name: models.whole(value) for name, value in first.state_dict().items()}
+    for model in (second, stock):
+        for name, value in model.state_dict().items():
+            assert torch.equal(models.whole(value), expected[name]), name
+    models.train(second, other, rank, range(3, 5))
+
+
+def test_checkpoints_are_read_in_pieces(tmp_path: Path) -> None:
+    ranks.run(2, 2, in_pieces, str(tmp_path))

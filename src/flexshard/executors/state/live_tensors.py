@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_leaves, tree_map
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
@@ -22,6 +24,7 @@ aten = torch.ops.aten
 _KEEP_SHARD = {aten._to_copy.default, aten.clone.default, aten.empty_like.default, aten.zeros_like.default}
 # What was written to: tensors of the rows as they are, or as they were before a training step.
 FRESH, STALE = 1, 2
+_PIECE_BYTES, _MOST_PIECES = 32 << 20, 16
 
 
 class _Holder:
@@ -92,8 +95,37 @@ class LogicalShard(LocalShardsWrapper):
         """As :meth:`numpy`."""
         return self.local_shards()[0].tolist()
 
-    def __create_write_items__(self, fqn: str, object: Any) -> Any:
-        return super().__create_write_items__(fqn, object) if self.local_shards()[0].numel() else []
+    def _pieces(self) -> list[ChunkStorageMetadata]:
+        """The block in pieces, as files have it: who reads one has a whole piece beside what it is read into."""
+        block, (first, *rest) = self.local_shards()[0], self.local_offsets()[0]
+        rows = max(_PIECE_BYTES // max(block[:1].nbytes, 1), -(-len(block) // _MOST_PIECES))
+        return [
+            ChunkStorageMetadata(torch.Size((first + start, *rest)), block[start : start + rows].shape)
+            for start in range(0, len(block), rows)
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties, size = self._storage_meta.properties, object.size()
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, piece.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=piece, properties=properties, size=size),
+            )
+            for piece in self._pieces()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._pieces() or list(super().__create_chunk_list__())
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        first = self.local_offsets()[0][0]
+        for piece in self._pieces():
+            if piece.offsets == index.offset:
+                start = piece.offsets[0] - first
+                return self.local_shards()[0][start : start + piece.sizes[0]]
+        shard: torch.Tensor = super().__get_tensor_shard__(index)
+        return shard
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.local_shards()[0].__reduce_ex__(protocol)  # files hold plain tensors
