@@ -212,6 +212,9 @@ def kept(rank: int) -> tuple[bool, bool]:
     del sent
     before = known() is not None
     pending.wait()
+    deadline = time.monotonic() + 10.0
+    while known() is not None and time.monotonic() < deadline:  # gloo's own thread may be about to let go of it
+        time.sleep(0.01)
     return before, known() is not None
 
 
