@@ -32,19 +32,13 @@ PIPELINES = {
 }
 
 
-class HostStream(torch.cpu.Stream):
-    """As much of a device's stream as pipelines look at."""
-
-    device = torch.device("cpu")
-
-
 def run(name: str, parallel: Any, optimizer: Any, rank: int, steps: int) -> torch.Tensor:
     """Losses of each step, and then the weights."""
     if name.startswith("Eval"):
         parallel.eval()
     pipeline = getattr(train_pipelines, name)(parallel, optimizer, torch.device("cpu"), **PIPELINES[name])
     if name.startswith("Prefetch"):
-        pipeline._data_dist_stream = HostStream()
+        pipeline._data_dist_stream = torch.cpu.Stream()
     batches = iter([models.make_batch(step, rank) for step in range(steps)])
     losses = [pipeline.progress(batches).detach().flatten() for _ in range(steps)]
     state = {name: models.whole(value) for name, value in parallel.state_dict().items()}
@@ -60,6 +54,8 @@ def both(rank: int, name: str, seed: int) -> float:
     with ExitStack() as patches:
         # What a machine without a device lacks.
         patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", _nothing))
+        host = torch.device("cpu")
+        patches.enter_context(mock.patch.object(torch.cpu.Stream, "device", host, create=True))
         patches.enter_context(mock.patch.object(torch.cuda, "current_stream", _nothing))
         split = models.random_split(cluster, np.random.default_rng(seed))
         ours = run(name, *models.shard(models.plan_of(cluster, split), "sgd"), rank, 6)
