@@ -105,7 +105,7 @@ def of_ours(rank: int, split: str, groups: int, index_dedup: bool) -> dict[str, 
 def measured(rank: int) -> dict[str, dict[str, int]]:
     found = {"TorchRec": of_torchrec(rank)}
     for split in SPLITS:
-        for groups in (1, 2, 4):
+        for groups in (1, 4):
             for index_dedup in (False, True):
                 found[f"{split}, {groups} groups, dedup {index_dedup}"] = of_ours(rank, split, groups, index_dedup)
     return found
