@@ -10,7 +10,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostCopy", "host_waits_for", "runs_of", "spread_on", "to_device"]
+__all__ = ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread_on", "to_device"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -69,6 +69,15 @@ class HostCopy:
         return found
 
 
+def run_starts(ascending: torch.Tensor) -> torch.Tensor:
+    """Where other numbers than those before begin; shape (n,), bool."""
+    import torch
+
+    starts = torch.ones_like(ascending, dtype=torch.bool)
+    starts[1:] = ascending[1:] != ascending[:-1]
+    return starts
+
+
 def runs_of(values: torch.Tensor, beyond: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct numbers without a wait for how many there are.
 
@@ -82,8 +91,6 @@ def runs_of(values: torch.Tensor, beyond: torch.Tensor | int) -> tuple[torch.Ten
     import torch
 
     ordered, order = torch.sort(values, stable=True)
-    starts = torch.ones_like(ordered, dtype=torch.bool)
-    starts[1:] = ordered[1:] != ordered[:-1]
-    run = torch.cumsum(starts, 0) - 1
+    run = torch.cumsum(run_starts(ordered), 0) - 1
     distinct = (torch.zeros_like(values) + beyond).scatter_(0, run, ordered)
     return distinct, torch.empty_like(run).scatter_(0, order, run)

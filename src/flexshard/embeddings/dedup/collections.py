@@ -110,12 +110,12 @@ def _by_feature(features: InverseKeyedJaggedTensor, outputs: Any) -> dict[str, D
 
 def _deduped(features: InverseKeyedJaggedTensor, name: str, embeddings: JaggedTensor) -> DedupedJagged | JaggedTensor:
     # Where several tables share a feature, TorchRec appends the table's name: feature@table.
-    group = features.group_of(name if name in features.keys() else name.rpartition("@")[0])
+    feature = name if name in features.keys() else name.rpartition("@")[0]
+    group = features.group_of(feature)
     if group is None:
         return embeddings
     expanded = None
     if group.expanded_lengths is not None:
-        feature = name if name in group.keys else name.rpartition("@")[0]
         expanded = group.expanded_lengths[group.keys.index(feature)]
     return DedupedJagged(embeddings.values(), embeddings.lengths()[: group.num_distinct], group.inverse, expanded)
 

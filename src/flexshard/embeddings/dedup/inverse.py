@@ -293,8 +293,8 @@ class InverseKeyedJaggedTensor(Pipelineable):
         """
         target = torch.device(device)
         if self.device().type == "cpu" and target.type != "cpu":
-            for plain in (self.plain,) if self.plain is not None else ():
-                plain.offset_per_key()
+            if self.plain is not None:
+                self.plain.offset_per_key()
             groups = [group.counted() for group in self.groups]
             return InverseKeyedJaggedTensor(groups, self.plain, self._keys)._to(target, non_blocking, data_copy_stream)
         return self._to(target, non_blocking, data_copy_stream)

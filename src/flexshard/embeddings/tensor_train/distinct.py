@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import torch
 
-from flexshard._internal import HostCopy, host_waits_for, runs_of, to_device
+from flexshard._internal import HostCopy, host_waits_for, run_starts, runs_of
 from flexshard.tables import TTShape
 
-__all__ = ["DistinctIds", "at_index", "changes", "compacted", "prefix_counts", "prefixes_of"]
+__all__ = ["DistinctIds", "compacted", "prefix_counts", "prefixes_of"]
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,9 @@ def prefixes_of(ids: torch.Tensor, shape: TTShape, level: int) -> torch.Tensor:
     return ids.div(prod(shape.row_factors[level + 1 :]), rounding_mode="floor")
 
 
-def changes(ascending: torch.Tensor) -> torch.Tensor:
-    """Where other numbers than those before begin; shape (n,), bool."""
-    starts = torch.ones_like(ascending, dtype=torch.bool)
-    starts[1:] = ascending[1:] != ascending[:-1]
-    return starts
-
-
 def prefix_counts(ids: torch.Tensor, real: torch.Tensor, shape: TTShape) -> torch.Tensor:
     """Distinct prefixes of each inner level, of those ids that are ``real``, the first ones; shape (levels,), int64."""
-    counts = [(changes(prefixes_of(ids, shape, k)) & real).sum().view(1) for k in range(1, shape.cores - 1)]
+    counts = [(run_starts(prefixes_of(ids, shape, k)) & real).sum().view(1) for k in range(1, shape.cores - 1)]
     return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64, device=ids.device)
 
 
@@ -90,10 +82,5 @@ def compacted(ascending: torch.Tensor, number: int | None) -> torch.Tensor:
     """The distinct ones; without a wait where it is known how many there are."""
     if number is None:
         return torch.unique_consecutive(ascending)
-    run = torch.cumsum(changes(ascending), 0) - 1
+    run = torch.cumsum(run_starts(ascending), 0) - 1
     return ascending.new_empty(number).scatter_(0, run, ascending)
-
-
-def at_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Indices on a device, int64."""
-    return to_device(np.array(values, np.int64), device)

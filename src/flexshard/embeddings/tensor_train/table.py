@@ -6,13 +6,21 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from flexshard._internal import HostCopy, check_int, deprecated_attribute, host_waits_for, renamed_parameters
+from flexshard._internal import (
+    HostCopy,
+    check_int,
+    deprecated_attribute,
+    host_waits_for,
+    renamed_parameters,
+    to_device,
+)
 from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, at_least_0
 from flexshard.embeddings.tensor_train.decomposition import decompose
-from flexshard.embeddings.tensor_train.distinct import DistinctIds, at_index, prefix_counts
+from flexshard.embeddings.tensor_train.distinct import DistinctIds, prefix_counts
 from flexshard.embeddings.tensor_train.folding import Folded, Frequencies, SeenIds, fit_rows, relative_error
 from flexshard.embeddings.tensor_train.hot_rows import HotRows
 from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows
@@ -361,4 +369,4 @@ class TTTable(nn.Module):
 
 def _without(rows: torch.Tensor, index: int | None) -> torch.Tensor:
     """Rows with zeros at one index, if any."""
-    return rows if index is None else rows.index_fill(0, at_index([index], rows.device), 0.0)
+    return rows if index is None else rows.index_fill(0, to_device(np.array([index]), rows.device), 0.0)

@@ -117,13 +117,16 @@ def ids_of_tables(
     problem: BatchProblem | OutsideIds | None
     if host_waits_for(values.device):
         bounds = _bounds(known, lookups, tables, translated=translated)
-        values, table = _inside(values[: ends[-1]], np.array(ends), *bounds)
-        problem = OutsideIds(table, lambda: _outside(features, lookups, tables, translated=translated))
+        inside, table = _inside(values[: ends[-1]], np.array(ends), *bounds)
+        parts = _by_feature(keys, inside, ends)
+        problem = OutsideIds(
+            table, lambda: _outside(_by_feature(keys, values, ends), lookups, tables, translated=translated)
+        )
     else:
-        problem = _outside(features, lookups, tables, translated=translated)
+        parts = _by_feature(keys, values, ends)
+        problem = _outside(parts, lookups, tables, translated=translated)
         if problem is not None:
             return [], problem
-    parts = {key: values[slice(*part)] for key, part in zip(keys, pairwise(ends), strict=True)}
     found = [(lookup.table, parts[lookup.feature]) for lookup in lookups]
     return [(table, ids if ids.numel() else ids.long()) for table, ids in found], problem
 
@@ -156,15 +159,14 @@ def _inside(
     return values.masked_fill(outside, 0), torch.where(table == _ANY, -1, table).int()
 
 
+def _by_feature(keys: Sequence[str], values: torch.Tensor, ends: Sequence[int]) -> dict[str, torch.Tensor]:
+    return {key: values[slice(*part)] for key, part in zip(keys, pairwise(ends), strict=True)}
+
+
 def _outside(
-    features: KeyedJaggedTensor, lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
+    parts: Mapping[str, torch.Tensor], lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
 ) -> BatchProblem | None:
-    """Which ids lie outside their table, if any do; on a device, the host waits."""
-    values = features.values()
-    parts = {
-        key: values[slice(*part)]
-        for key, part in zip(features.keys(), pairwise(features.offset_per_key()), strict=True)
-    }
+    """Which ids of a batch's features lie outside their table, if any do; on a device, the host waits."""
     asked = list(dict.fromkeys(lookup.feature for lookup in lookups))
     extremes = dict(zip(asked, extremes_of([parts[feature] for feature in asked]), strict=True))
     for lookup in lookups:

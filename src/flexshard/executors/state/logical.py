@@ -122,7 +122,7 @@ class LogicalTables:
         values = tables.group_of(table).store.part(name)
         device = torch.device("cpu") if _on_host.get() else tables.device
         block = torch.empty(len(wanted), values.shape[1], dtype=values.dtype, device=device)
-        read_rows(tables, table, [name], wanted, size, lambda part, rows: block[part].copy_(rows))
+        read_rows(tables, table, name, wanted, size, lambda part, rows: block[part].copy_(rows))
         return block
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class LogicalTables:
         rows, values = int(tables.layout.num_rows[table]), tables.group_of(table).store.part(name)
         wanted = range(rows if tables.rank == 0 else 0)
         result = torch.empty(len(wanted), values.shape[1], dtype=values.dtype)
-        read_rows(tables, table, [name], wanted, rows, lambda part, rows: result[part].copy_(rows))
+        read_rows(tables, table, name, wanted, rows, lambda part, rows: result[part].copy_(rows))
         return result if tables.rank == 0 else None
 
     # -- in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from flexshard.executors.comm.collectives import Label
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.row_transfer import RowTransfer
 
-__all__ = ["PART_BYTES", "parts_of", "read_rows", "transfer_of", "write_rows"]
+__all__ = ["parts_of", "read_rows", "transfer_of", "write_rows"]
 
 # Of the rows that a rank asks for at once. They are copied up to five times on their way.
-PART_BYTES = 32 << 20
+_PART_BYTES = 32 << 20
 _KEY_BYTES = 64  # ids, positions, ranks and slots of an entry
 
 
@@ -28,7 +28,7 @@ def parts_of(length: int, longest: int, row_bytes: int, first: float = 0.0) -> I
         row_bytes: of an entry.
         first: where to begin, as a share of the range: ranks whose ranges are alike then ask different ranks.
     """
-    rows = max(PART_BYTES // (row_bytes + _KEY_BYTES), 1)
+    rows = max(_PART_BYTES // (row_bytes + _KEY_BYTES), 1)
     number = -(-longest // rows)
     shift = int(first * number)
     for index in range(number):
@@ -42,13 +42,10 @@ def transfer_of(tables: ShardedTables, table: int, what: str) -> RowTransfer:
     return RowTransfer(tables.options.collectives, tables.process_group, label)
 
 
-Rows = Mapping[str, torch.Tensor]
-
-
 def read_rows(
     tables: ShardedTables,
     table: int,
-    names: Sequence[str],
+    name: str,
     wanted: range,
     longest: int,
     take: Callable[[slice, torch.Tensor], None],
@@ -56,14 +53,14 @@ def read_rows(
     """Read a table's rows from the ranks that have them; every rank must call it, with ids of its own.
 
     Args:
-        names: "weight" or states, side by side in what is taken; of one type.
+        name: "weight" or a state.
         wanted: ids.
         longest: most ids that any rank wants.
         take: called with a part of ``wanted``, as indices in it, and its rows, shape (n, width), on the tables' device.
     """
-    group, store = tables.group_of(table), tables.group_of(table).store
-    held = [store.part(name) for name in names]
-    row_bytes = sum(values.shape[1] * values.element_size() for values in held)
+    group = tables.group_of(table)
+    values = group.store.part(name)
+    row_bytes = values.shape[1] * values.element_size()
     transfer = transfer_of(tables, table, "checkpoint")
     for part in parts_of(len(wanted), longest, row_bytes):
         ids = np.arange(wanted.start + part.start, wanted.start + part.stop, dtype=np.int64)
@@ -72,7 +69,7 @@ def read_rows(
         rows = transfer.ask(
             to_device(slots - group.first_slot, tables.device),
             to_device(holder, tables.device),
-            lambda asked: torch.cat([values[asked] for values in held], dim=1),
+            lambda asked: values[asked],
         )
         take(part, rows)
 

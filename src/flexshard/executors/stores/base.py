@@ -116,23 +116,19 @@ class RowStore(nn.Module, abc.ABC):
             read: above 0 where a batch read a row; shape (n,).
         """
         if not _has_kernel(self.spec, self.values):
-            self.update_rows(
-                where, gradient, seed=seed, read=read > 0 if read is not None and self.spec.moves_at_zero else None
-            )
+            self.update_rows(where, gradient, seed=seed, read=None if read is None else read > 0)
             return
         from flexshard.executors.stores.update_kernels import update_rows
 
         part, slots = (where, None) if isinstance(where, slice) else (slice(None), where)
         state = {name: values[part] for name, values in self.states().items()}
         options = replace(self.spec.step_options, learning_rate=self._learning_rate, step=self._step)
-        read = read if self.spec.moves_at_zero else None
         update_rows(self.spec.name, self.values[part], gradient, state, options, slots=slots, read=read)
 
 
 def _has_kernel(spec: OptimizerSpec, weights: torch.Tensor) -> bool:
     """Whether Triton has one kernel for an update."""
-    by_chance = spec.rounds_stochastically and weights.dtype != torch.float32
-    if weights.device.type != "cuda" or by_chance or not has_triton():
+    if weights.device.type != "cuda" or spec.rounds_by_chance(weights) or not has_triton():
         return False
     from flexshard.executors.stores.update_kernels import KINDS
 

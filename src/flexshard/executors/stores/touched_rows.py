@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import host_waits_for, runs_of
+from flexshard._internal import host_waits_for, run_starts, runs_of
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 
 __all__ = ["NO_SLOT", "TouchedCounts", "TouchedRows", "TouchedSlots", "sum_by_slot"]
@@ -144,8 +144,9 @@ def sum_by_slot(slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tens
         if len(distinct):
             gradient = torch.segment_reduce(gradient, "sum", lengths=lengths)
         return distinct, gradient, None
-    distinct, index = runs_of(ordered, NO_SLOT)
-    lengths = torch.zeros_like(index).index_add_(0, index, torch.ones_like(index))
+    run = torch.cumsum(run_starts(ordered), 0) - 1
+    distinct = torch.full_like(ordered, NO_SLOT).scatter_(0, run, ordered)
+    lengths = torch.zeros_like(run).index_add_(0, run, torch.ones_like(run))
     sums = torch.segment_reduce(gradient, "sum", lengths=lengths, initial=0, unsafe=True)
     number = (distinct != NO_SLOT).sum()
     own = torch.minimum(torch.arange(len(slots), device=slots.device), (number - 1).clamp(min=0))

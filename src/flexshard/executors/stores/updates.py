@@ -102,6 +102,10 @@ class OptimizerSpec:
         """Whether 16-bit weights are, as FBGEMM does it unless told otherwise."""
         return bool(self.fused_params.get("stochastic_rounding", True))
 
+    def rounds_by_chance(self, weight: torch.Tensor) -> bool:
+        """Whether an update of these weights rounds so: FBGEMM does on CUDA alone."""
+        return self.rounds_stochastically and weight.device.type == "cuda" and weight.dtype != torch.float32
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of its state, as TorchRec's checkpoints have them."""
@@ -160,9 +164,9 @@ def apply_update(
         seed: of the rounding of 16-bit weights, with the step: copies that give the same round alike.
         read: which rows a batch read, shape (n,), bool; the others stay as they are. None: all.
     """
-    # FBGEMM does so on CUDA alone.
-    by_chance = spec.rounds_stochastically and weight.device.type == "cuda" and weight.dtype != torch.float32
-    random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step) if by_chance else None
+    random = None
+    if spec.rounds_by_chance(weight):
+        random = torch.Generator(device=weight.device).manual_seed((seed << 40) + step)
     options = replace(spec.step_options, learning_rate=learning_rate, step=step)
     for start in range(0, weight.shape[0], _CHUNK_ROWS):  # bounds the memory of what follows
         part = slice(start, start + _CHUNK_ROWS)
