@@ -81,8 +81,8 @@ def test_keys_are_compacted_on_the_way() -> None:
     whole, compacted = KeyedLengths(0.2), KeyedLengths(0.2, compact_keys=120)
     for _ in range(60):
         keys, lengths = pa.chunked_array([random.integers(0, 1000, 50)]), random.integers(0, 4, 50)
-        whole.add(keys, lengths)
-        compacted.add(keys, lengths)
+        whole.add(keys, lengths, None)
+        compacted.add(keys, lengths, None)
     assert compacted.moments() == whole.moments()
     assert compacted.table().sort_by("key") == whole.table().sort_by("key")
 

@@ -28,14 +28,14 @@ SLOT_BYTES = 4
 def touched_rows(table: Table, batch_size: int, group_size: int, first_position: int, rows: int) -> tuple[float, float]:
     """Mean and variance of the number of rows of a tier, per rank, that its group reads in an iteration.
 
-    A row of probability p is read by some of the g·B samples of its group with probability q = ``1 - (1-p)^(gB)``; the
-    g ranks hold equal shares.
+    A row that a share c of samples contains is read by some of the g·B samples of its group with probability q =
+    ``1 - (1-c)^(gB)``; the g ranks hold equal shares.
     """
     profile = table.profile
     ends = np.cumsum(profile.rows)
     end = first_position + rows
     inside = np.clip(ends, first_position, end) - np.clip(ends - profile.rows, first_position, end)
-    q = expected_distinct(profile.counts / profile.num_samples, table.distinct_samples(batch_size) * group_size)
+    q = expected_distinct(profile.sample_share, table.distinct_samples(batch_size) * group_size)
     return float(q @ inside) / group_size, float((q * (1 - q)) @ inside) / group_size
 
 

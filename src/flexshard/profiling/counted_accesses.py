@@ -39,6 +39,8 @@ class CountedAccesses:
         path: file that the profile was read from, if any.
         sample_key: column whose distinct values are the samples; None where they are rows.
         hash: how raw ids were folded into the table; None where ids are rows.
+        samples: how many samples contain the rows of each count, summed over these rows; shape (K,). None where no
+            sample reads a row twice, or where that is not known and taken to be so.
 
     Raises:
         ProfileError: the fields contradict each other.
@@ -56,6 +58,7 @@ class CountedAccesses:
     row_counts: RowCounts | None = field(default=None, repr=False)
     sample_keys: Any = field(default=None, repr=False)
     hash: str | None = None
+    samples: IntArray | None = None
 
     def __repr__(self) -> str:
         return (
@@ -95,6 +98,15 @@ class CountedAccesses:
             np.concatenate([zero, np.cumsum(self.rows)]),
             np.concatenate([zero, np.cumsum(self.rows * self.counts)]),
         )
+
+    @cached_property
+    def sample_share(self) -> npt.NDArray[np.float64]:
+        """c: share of the samples that contain a row, on average over the rows of each count; shape (K,). Below
+        :attr:`counts` / :attr:`num_samples` where samples repeat rows.
+        """
+        if self.samples is None:
+            return np.minimum(self.counts / self.num_samples, 1.0)
+        return self.samples / (self.rows * float(self.num_samples))
 
     def covered(self, rows: float) -> float:
         """Share of the accesses that go to the hottest ``rows`` rows, in [0, 1]."""
@@ -143,6 +155,9 @@ class CountedAccesses:
         sha.update(repr((self.num_rows, self.num_samples, self.counts.size, moments)).encode())
         sha.update(np.ascontiguousarray(self.counts, "<i8").data)
         sha.update(np.ascontiguousarray(self.rows, "<i8").data)
+        if self.samples is not None:
+            sha.update(b"samples")
+            sha.update(np.ascontiguousarray(self.samples, "<i8").data)
         if self.holdout is not None:
             sha.update(repr(self.holdout.num_samples).encode())
             sha.update(np.ascontiguousarray(self.holdout.accesses, "<i8").data)
@@ -161,6 +176,18 @@ def _check(profile: CountedAccesses) -> None:
         )
     if float(profile.counts.astype(np.float64) @ profile.rows.astype(np.float64)) >= 2**63:
         raise ProfileError(f"{name}more than 2^63 accesses; divide counts and num_samples by a common factor")
+    samples = profile.samples
+    if samples is not None:
+        if samples.shape != profile.counts.shape:
+            raise ProfileError(f"{name}samples must be given for each of the {profile.counts.size} distinct counts")
+        most = np.minimum(profile.counts, profile.num_samples)
+        wrong = np.flatnonzero((samples < profile.rows) | (samples.astype(np.float64) / profile.rows > most))
+        if wrong.size:
+            at = int(wrong[0])
+            raise ProfileError(
+                f"{name}{samples[at]:,} samples cannot contain {profile.rows[at]:,} rows of count"
+                f" {profile.counts[at]:,} in {profile.num_samples:,} samples"
+            )
     if int(profile.rows.sum()) > profile.num_rows:
         raise ProfileError(
             f"{name}num_rows is {profile.num_rows:,}, but {int(profile.rows.sum()):,} rows were read; raise num_rows"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from flexshard.errors import ProfileError
 from flexshard.profiling.count.keyed_lengths import KeyedLengths
 from flexshard.profiling.moments import LengthMoments
@@ -40,6 +43,7 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
     lengths, keys = _lengths(a, b)
     if keys is not None and holdout is not None:
         holdout = replace(holdout, num_samples=keys.moments()[1].num_samples)
+    samples = _samples_of_rows(a, b, counts, keys)
     if a.hash != b.hash:
         raise ProfileError(f"table {a.table!r}: profiles of raw ids and of hashed ones do not add up")
     merged = type(a).from_row_counts(
@@ -48,12 +52,28 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
         num_rows,
         lengths,
         held=held,
+        samples=samples,
         holdout=holdout,
         table=a.table,
         sample_key=a.sample_key,
         sample_keys=keys,
     )
     return replace(merged, hash=a.hash)
+
+
+def _samples_of_rows(
+    a: AccessProfile, b: AccessProfile, counts: npt.NDArray[np.int64], keys: KeyedLengths | None
+) -> RowCounts | None:
+    """How many samples of both contain each row."""
+    if keys is not None:
+        return RowCounts.dense(keys.samples(counts))
+    if a.samples is None and b.samples is None:
+        return None
+    samples = np.zeros_like(counts)
+    for one in (a.row_counts, b.row_counts):
+        assert one is not None
+        samples += (one if one.samples is None else one.samples).to_dense(counts.size)
+    return RowCounts.dense(samples)
 
 
 def _samples(profile: AccessProfile) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import PathLike, bound
@@ -122,6 +123,7 @@ class AccessProfile(CountedAccesses):
         lengths: LengthMoments | None = None,
         *,
         held: RowCounts | None = None,
+        samples: RowCounts | None = None,
         holdout: Holdout | None = None,
         table: str = "",
         path: str | None = None,
@@ -129,7 +131,8 @@ class AccessProfile(CountedAccesses):
         sample_keys: Any = None,
     ) -> AccessProfile:
         """A profile whose row ids are known; ``held`` are the counts of the same rows in held-out samples, and
-        ``holdout`` says which samples those are (its ``accesses`` are found here).
+        ``holdout`` says which samples those are (its ``accesses`` are found here); ``samples`` how many samples contain
+        each row, where that is not its count.
         """
         counts, rows = histogram(row_counts.counts)
         if row_counts.size > num_rows:
@@ -137,8 +140,25 @@ class AccessProfile(CountedAccesses):
         if held is not None and holdout is not None:
             holdout = replace(holdout, accesses=row_counts.accesses_by_count(held, counts))
             row_counts = replace(row_counts, held=held)
+        containing = None
+        if samples is not None:
+            containing = row_counts.accesses_by_count(samples, counts)[:-1]
+            if np.array_equal(containing, counts * rows):  # nothing repeats
+                samples = containing = None
+            row_counts = replace(row_counts, samples=samples)
         return cls(
-            counts, rows, num_rows, num_samples, lengths, holdout, table, path, sample_key, row_counts, sample_keys
+            counts,
+            rows,
+            num_rows,
+            num_samples,
+            lengths,
+            holdout,
+            table,
+            path,
+            sample_key,
+            row_counts,
+            sample_keys,
+            samples=containing,
         )
 
     @classmethod

@@ -35,10 +35,13 @@ def save_profile(profile: AccessProfile, path: PathLike) -> None:
     """See :meth:`AccessProfile.save`.
 
     Profiles that know their rows have the columns ``row`` and ``count`` (and ``held_out``), hottest first; rows that
-    were never read are left out. Histograms have ``count`` and ``rows`` instead.
+    were never read are left out. Histograms have ``count`` and ``rows`` instead. ``samples`` is there where samples
+    repeat rows.
     """
     if profile.row_counts is None:
         columns = {"count": profile.counts, "rows": profile.rows}
+        if profile.samples is not None:
+            columns["samples"] = profile.samples
     else:
         rows, counts = profile.row_counts.ranked()
         columns = {"row": rows, "count": counts}
@@ -48,6 +51,8 @@ def save_profile(profile: AccessProfile, path: PathLike) -> None:
             rows = np.concatenate([rows, unseen])
             counts = np.concatenate([counts, np.zeros(unseen.size, np.int64)])
             columns = {"row": rows, "count": counts, "held_out": held[rows]}
+        if profile.row_counts.samples is not None:
+            columns["samples"] = profile.row_counts.samples.to_dense(profile.num_rows)[rows]
     schema = pa.schema([(name, pa.int64()) for name in columns], metadata=FORMAT.to_metadata(_metadata(profile)))
     with (
         replacing(path) as temporary,
@@ -80,7 +85,7 @@ def load_profile(path: PathLike) -> AccessProfile:
     name = os.fspath(path)
     table, meta = _read(name)
     columns = {field: _column(name, table, field) for field in table.column_names}
-    if set(columns) not in ({"row", "count"}, {"row", "count", "held_out"}, {"count", "rows"}):
+    if set(columns) - {"samples"} not in ({"row", "count"}, {"row", "count", "held_out"}, {"count", "rows"}):
         raise ProfileError(f"{name}: expected the columns row and count, or count and rows; found {', '.join(columns)}")
     counts = columns["count"]
     _ordered(name, counts)
@@ -93,7 +98,14 @@ def load_profile(path: PathLike) -> AccessProfile:
     try:
         if "rows" in columns:
             profile = AccessProfile(
-                counts, columns["rows"], meta["num_rows"], meta["num_samples"], lengths, table=meta["table"], path=name
+                counts,
+                columns["rows"],
+                meta["num_rows"],
+                meta["num_samples"],
+                lengths,
+                table=meta["table"],
+                path=name,
+                samples=columns.get("samples"),
             )
         else:
             profile = _with_rows(name, columns, meta, lengths)
@@ -158,6 +170,7 @@ def _with_rows(
         meta["num_rows"],
         lengths,
         held=RowCounts(columns["held_out"], rows) if "held_out" in columns else None,
+        samples=RowCounts(columns["samples"], rows) if "samples" in columns else None,
         holdout=_holdout(name, columns, meta),
         table=meta["table"],
         path=name,

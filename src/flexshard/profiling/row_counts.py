@@ -27,11 +27,14 @@ class RowCounts:
         counts: shape (n,).
         rows: distinct row ids, shape (n,), or None.
         held: counts of held-out samples, in a form of its own.
+        samples: how many samples contain each row, in a form of its own; None where no sample repeats a row, or where
+            it is not known.
     """
 
     counts: IntArray
     rows: IntArray | None = None
     held: RowCounts | None = None
+    samples: RowCounts | None = None
     _cache: dict[str, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

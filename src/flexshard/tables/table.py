@@ -105,9 +105,10 @@ class Table:
 
     def reads(self, batch_size: int, *, index_dedup: bool = False) -> FloatArray:
         """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
-        p = self.profile.counts / self.profile.num_samples
         distinct = self.distinct_samples(batch_size)
-        return expected_distinct(p, distinct) if index_dedup else distinct * p
+        if index_dedup:
+            return expected_distinct(self.profile.sample_share, distinct)
+        return distinct * (self.profile.counts / self.profile.num_samples)
 
     def distinct_samples(self, batch_size: int) -> float:
         """B / DedupFactor: samples of a batch whose lists are looked up, each distinct one once."""
@@ -142,10 +143,10 @@ def place_bytes(rows: int) -> int:
 
 
 def expected_distinct(p: npt.ArrayLike, batch_size: float) -> FloatArray:
-    """Probability that a row is read at all in a batch: ``1 - (1-p)^B`` for p < 1, else 1.
+    """Probability that a row is read at all in a batch of independent samples: ``1 - (1-c)^B`` for c < 1, else 1.
 
     Args:
-        p: expected appearances of a row in one sample.
+        p: c, the share of samples that contain a row; its expected appearances in one where none repeats it.
         batch_size: B.
     """
     values = np.asarray(p, dtype=np.float64)

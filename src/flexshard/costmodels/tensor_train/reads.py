@@ -55,7 +55,7 @@ class TTReads:
                 by frequency gives them.
         """
         profile = table.profile
-        p, distinct = profile.counts / profile.num_samples, table.distinct_samples(batch_size)
+        p, distinct = profile.sample_share, table.distinct_samples(batch_size)
         unread = -distinct * np.log1p(-np.minimum(p, 1.0 - 2**-53))  # -log of the chance that a batch has it not
         missed = float(profile.rows @ np.exp(-unread) + table.rows - profile.rows_read) / table.rows
         prefixes = []

@@ -29,7 +29,7 @@ _MOST_ROWS = 1 << 36
 
 @dataclass
 class IdCounter:
-    """Counts per row of one table, added to batch by batch.
+    """Counts per row of one table, added to batch by batch, and how many samples contain each.
 
     Attributes:
         table: name, for messages.
@@ -41,6 +41,7 @@ class IdCounter:
     num_rows: int | None = None
     hash: str | None = None
     counts: IntArray = field(init=False)
+    _repeats: IntArray | None = field(init=False, default=None)
     _largest: int = field(init=False, default=-1)
     _bad: int = field(init=False, default=0)
     _first_bad: str = field(init=False, default="")
@@ -54,21 +55,49 @@ class IdCounter:
                 raise DataError(f"num_rows is {self.num_rows:,}; counts of more than {_MOST_ROWS:,} rows are not kept")
         self.counts = np.zeros(self.num_rows if self.num_rows is not None else 1024, np.int64)
 
-    def add(self, batch: IdBatch) -> None:
-        """Count a batch's ids."""
+    def add(self, batch: IdBatch) -> IntArray | None:
+        """Count a batch's ids; gives the rows that they name, as :meth:`rows_of`."""
         rows = self.rows_of(batch)
         if rows is not None:
-            np.add.at(self.counts, rows, 1)
+            self._count(rows, batch.sample_of_ids())
+        return rows
 
-    def add_apart(self, batch: IdBatch, held: IntArray, unseen: BoolArray) -> IntArray:
-        """Count a batch's ids, but those ``unseen`` into ``held``, which is returned as large as the counts."""
+    def add_apart(self, batch: IdBatch, held: IntArray, unseen: BoolArray) -> tuple[IntArray | None, IntArray]:
+        """Count a batch's ids, but those ``unseen`` into ``held``, which is returned as large as the counts, after the
+        rows that they name.
+        """
         rows = self.rows_of(batch)
         if held.size < self.counts.size:
             held = np.concatenate([held, np.zeros(self.counts.size - held.size, np.int64)])
         if rows is not None:
-            np.add.at(self.counts, rows[~unseen], 1)
+            samples = batch.sample_of_ids()
+            self._count(rows[~unseen], None if samples is None else samples[~unseen])
             np.add.at(held, rows[unseen], 1)
-        return held
+        return rows, held
+
+    def _count(self, rows: IntArray, samples: IntArray | None) -> None:
+        np.add.at(self.counts, rows, 1)
+        if samples is None:
+            return
+        pairs = np.sort(samples * self.counts.size + rows)
+        repeated = pairs[1:][pairs[1:] == pairs[:-1]] % self.counts.size
+        if repeated.size:
+            if self._repeats is None:
+                self._repeats = np.zeros(self.counts.size, np.int64)
+            elif self._repeats.size < self.counts.size:
+                self._repeats = np.concatenate(
+                    [self._repeats, np.zeros(self.counts.size - self._repeats.size, np.int64)]
+                )
+            np.add.at(self._repeats, repeated, 1)
+
+    @property
+    def samples(self) -> IntArray | None:
+        """How many samples contain each row, where they are rows of the data; None where that is each one's count."""
+        if self._repeats is None:
+            return None
+        samples = self.counts.copy()
+        samples[: self._repeats.size] -= self._repeats
+        return samples
 
     def rows_of(self, batch: IdBatch) -> IntArray | None:
         """The rows that a batch's ids name; None where some are outside the table, which :meth:`check` reports."""
@@ -130,12 +159,14 @@ class IdCounter:
             ProfileError: no samples, or no accesses.
         """
         self.check()
+        samples = self.samples if sample_keys is None else sample_keys.samples(self.counts)
         return AccessProfile.from_row_counts(
             RowCounts.dense(self.counts[: self.size]),
             lengths.num_samples,
             self.size,
             lengths,
             held=None if held is None else RowCounts.dense(held[: self.size]),
+            samples=None if samples is None else RowCounts.dense(samples[: self.size]),
             holdout=holdout,
             table=self.table,
             sample_key=sample_key,

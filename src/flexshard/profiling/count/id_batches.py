@@ -75,6 +75,12 @@ class IdBatch:
     def _lengths(self) -> IntArray:
         return np.ones(self.ids.size, np.int64) if self.lengths is None else self.lengths
 
+    def sample_of_ids(self) -> IntArray | None:
+        """Index of each id's sample in the batch; None where no sample has more than one."""
+        if self.lengths is None or self.lengths.max(initial=0) < 2:
+            return None
+        return np.repeat(np.arange(self.lengths.size), self.lengths)
+
     def moments(self, where: npt.NDArray[np.bool_] | None = None) -> LengthMoments:
         """Moments of the samples' lengths (of those ``where`` it is true)."""
         if self.lengths is None:

@@ -9,29 +9,49 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flexshard.errors import ProfileError
+from flexshard.profiling.count.sample_pairs import SamplePairs
 from flexshard.profiling.hashing import splitmix64, text_keys
 from flexshard.profiling.moments import LengthMoments
 
-__all__ = ["KeyedLengths", "held_out"]
+__all__ = ["KeyedLengths", "held_out", "key_hashes"]
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _COMPACT_KEYS = 4_000_000
+_PAIRS = -1  # stream of hashes that no holdout has
 
 
 class KeyedLengths:
-    """Number of ids of each sample, where a sample is a distinct key that many rows may share."""
+    """Number of ids of each sample, where a sample is a distinct key that many rows may share.
+
+    Attributes:
+        pairs: which rows the samples that are counted contain.
+    """
 
     def __init__(self, holdout: float = 0.0, seed: int = 0, *, compact_keys: int = _COMPACT_KEYS) -> None:
         """Lengths by key, of which equal ones are put together after every ``compact_keys`` rows or more."""
         self.holdout, self.seed, self._compact_keys = holdout, seed, compact_keys
+        self.pairs = SamplePairs()
         self._parts: list[pa.Table] = []
         self._rows = 0  # of all parts
         self._most_rows = compact_keys
 
-    def add(self, keys: pa.ChunkedArray, lengths: IntArray | None) -> None:
-        """Add the lengths of rows to their keys (1 each where ``lengths`` is None)."""
+    def add(self, keys: pa.ChunkedArray, lengths: IntArray | None, rows: IntArray | None) -> None:
+        """Add what samples have to their keys.
+
+        Args:
+            keys: of rows of a file.
+            lengths: ids that each has; None where it is one.
+            rows: of the table, which these ids name; None where they cannot be told.
+        """
+        if rows is not None:
+            hashes = key_hashes(keys, _PAIRS)
+            counted = None if not self.holdout else ~held_out(keys, self.holdout, self.seed)
+            if lengths is not None:
+                hashes = np.repeat(hashes, lengths)
+                counted = None if counted is None else np.repeat(counted, lengths)
+            self.pairs.add(*((hashes, rows) if counted is None else (hashes[counted], rows[counted])))
         numbers = np.ones(len(keys), np.int64) if lengths is None else lengths
         part = pa.table({"key": keys.combine_chunks() if keys.num_chunks != 1 else keys.chunk(0), "length": numbers})
         self._push(_lengths_by_key(part))
@@ -59,6 +79,10 @@ class KeyedLengths:
         unseen = held_out(table.column("key"), self.holdout, self.seed)
         return LengthMoments.of(lengths[~unseen]), LengthMoments.of(lengths[unseen])
 
+    def samples(self, counts: IntArray) -> IntArray:
+        """How many of the samples that are counted contain each row; see :meth:`SamplePairs.samples`."""
+        return np.minimum(self.pairs.samples(counts), self.moments()[0].num_samples)
+
     def merged(self, other: KeyedLengths) -> KeyedLengths:
         """Lengths of the keys of both.
 
@@ -68,6 +92,7 @@ class KeyedLengths:
         if (self.holdout, self.seed) != (other.holdout, other.seed):
             raise ProfileError("profiles that hold out different samples do not add up; build both with one holdout")
         result = KeyedLengths(self.holdout, self.seed)
+        result.pairs = self.pairs.merged(other.pairs)
         for part in (self.table(), other.table()):
             result._push(part)
         return result
@@ -83,6 +108,12 @@ def held_out(keys: Any, share: float, seed: int) -> BoolArray:
     Args:
         keys: Arrow or numpy integers, or Arrow's large binaries; shape (n,).
     """
+    limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
+    return key_hashes(keys, seed) < limit
+
+
+def key_hashes(keys: Any, seed: int) -> npt.NDArray[np.uint64]:
+    """64-bit numbers of samples' keys; ``keys`` as for :func:`held_out`."""
     if isinstance(keys, pa.ChunkedArray):
         keys = keys.combine_chunks()
     if isinstance(keys, pa.Array):
@@ -91,5 +122,4 @@ def held_out(keys: Any, share: float, seed: int) -> BoolArray:
         else:
             offsets = np.frombuffer(keys.buffers()[1], np.int64)[keys.offset : keys.offset + len(keys) + 1]
             keys = text_keys(np.frombuffer(keys.buffers()[2] or b"", np.uint8), offsets)
-    limit = np.uint64(min(int(share * 2**64), 2**64 - 1))
-    return np.asarray(splitmix64(keys, seed) < limit)
+    return np.asarray(splitmix64(keys, seed))

@@ -67,16 +67,17 @@ def profile_parquet(
                 counter.add(part)
                 seen += part.moments()
             continue
-        if keyed is not None and sample_key is not None:
-            keyed.add(key_array(chunk, sample_key), batch.lengths)
         if held is None:
-            counter.add(batch)
+            rows = counter.add(batch)
             seen += batch.moments()
-            continue
-        apart = held_out(_sample_ids(chunk, sample_key), holdout, seed)
-        held = counter.add_apart(batch, held, apart if batch.lengths is None else np.repeat(apart, batch.lengths))
-        seen += batch.moments(~apart)
-        unseen += batch.moments(apart)
+        else:
+            apart = held_out(_sample_ids(chunk, sample_key), holdout, seed)
+            of_ids = apart if batch.lengths is None else np.repeat(apart, batch.lengths)
+            rows, held = counter.add_apart(batch, held, of_ids)
+            seen += batch.moments(~apart)
+            unseen += batch.moments(apart)
+        if keyed is not None and sample_key is not None:
+            keyed.add(key_array(chunk, sample_key), batch.lengths, rows)
     for part in distinct.rest():
         counter.add(part)
         seen += part.moments()

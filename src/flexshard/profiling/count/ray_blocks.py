@@ -26,20 +26,24 @@ def profile_ray(dataset: Any, *, column: str, num_rows: int, hash: str | None, t
         raise MissingDependencyError("from_ray needs Ray; pip install 'flexshard[ray]'") from error
     count = partial(_count_block, column=column, num_rows=num_rows, hash=hash, table=table)
     partials = dataset.map_batches(count, batch_format="pyarrow", batch_size=None)
-    counts, lengths = np.zeros(num_rows, np.int64), LengthMoments()
+    counts, repeats, lengths = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64), LengthMoments()
     for block in partials.iter_batches(batch_format="pyarrow", batch_size=None):
         for record in block.to_pylist():
             if record["error"]:
                 raise DataError(record["error"])
             rows = np.frombuffer(record["rows"], np.int64)
             counts[rows] += np.frombuffer(record["counts"], np.int64)
+            repeats[rows] += np.frombuffer(record["repeats"], np.int64)
             lengths += LengthMoments(*record["moments"])
-    return AccessProfile.from_row_counts(RowCounts.dense(counts), lengths.num_samples, num_rows, lengths, table=table)
+    samples = RowCounts.dense(counts - repeats) if repeats.any() else None
+    return AccessProfile.from_row_counts(
+        RowCounts.dense(counts), lengths.num_samples, num_rows, lengths, samples=samples, table=table
+    )
 
 
 def _count_block(block: pa.Table, *, column: str, num_rows: int, hash: str | None, table: str) -> pa.Table:
     """One record: the rows that a block reads, how often, and its moments; or what is wrong with it."""
-    record: dict[str, Any] = {"rows": b"", "counts": b"", "moments": [0, 0, 0, 0], "error": ""}
+    record: dict[str, Any] = {"rows": b"", "counts": b"", "repeats": b"", "moments": [0, 0, 0, 0], "error": ""}
     try:
         if block.num_rows:
             if column not in block.column_names:
@@ -52,9 +56,12 @@ def _count_block(block: pa.Table, *, column: str, num_rows: int, hash: str | Non
             counter.check()
             rows = np.flatnonzero(counter.counts)
             moments = batch.moments()
+            counts = counter.counts[rows]
+            containing = counts if counter.samples is None else counter.samples[rows]
             record |= {
                 "rows": rows.astype(np.int64).tobytes(),
-                "counts": counter.counts[rows].tobytes(),
+                "counts": counts.tobytes(),
+                "repeats": (counts - containing).tobytes(),
                 "moments": [moments.num_samples, moments.total, moments.total_squares, moments.maximum],
             }
     except DataError as error:
