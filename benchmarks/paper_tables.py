@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.published import MODELS, PUBLISHED, elements_length, predicted_table, published_table
+from benchmarks.published import MODELS, PUBLISHED, elements_length, predicted_table, published_table, rows_seconds
 from flexshard import Cluster, Plan, Table, solve
 from flexshard._internal import as_text, new_grid
 
@@ -66,9 +66,9 @@ def predicted_note() -> str:
 def global_all_to_all_seconds(model: str, sharding: str, table_of: TableOf) -> float:
     """Time of the all-to-all across all ranks, forward and backward, in a plan that ``solve`` made."""
     if sharding == "row_wise":
-        return plan_of(model, 3, table_of=table_of).baselines["row_wise"].dynamic_comm_seconds
+        return rows_seconds(plan_of(model, 3, table_of=table_of).baselines["row_wise"])
     plan = plan_of(model, SHARDINGS[sharding], table_of=table_of)
-    return sum(c.seconds for c in plan.predicted.collectives if c.name == f"all_to_all@{plan.cluster.world_size}")
+    return rows_seconds(plan.predicted, plan.cluster.world_size)
 
 
 def whole_times_table() -> str:

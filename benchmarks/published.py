@@ -11,6 +11,7 @@ import yaml
 from scipy.optimize import brentq
 
 from flexshard import AccessProfile, Table
+from flexshard.costmodels import Cost
 
 PUBLISHED: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "flexshard_tables.yaml").read_text())
 MODELS: dict[str, dict[str, Any]] = PUBLISHED["models"]
@@ -70,6 +71,13 @@ def elements_length(model: str) -> float:
     """L as Table 6 counts it: elements that a rank receives by the row-wise all-to-all, per sample and dimension."""
     elements, _ = MODELS[model]["all_to_all"]["row_wise"]
     return float(elements / (PUBLISHED["dim"] * PUBLISHED["batch_size"]))
+
+
+def rows_seconds(cost: Cost, group_size: int | None = None) -> float:
+    """Time of the all-to-alls of rows and gradients, which Table 6 gives, across all ranks (or within groups)."""
+    found = [c for c in cost.collectives if c.content in ("embeddings", "gradients")]
+    size = max(c.group_size for c in found) if group_size is None else group_size
+    return sum(c.seconds for c in found if c.group_size == size)
 
 
 def _table(model: str, p: np.ndarray, rows: np.ndarray) -> Table:

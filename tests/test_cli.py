@@ -423,7 +423,7 @@ def test_clusters_that_do_not_divide(project: Path) -> None:
 
 def test_plans_that_cannot_be_read(project: Path) -> None:
     text = (project / "plan.json").read_text()
-    (project / "old.json").write_text(text.replace('"version": 1', '"version": 0'))
+    (project / "old.json").write_text(text.replace('"version": 2', '"version": 0'))
     assert "old.json: version 0 of plans is unknown" in bad(project, "explain", "old.json")
     (project / "cut.json").write_text(text[:500])
     assert "cut.json:" in bad(project, "explain", "cut.json")

@@ -73,10 +73,13 @@ def test_the_plan_chooses_per_tier() -> None:
     assert kinds(auto) == {"hot": "dense", "cold": "sparse"}
     for other in ("dense", "sparse"):
         assert auto.predicted.comm_seconds < solved(other, cluster).predicted.comm_seconds
-    reductions = {c.kind: c for c in auto.predicted.collectives}
-    assert reductions["all_reduce"].nbytes == 100 * 8 * 4
-    assert reductions["all_gather"].seconds < reductions["all_reduce"].seconds * 20  # of 20 times the rows
-    assert auto.predicted.static_comm_seconds == sum(c.seconds for c in auto.predicted.collectives)
+    found = {c.content: c for c in auto.predicted.collectives}
+    assert list(found) == ["touched_rows", "replicas", "touched", "counts"]
+    assert found["replicas"].nbytes == 100 * 8 * 4
+    assert found["touched"].nbytes == 4
+    assert found["touched_rows"].seconds < found["replicas"].seconds * 20  # of 20 times the rows
+    reductions = (found[name] for name in ("touched_rows", "replicas", "touched"))
+    assert auto.predicted.static_comm_seconds == sum(c.seconds for c in reductions)
 
 
 def test_two_latencies_are_weighed() -> None:

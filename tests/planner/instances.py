@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import numpy as np
@@ -53,6 +54,16 @@ def tier_cost(table: Table, cluster: Cluster, size: int, rows: int, w: np.ndarra
     return placement_cost(table, cluster, size, rows=rows, reads=float(w[first : first + rows].sum()))
 
 
+def always(tables: list[Table], cluster: Cluster, sizes: Sequence[int]) -> float:
+    """What is called whatever the rows: the exchange of how many ids of each kind of table go to each level."""
+    if cluster.world_size == 1:
+        return 0.0
+    kinds = len({(table.dim, table.dtype, table.optimizer) for table in tables})
+    rate = cluster.level(cluster.world_size).all_to_all
+    assert rate is not None
+    return rate.seconds(cluster.world_size * (kinds * sum(size > 1 for size in sizes) + 3) * 4)
+
+
 def brute_force(tables: list[Table], cluster: Cluster, batch_size: int, budget: float, tiers: int) -> float:
     """Least exposed seconds of all placements that fit: every assignment of every single row."""
     best = float("inf")
@@ -61,7 +72,8 @@ def brute_force(tables: list[Table], cluster: Cluster, batch_size: int, budget: 
         for choice in product(*per_table):
             total = sum((cost for cost in choice), Cost())
             if total.memory_bytes <= budget * (1 + 1e-12):
-                best = min(best, total.exposed_seconds)
+                used = {one.group_size for one in total.collectives}
+                best = min(best, total.exposed_seconds + always(tables, cluster, sorted(used)))
     return best
 
 

@@ -119,10 +119,11 @@ def test_no_choice_is_better(
 def test_a_budget_that_row_wise_needs_leaves_tables_as_they_are_and_a_small_one_compresses() -> None:
     own = tables()
     offered = options(own, [16])
-    rich = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="+30GiB")
+    cluster = Cluster.preset("dgx-h100", nodes=4)
+    rich = plan_compression(own, cluster, options=offered, rates=RATES, batch_size=256, budget="+30GiB")
     assert rich.shapes == {}
     assert rich.plan is not None
-    alone = solve(own, CLUSTER, batch_size=256, budget="+30GiB")
+    alone = solve(own, cluster, batch_size=256, budget="+30GiB")
     assert rich.plan.predicted == alone.predicted
     assert "budget does not bind" in rich.explain("a")
     least = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-15MB")

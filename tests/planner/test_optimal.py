@@ -17,7 +17,7 @@ from flexshard.planner.solver.dual_search import least_memory, solve_instance, s
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
-from tests.planner.instances import brute_force, clusters, table_lists, tier_cost
+from tests.planner.instances import always, brute_force, clusters, table_lists, tier_cost
 
 CLOSE = 1e-9
 
@@ -36,7 +36,9 @@ def validate(plan: Plan, tables: list[Table]) -> None:
         for tier in tiers:
             total += tier_cost(table, plan.cluster, tier.group_size, tier.rows, w, tier.first_position)
     assert plan.predicted.memory_bytes <= plan.settings.budget_bytes * (1 + 1e-11), "the budget is respected"
-    assert total.exposed_seconds == pytest.approx(plan.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
+    used = {tier.group_size for table in plan.tables.values() for tier in table.tiers}
+    expected = total.exposed_seconds + always(tables, plan.cluster, sorted(used))
+    assert expected == pytest.approx(plan.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
     assert total.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=1e-9)
     assert total.input_ids == pytest.approx(plan.predicted.input_ids, rel=1e-9, abs=1e-9)
     assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds
@@ -135,11 +137,12 @@ def row_milp(tables: list[Table], cluster: Cluster, batch: int, budget: float) -
             problem += pulp.lpSum(choices) == 1
     for size in cluster.group_sizes:
         level = cluster.level(size)
-        alpha = (level.all_reduce.alpha_seconds if level.all_reduce else 0.0) + 2 * (
+        alpha = (level.all_reduce.alpha_seconds if level.all_reduce else 0.0) + 3 * (
             level.all_to_all.alpha_seconds if level.all_to_all else 0.0
         )
-        seconds.append(used[size] * (alpha * scale))
-    problem += pulp.lpSum(seconds)
+        counts = always(tables, cluster, [size]) - always(tables, cluster, [])
+        seconds.append(used[size] * ((alpha + counts) * scale))
+    problem += pulp.lpSum(seconds) + always(tables, cluster, []) * scale
     problem += pulp.lpSum(memory) <= 1.0
     result = problem.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0))
     assert int(getattr(result, "status", result)) == 1, (

@@ -32,7 +32,8 @@ class DocumentFormat:
 
     Attributes:
         name: its ``format`` field, such as "flexshard.plan".
-        version: its ``version`` field; others are refused.
+        version: its ``version`` field; others are refused, but for
+        older: those that are read as well.
         noun: what people call it, with its article, such as "a plan".
         plural: of the noun.
         error_type: what its readers raise.
@@ -45,10 +46,11 @@ class DocumentFormat:
     plural: str
     error_type: type[FlexShardError]
     remedy: str
+    older: tuple[int, ...] = ()
 
-    def stamped(self, body: Mapping[str, Any]) -> Body:
-        """A document: the header, then the body."""
-        return {"format": self.name, "version": self.version, **body}
+    def stamped(self, body: Mapping[str, Any], *, version: int | None = None) -> Body:
+        """A document: the header, then the body; of an older version where one is given."""
+        return {"format": self.name, "version": self.version if version is None else version, **body}
 
     def body_of(self, document: Any, where: str, *, expected: str = "") -> Body:
         """The fields of a document besides its header.
@@ -69,10 +71,11 @@ class DocumentFormat:
 
     def check_version(self, found: Any, where: str) -> None:
         """Raise ``error_type`` if this is not the version that is read."""
-        if found != self.version or isinstance(found, bool):
+        known = (*self.older, self.version)
+        if found not in known or isinstance(found, bool):
             raise self.error_type(
-                f"{where}: version {found!r} of {self.plural} is unknown; this FlexShard reads {self.version}:"
-                f" {self.remedy}"
+                f"{where}: version {found!r} of {self.plural} is unknown; this FlexShard reads"
+                f" {' and '.join(map(str, known))}: {self.remedy}"
             )
 
     def to_metadata(self, body: Mapping[str, Any]) -> dict[bytes, bytes]:

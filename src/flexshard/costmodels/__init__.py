@@ -10,9 +10,17 @@ from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from flexshard.costmodels.collectives import (
+        SLOT_BYTES as SLOT_BYTES,
         STATUS_NUMBERS as STATUS_NUMBERS,
+        RowWidths as RowWidths,
         StepCollective as StepCollective,
         TableClass as TableClass,
+        classes_of as classes_of,
+        collective as collective,
+        collectives_between as collectives_between,
+        idle_seconds as idle_seconds,
+        kind_of as kind_of,
+        priced as priced,
         step_collectives as step_collectives,
     )
     from flexshard.costmodels.cost import (
@@ -33,16 +41,13 @@ if TYPE_CHECKING:
     )
     from flexshard.costmodels.overlap import Overlap as Overlap, OverlapLike as OverlapLike, overlap_of as overlap_of
     from flexshard.costmodels.placement import (
-        collective as collective,
         column_wise_cost as column_wise_cost,
         placement_cost as placement_cost,
         strategy_name as strategy_name,
         table_wise_cost as table_wise_cost,
     )
     from flexshard.costmodels.replica_reduction import (
-        SLOT_BYTES as SLOT_BYTES,
         gathered_bytes as gathered_bytes,
-        sparse_reduction as sparse_reduction,
         touched_rows as touched_rows,
     )
     from flexshard.costmodels.row_cost_lines import (
@@ -69,11 +74,24 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "frames": ["Frame", "bundles", "segment_bytes"],
         "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "overlap_of"],
-        "placement": ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
-        "replica_reduction": ["SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"],
+        "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
+        "replica_reduction": ["gathered_bytes", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
         "step": ["PhaseCurve", "StepModel"],
-        "collectives": ["STATUS_NUMBERS", "StepCollective", "TableClass", "step_collectives"],
+        "collectives": [
+            "SLOT_BYTES",
+            "STATUS_NUMBERS",
+            "RowWidths",
+            "StepCollective",
+            "TableClass",
+            "classes_of",
+            "collective",
+            "collectives_between",
+            "idle_seconds",
+            "kind_of",
+            "priced",
+            "step_collectives",
+        ],
         "tensor_train.cost": ["tensor_train_cost"],
         "tensor_train.rates": ["ShapeRates", "TTRates", "fit_rates"],
         "tensor_train.reads": ["TTReads"],

@@ -1,22 +1,89 @@
-"""The collectives of a training step: what an executor starts, a replay counts and a cost model prices."""
+"""The collectives of a training step: what an executor starts, a replay counts and the solver prices.
+
+Legend: U ranks, g group size, G levels in use, K classes of tables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels.cost import CollectiveKind
+from flexshard.costmodels.cost import Collective, CollectiveKind
 from flexshard.costmodels.frames import bundles
 from flexshard.costmodels.layout import Layout
-from flexshard.costmodels.replica_reduction import SLOT_BYTES
+from flexshard.costmodels.overlap import Overlap
+from flexshard.tables import OPTIMIZERS
+from flexshard.topologies import Cluster, CollectiveRate
 
-__all__ = ["STATUS_NUMBERS", "StepCollective", "TableClass", "step_collectives"]
+__all__ = [
+    "SLOT_BYTES",
+    "STATUS_NUMBERS",
+    "RowWidths",
+    "StepCollective",
+    "TableClass",
+    "WireTable",
+    "classes_of",
+    "collective",
+    "collectives_between",
+    "idle_seconds",
+    "kind_of",
+    "priced",
+    "step_collectives",
+]
+
+FloatArray = npt.NDArray[np.float64]
 
 _NUMBER_BYTES = 4
+SLOT_BYTES = 4
 STATUS_NUMBERS = 3  # a rank's word on its batch, beside its counts
+
+
+class WireTable(Protocol):
+    """A table, as far as its rows travel."""
+
+    @property
+    def dim(self) -> int: ...  # noqa: D102 - as a Table has them
+    @property
+    def dtype(self) -> str: ...  # noqa: D102 - as a Table has it
+    @property
+    def optimizer(self) -> str: ...  # noqa: D102 - as a Table has it
+    @property
+    def row_bytes(self) -> int: ...  # noqa: D102 - as a Table has it
+
+
+@dataclass(frozen=True)
+class RowWidths:
+    """Bytes of a row in every collective that carries it.
+
+    Attributes:
+        row_bytes: of the row.
+        gradient_bytes: of its gradient; float32 whatever the weights.
+        sum_bytes: of the sum of its copies' gradients, with how often it was read where the optimizer asks for that.
+    """
+
+    row_bytes: int
+    gradient_bytes: int
+    sum_bytes: int
+
+    @classmethod
+    def of(cls, dim: int, row_bytes: int, *, moves_at_zero: bool) -> RowWidths:
+        """Gradients travel as float32; ``moves_at_zero`` as of :class:`flexshard.tables.Optimizer`."""
+        return cls(row_bytes, 4 * dim, 4 * (dim + moves_at_zero))
+
+    @classmethod
+    def of_table(cls, table: WireTable) -> RowWidths:
+        """Of a table's rows."""
+        optimizer = OPTIMIZERS.get(table.optimizer)
+        return cls.of(table.dim, table.row_bytes, moves_at_zero=optimizer is not None and optimizer.moves_at_zero)
+
+    def moved_bytes(self, id_bytes: int) -> int:
+        """Of one lookup in all of a step's all-to-alls: its id, its row, its gradient."""
+        return id_bytes + self.row_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -25,20 +92,25 @@ class TableClass:
 
     Attributes:
         tables: their indices in the layout.
-        row_bytes: of a row on the wire.
-        gradient_bytes: of its gradient; float32 whatever the weights.
-        sum_bytes: of the sum of its copies' gradients, with how often it was read where the optimizer asks for that.
+        widths: of their rows.
     """
 
     tables: range
-    row_bytes: int
-    gradient_bytes: int
-    sum_bytes: int
+    widths: RowWidths
 
-    @classmethod
-    def of(cls, tables: range, dim: int, row_bytes: int, *, moves_at_zero: bool) -> TableClass:
-        """Gradients travel as float32; ``moves_at_zero`` as of :class:`flexshard.tables.Optimizer`."""
-        return cls(tables, row_bytes, 4 * dim, 4 * (dim + moves_at_zero))
+
+def kind_of(table: WireTable) -> tuple[int, str, str]:
+    """What tables of one class share."""
+    return table.dim, table.dtype, table.optimizer
+
+
+def classes_of(tables: Sequence[WireTable]) -> list[TableClass]:
+    """Classes of tables, of which those of one kind stand together."""
+    found = []
+    for _, members in groupby(range(len(tables)), key=lambda index: kind_of(tables[index])):
+        same = list(members)
+        found.append(TableClass(range(same[0], same[-1] + 1), RowWidths.of_table(tables[same[0]])))
+    return found
 
 
 @dataclass(frozen=True)
@@ -60,54 +132,138 @@ class StepCollective:
     content: str
     classes: tuple[int, ...]
     item_bytes: tuple[int, ...]
-    fixed_bytes: int | None = None
+    fixed_bytes: float | None = None
 
 
 def step_collectives(layout: Layout, classes: Sequence[TableClass]) -> tuple[StepCollective, ...]:
     """Every call of a step, in the order in which they start; the same on every rank."""
-    world, everything = layout.world_size, tuple(range(len(classes)))
+
+    def held(*, sparse: bool) -> npt.NDArray[np.int64]:
+        """Slots on a rank of tiers of one kind, by level and class; shape (G, K)."""
+        rows = np.where(layout.sparse == sparse, layout.depth, 0).T
+        return np.stack([rows[:, one.tables.start : one.tables.stop].sum(axis=1) for one in classes], axis=1)
+
+    return collectives_between(
+        layout.world_size,
+        layout.group_sizes,
+        [one.widths for one in classes],
+        held(sparse=False),
+        np.asarray(held(sparse=True).any(axis=1)),
+        layout.slot_type().itemsize,
+    )
+
+
+def collectives_between(
+    world_size: int,
+    group_sizes: Sequence[int],
+    widths: Sequence[RowWidths],
+    whole: npt.NDArray[np.int64] | FloatArray,
+    gathered: npt.NDArray[np.bool_],
+    id_bytes: int,
+) -> tuple[StepCollective, ...]:
+    """Every call of a step of tables whose rows are split in these ways.
+
+    Args:
+        world_size: U.
+        group_sizes: levels that hold any rows, ascending; G of them.
+        widths: of each class's rows; K of them.
+        whole: rows that a rank holds of tiers whose copies' gradients are reduced whole; shape (G, K).
+        gathered: levels at which those of some tiers are gathered row by row; shape (G,).
+        id_bytes: of an id on the wire.
+    """
+    everything, numbers = tuple(range(len(widths))), (_NUMBER_BYTES,) * len(widths)
     result = []
-    sizes = [size for size in layout.group_sizes if size > 1]
-    if world > 1:
-        numbers = len(sizes) * len(classes) + STATUS_NUMBERS
-        fixed = world * numbers * _NUMBER_BYTES
-        result.append(StepCollective("all_to_all", world, "counts", everything, (_NUMBER_BYTES,) * len(classes), fixed))
-    id_bytes = layout.slot_type().itemsize
-    result += [StepCollective("all_to_all", size, "ids", everything, (id_bytes,) * len(classes)) for size in sizes]
-    for content, widths in (
-        ("embeddings", [one.row_bytes for one in classes]),
-        ("gradients", [one.gradient_bytes for one in classes]),
+    sizes = [size for size in group_sizes if size > 1]
+    if world_size > 1:
+        fixed = world_size * (len(sizes) * len(widths) + STATUS_NUMBERS) * _NUMBER_BYTES
+        result.append(StepCollective("all_to_all", world_size, "counts", everything, numbers, fixed))
+    result += [StepCollective("all_to_all", size, "ids", everything, (id_bytes,) * len(widths)) for size in sizes]
+    for content, item_bytes in (
+        ("embeddings", [one.row_bytes for one in widths]),
+        ("gradients", [one.gradient_bytes for one in widths]),
     ):
         for size in reversed(sizes):
-            for bundle in bundles([one.row_bytes for one in classes]):
-                carried = tuple(widths[index] for index in bundle)
+            for bundle in bundles([one.row_bytes for one in widths]):
+                carried = tuple(item_bytes[index] for index in bundle)
                 result.append(StepCollective("all_to_all", size, content, bundle, carried))
-    for level, size in enumerate(layout.group_sizes):
-        if size < world:
-            result += _reductions(layout, level, classes)
+    for level, size in enumerate(group_sizes):
+        if size == world_size:
+            continue
+        reduced = tuple(np.flatnonzero(whole[level]).tolist())
+        if reduced:
+            sums = tuple(widths[index].sum_bytes for index in reduced)
+            nbytes = sum(whole[level, index].item() * width for index, width in zip(reduced, sums, strict=True))
+            result.append(StepCollective("all_reduce", size, "replicas", reduced, sums, nbytes))
+        if gathered[level]:
+            fixed = _NUMBER_BYTES * len(widths)
+            result.append(StepCollective("all_reduce", size, "touched", everything, numbers, fixed))
+            entries = tuple(one.gradient_bytes + SLOT_BYTES for one in widths)
+            result.append(StepCollective("all_gather", size, "touched_rows", everything, entries))
     return tuple(result)
 
 
-def _reductions(layout: Layout, level: int, classes: Sequence[TableClass]) -> list[StepCollective]:
-    """Of one level's copies."""
-    size = layout.group_sizes[level]
-    whole, sparse = _rows(layout, level, classes, sparse=False), _rows(layout, level, classes, sparse=True)
-    result = []
-    reduced = tuple(np.flatnonzero(whole).tolist())
-    if reduced:
-        widths = tuple(classes[index].sum_bytes for index in reduced)
-        nbytes = sum(int(whole[index]) * width for index, width in zip(reduced, widths, strict=True))
-        result.append(StepCollective("all_reduce", size, "replicas", reduced, widths, nbytes))
-    if sparse.any():
-        gathered = tuple(range(len(classes)))
-        numbers = (_NUMBER_BYTES,) * len(classes)
-        result.append(StepCollective("all_reduce", size, "touched", gathered, numbers, _NUMBER_BYTES * len(classes)))
-        entries = tuple(one.gradient_bytes + SLOT_BYTES for one in classes)
-        result.append(StepCollective("all_gather", size, "touched_rows", gathered, entries))
-    return result
+def priced(
+    calls: Sequence[StepCollective],
+    reads: Mapping[int, FloatArray],
+    cluster: Cluster,
+    overlap: Overlap | None,
+    gathered_bytes: Mapping[int, float] | None = None,
+) -> tuple[Collective, ...]:
+    """What calls are expected to carry and to take; those of one kind, level and content together.
+
+    Args:
+        calls: of a step.
+        reads: expected lookups of a rank at each level, of each class; shape (K,).
+        cluster: has the rates.
+        overlap: share of each collective's time that is hidden, by (kind, group size).
+        gathered_bytes: expected buffer of each level's all-gather, by group size.
+    """
+    found: dict[tuple[CollectiveKind, int, str], list[float]] = {}
+    for call in calls:
+        if call.fixed_bytes is not None:
+            nbytes = float(call.fixed_bytes)
+        elif call.kind == "all_to_all":
+            nbytes = float(reads[call.group_size][list(call.classes)] @ np.array(call.item_bytes, np.float64))
+        else:
+            nbytes = (gathered_bytes or {})[call.group_size]
+        found.setdefault((call.kind, call.group_size, call.content), []).append(nbytes)
+    return tuple(
+        collective(kind, size, _rate(cluster, kind, size), sum(parts) / len(parts), overlap, content, len(parts))
+        for (kind, size, content), parts in sorted(found.items())
+    )
 
 
-def _rows(layout: Layout, level: int, classes: Sequence[TableClass], *, sparse: bool) -> npt.NDArray[np.int64]:
-    """Slots of a level on a rank of tiers of one kind, of each class; shape (K,)."""
-    rows = np.where(layout.sparse[:, level] == sparse, layout.depth[:, level], 0)
-    return np.array([rows[one.tables.start : one.tables.stop].sum() for one in classes], np.int64)
+def idle_seconds(
+    cluster: Cluster, group_sizes: Sequence[int], widths: Sequence[RowWidths], overlap: Overlap | None
+) -> float:
+    """Exposed time of a step's calls that carry no rows: what each further level takes whatever it holds."""
+    shape = len(group_sizes), len(widths)
+    # A row that weighs nothing stands for any number of them.
+    calls = collectives_between(
+        cluster.world_size, group_sizes, widths, np.full(shape, 1e-300), np.zeros(shape[0], bool), 4
+    )
+    nothing = dict.fromkeys(group_sizes, np.zeros(shape[1]))
+    return sum(one.exposed_seconds for one in priced(calls, nothing, cluster, overlap))
+
+
+def _rate(cluster: Cluster, kind: CollectiveKind, size: int) -> CollectiveRate:
+    rate: CollectiveRate | None = getattr(cluster.level(size), kind)
+    assert rate is not None
+    return rate
+
+
+def collective(
+    kind: CollectiveKind,
+    group_size: int,
+    rate: CollectiveRate,
+    nbytes: float,
+    overlap: Overlap | None,
+    content: str,
+    calls: int = 1,
+) -> Collective:
+    """One collective of an iteration at a level's rate. Without a share of its own, as much of an all-gather is hidden
+    as of an all-reduce.
+    """
+    hidden = {} if overlap is None else overlap
+    share = hidden.get((kind, group_size), hidden.get(("all_reduce", group_size), 0.0) if kind == "all_gather" else 0.0)
+    return Collective(kind, group_size, calls, nbytes, rate.alpha_seconds, rate.bytes_per_s, share, content)

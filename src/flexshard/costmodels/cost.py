@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -22,10 +22,13 @@ class Collective:
     Attributes:
         kind: "all_to_all" (inside groups of ``group_size``), "all_reduce" or "all_gather" (across them).
         group_size: g of its level.
-        calls: per iteration; 2 for the all-to-all (forward and backward), 1 for the others.
-        nbytes: buffer of one rank and call.
+        calls: per iteration.
+        nbytes: buffer of one rank and call, on average over ranks and calls.
         alpha_seconds, bytes_per_s: of one call.
         overlap: share of its time that other work hides.
+        content: what it carries, as :class:`StepCollective` names it; empty where a plan of format 1 put embeddings and
+            gradients together.
+        excess_bytes: by which the fullest buffer of a call exceeds the mean one: the collective ends with its rank.
     """
 
     kind: CollectiveKind
@@ -35,6 +38,8 @@ class Collective:
     alpha_seconds: float
     bytes_per_s: float
     overlap: float = 0.0
+    content: str = ""
+    excess_bytes: float = 0.0
 
     @property
     def name(self) -> str:
@@ -42,9 +47,18 @@ class Collective:
         return f"{self.kind}@{self.group_size}"
 
     @property
+    def key(self) -> tuple[CollectiveKind, int, str]:
+        """Kind, group size and content: what tells the collectives of a step apart."""
+        return self.kind, self.group_size, self.content
+
+    @property
     def seconds(self) -> float:
         """Time of all calls: α is paid once per call, whatever the rows (docs/model.md)."""
-        return self.calls * (self.alpha_seconds + self.nbytes / self.bytes_per_s)
+        return self.calls * (self.alpha_seconds + (self.nbytes + self.excess_bytes) / self.bytes_per_s)
+
+    def scaled(self, factor: float) -> Collective:
+        """With so many times the bytes."""
+        return replace(self, nbytes=factor * self.nbytes, excess_bytes=factor * self.excess_bytes)
 
     @property
     def exposed_seconds(self) -> float:
@@ -63,7 +77,7 @@ class Cost:
         dynamic_memory_bytes: embeddings that the lookups of one batch materialise, expected.
         input_ids: ids sent to other ranks.
         rows_read: rows read from memory (of ``dim``/U elements for column-wise).
-        collectives: all-to-alls and all-reduces, in order of kind and level.
+        collectives: in order of kind, level and content.
         dynamic_memory_sigma_bytes: standard deviation of ``dynamic_memory_bytes`` from batch to batch; None where
             lengths are not known. Adds as if all features grew together, which never understates the sum.
     """
@@ -76,10 +90,10 @@ class Cost:
     dynamic_memory_sigma_bytes: float | None = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        merged = {(c.kind, c.group_size): c for c in self.collectives}
+        merged = {c.key: c for c in self.collectives}
         for c in other.collectives:
-            mine = merged.get((c.kind, c.group_size))
-            merged[c.kind, c.group_size] = c if mine is None else _together(mine, c)
+            mine = merged.get(c.key)
+            merged[c.key] = c if mine is None else _together(mine, c)
         sigma, more = self.dynamic_memory_sigma_bytes, other.dynamic_memory_sigma_bytes
         return Cost(
             self.static_memory_bytes + other.static_memory_bytes,
@@ -136,5 +150,10 @@ class Cost:
 
 
 def _together(a: Collective, b: Collective) -> Collective:
-    assert (a.alpha_seconds, a.bytes_per_s, a.overlap, a.calls) == (b.alpha_seconds, b.bytes_per_s, b.overlap, b.calls)
-    return Collective(a.kind, a.group_size, a.calls, a.nbytes + b.nbytes, a.alpha_seconds, a.bytes_per_s, a.overlap)
+    """Both in the calls of the one that has more; the rank that is busiest with one is taken to be with the other."""
+    assert (a.alpha_seconds, a.bytes_per_s, a.overlap) == (b.alpha_seconds, b.bytes_per_s, b.overlap)
+    calls = max(a.calls, b.calls)
+    nbytes, excess = (
+        sum(one.calls * getattr(one, name) for one in (a, b)) / calls for name in ("nbytes", "excess_bytes")
+    )
+    return replace(a, calls=calls, nbytes=nbytes, excess_bytes=excess)

@@ -5,14 +5,15 @@ Legend: E rows, D·s = row_bytes, R = B·L = expected reads per rank and iterati
 
 from __future__ import annotations
 
-from flexshard.costmodels.cost import Collective, CollectiveKind, Cost
+import numpy as np
+
+from flexshard.costmodels.collectives import RowWidths, collectives_between, priced
+from flexshard.costmodels.cost import Cost
 from flexshard.costmodels.overlap import Overlap
 from flexshard.tables import Table
-from flexshard.topologies import Cluster, CollectiveRate
+from flexshard.topologies import Cluster
 
-__all__ = ["collective", "column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"]
-
-_CALLS = {"all_to_all": 2, "all_reduce": 1, "all_gather": 1}
+__all__ = ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"]
 
 
 def strategy_name(group_size: int, world_size: int) -> str:
@@ -34,6 +35,8 @@ def placement_cost(
 ) -> Cost:
     """Cost of a set of rows of a table that are split over ``group_size`` ranks and copied U/g times.
 
+    What all tables share, the exchange of how many ids come, is not in it, and all owners are taken to serve alike.
+
     Args:
         table: gives D, s and κ.
         cluster: has a level of this group size.
@@ -43,22 +46,29 @@ def placement_cost(
         variation: standard deviation over mean of R from batch to batch, if known.
         overlap: share of each collective's time that is hidden, by (kind, group size).
     """
-    world, level = cluster.world_size, cluster.level(group_size)
+    world = cluster.world_size
     kappa = table.kappa_sharded if group_size == world else table.kappa_replicated
     copies_of_reads = 1 + (group_size > 1)  # at the owner and at the reader
     sent = reads * table.row_bytes
-    collectives = []
-    if rows > 0 and level.all_reduce is not None:
-        nbytes = rows * table.row_bytes / group_size
-        collectives.append(collective("all_reduce", group_size, level.all_reduce, nbytes, overlap))
-    if rows > 0 and level.all_to_all is not None:
-        collectives.append(collective("all_to_all", group_size, level.all_to_all, sent, overlap))
+    calls = (
+        collectives_between(
+            world,
+            (cluster.level(group_size).group_size,),
+            [RowWidths.of_table(table)],
+            np.array([[rows / group_size]]),
+            np.array([False]),
+            id_bytes=4,
+        )
+        if rows > 0
+        else ()
+    )
+    own = [call for call in calls if call.content != "counts"]
     return Cost(
         static_memory_bytes=kappa * rows * table.row_bytes / group_size,
         dynamic_memory_bytes=copies_of_reads * sent,
         input_ids=reads if group_size > 1 else 0.0,
         rows_read=reads,
-        collectives=tuple(collectives),
+        collectives=priced(own, {group_size: np.array([reads])}, cluster, overlap),
         dynamic_memory_sigma_bytes=None if variation is None else copies_of_reads * sent * variation,
     )
 
@@ -85,7 +95,7 @@ def column_wise_cost(
         whole.dynamic_memory_bytes,
         everybody,
         everybody,
-        whole.collectives,
+        tuple(c if c.content != "ids" else c.scaled(cluster.world_size) for c in whole.collectives),
         whole.dynamic_memory_sigma_bytes,
     )
 
@@ -97,21 +107,11 @@ def table_wise_cost(table: Table, cluster: Cluster, *, reads: float, share: floa
     and receives, whoever serves it, is not in it.
     """
     world = cluster.world_size
-    rate = cluster.level(world).all_to_all
-    served = reads * world * share
-    nbytes = served * table.row_bytes
+    whole = placement_cost(table, cluster, world, rows=table.rows, reads=reads * world)
     return Cost(
         static_memory_bytes=table.kappa_sharded * table.rows * table.row_bytes * share,
-        dynamic_memory_bytes=nbytes,
+        dynamic_memory_bytes=reads * world * share * table.row_bytes,
         rows_read=reads * world,
-        collectives=() if rate is None else (collective("all_to_all", world, rate, nbytes, None),),
+        collectives=tuple(c if c.content == "ids" else c.scaled(share) for c in whole.collectives),
         dynamic_memory_sigma_bytes=None,
     )
-
-
-def collective(
-    kind: CollectiveKind, group_size: int, rate: CollectiveRate, nbytes: float, overlap: Overlap | None
-) -> Collective:
-    """One collective of an iteration at a level's rate: an all-to-all forward and backward, an all-reduce once."""
-    hidden = 0.0 if overlap is None else overlap.get((kind, group_size), 0.0)
-    return Collective(kind, group_size, _CALLS[kind], nbytes, rate.alpha_seconds, rate.bytes_per_s, hidden)

@@ -6,22 +6,17 @@ copy touched. Legend: g group size, M = U/g copies, B batch size per rank.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import renamed_parameters
-from flexshard.costmodels.cost import Collective, CollectiveKind
-from flexshard.costmodels.overlap import Overlap
-from flexshard.costmodels.placement import collective
+from flexshard.costmodels.collectives import SLOT_BYTES
 from flexshard.tables import Table, expected_distinct
 from flexshard.topologies import Cluster
 
-__all__ = ["SLOT_BYTES", "gathered_bytes", "sparse_reduction", "touched_rows"]
-
-SLOT_BYTES = 4
+__all__ = ["gathered_bytes", "touched_rows"]
 
 
 @renamed_parameters(first_rank="first_position")
@@ -39,7 +34,7 @@ def touched_rows(table: Table, batch_size: int, group_size: int, first_position:
     return float(q @ inside) / group_size, float((q * (1 - q)) @ inside) / group_size
 
 
-def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, row_bytes: npt.ArrayLike) -> float:
+def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, gradient_bytes: npt.ArrayLike) -> float:
     """Buffer of the all-gather: slot and gradient of every touched row of every copy.
 
     All copies send as many entries as the one that touched most: of M copies, about Blom's estimate of the largest of M
@@ -47,25 +42,10 @@ def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, ro
 
     Args:
         touched: mean and variance of each table's touched rows, as :func:`touched_rows` gives them; shape (T, 2).
-        row_bytes: of each table; shape (T,).
+        gradient_bytes: of a row of each table; shape (T,).
     """
     copies = cluster.world_size // group_size
-    entry = np.asarray(row_bytes, np.float64) + SLOT_BYTES
+    entry = np.asarray(gradient_bytes, np.float64) + SLOT_BYTES
     mean, variance = np.asarray(touched, np.float64).reshape(-1, 2).T
     above = NormalDist().inv_cdf((copies - 0.375) / (copies + 0.25)) if copies > 1 else 0.0
     return float(copies * (mean @ entry + above * np.sqrt(variance @ entry**2)))
-
-
-def sparse_reduction(cluster: Cluster, group_size: int, nbytes: float, overlap: Overlap) -> Collective:
-    """All-gather of ``nbytes`` per rank across the groups of a level, after one of how many rows there are.
-
-    Where a level does not say what an all-gather costs, it is taken to need half the all-reduce's time per byte of its
-    buffer: rings send (M-1)/M of it once instead of twice. α counts twice, for the message ahead. Without a share of
-    its own, as much of it is hidden as of an all-reduce.
-    """
-    rate = cluster.level(group_size).all_gather
-    assert rate is not None
-    twice = replace(rate, alpha_seconds=2 * rate.alpha_seconds)
-    gather: tuple[CollectiveKind, int] = ("all_gather", group_size)
-    hidden = overlap.get(gather, overlap.get(("all_reduce", group_size), 0.0))
-    return collective("all_gather", group_size, twice, nbytes, {gather: hidden})

@@ -1,23 +1,35 @@
 """The cost of one row as a straight line in w, one line per group size (docs/model.md).
 
 Divided by D·s, memory is ``memory_fixed + memory_per_read · w`` and exposed communication ``comm_fixed +
-comm_per_read · w``, the same for all tables of equal κ. Latencies are not in it: α is paid per iteration.
+comm_per_read · w``, the same for all tables of equal κ, dimension, type and optimizer. Latencies are not in it: α is
+paid per call and iteration.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from flexshard.costmodels.collectives import RowWidths, WireTable
 from flexshard.costmodels.overlap import Overlap
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"]
+__all__ = ["Breakpoints", "PricedTable", "RowLines", "breakpoints", "normalized_costs", "row_lines"]
 
 FloatArray = npt.NDArray[np.float64]
+
+
+class PricedTable(WireTable, Protocol):
+    """A table, as far as the costs of its rows go."""
+
+    @property
+    def kappa_replicated(self) -> float: ...  # noqa: D102 - as a Table has them
+    @property
+    def kappa_sharded(self) -> float: ...  # noqa: D102 - as a Table has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +40,8 @@ class RowLines:
         group_sizes: g.
         memory_fixed: κ_g / g, in bytes.
         memory_per_read: 1 for g = 1, else 2, in bytes.
-        comm_fixed: exposed all-reduce, 1 / (g · β_ar), in seconds.
-        comm_per_read: exposed all-to-all, 2 / β_a2a, in seconds.
-        alpha_seconds: exposed latency of the collectives of a level, paid once where it is used at all.
+        comm_fixed: exposed all-reduce of gradients, 1 / (g · β_ar) where they have as many bytes as the row, in s.
+        comm_per_read: exposed all-to-alls of id, row and gradient, in seconds.
     """
 
     group_sizes: tuple[int, ...]
@@ -38,36 +49,30 @@ class RowLines:
     memory_per_read: FloatArray
     comm_fixed: FloatArray
     comm_per_read: FloatArray
-    alpha_seconds: FloatArray
 
 
-def row_lines(
-    cluster: Cluster, kappa_replicated: float, kappa_sharded: float, overlap: Overlap | None = None
-) -> RowLines:
-    """Lines of a row with these κ on this cluster."""
+def row_lines(table: PricedTable, cluster: Cluster, overlap: Overlap | None = None, *, id_bytes: int = 4) -> RowLines:
+    """Lines of a table's rows on this cluster."""
     hidden = {} if overlap is None else overlap
-    sizes, world = cluster.group_sizes, cluster.world_size
-    comm_fixed, comm_per_read, alpha = [], [], []
+    sizes, world, widths = cluster.group_sizes, cluster.world_size, RowWidths.of_table(table)
+    comm_fixed, comm_per_read = [], []
     for level in cluster.levels:
-        fixed = per_read = latency = 0.0
+        fixed = per_read = 0.0
         if level.all_reduce is not None:
             shown = 1.0 - hidden.get(("all_reduce", level.group_size), 0.0)
-            fixed = shown / (level.group_size * level.all_reduce.bytes_per_s)
-            latency += shown * level.all_reduce.alpha_seconds
+            fixed = shown * widths.sum_bytes / (level.group_size * level.all_reduce.bytes_per_s)
         if level.all_to_all is not None:
             shown = 1.0 - hidden.get(("all_to_all", level.group_size), 0.0)
-            per_read = 2.0 * shown / level.all_to_all.bytes_per_s
-            latency += 2.0 * shown * level.all_to_all.alpha_seconds
-        comm_fixed.append(fixed)
-        comm_per_read.append(per_read)
-        alpha.append(latency)
+            per_read = shown * widths.moved_bytes(id_bytes) / level.all_to_all.bytes_per_s
+        comm_fixed.append(fixed / table.row_bytes)
+        comm_per_read.append(per_read / table.row_bytes)
+    kappa = [table.kappa_sharded if g == world else table.kappa_replicated for g in sizes]
     return RowLines(
         sizes,
-        np.array([(kappa_sharded if g == world else kappa_replicated) / g for g in sizes]),
+        np.array(kappa) / np.array(sizes),
         np.array([1.0 + (g > 1) for g in sizes]),
         np.array(comm_fixed),
         np.array(comm_per_read),
-        np.array(alpha),
     )
 
 
@@ -93,7 +98,7 @@ def breakpoints(
     table: Table, cluster: Cluster, group_size: int, batch_size: int, overlap: Overlap | None = None
 ) -> Breakpoints:
     """Where equation (1) of the paper equals 1, for ``group_size`` against row-wise."""
-    lines = row_lines(cluster, table.kappa_replicated, table.kappa_sharded, overlap)
+    lines = row_lines(table, cluster, overlap)
     k, u = cluster.group_sizes.index(group_size), len(cluster.group_sizes) - 1
     memory = _crossing(lines.memory_fixed, lines.memory_per_read, k, u)
     communication = _crossing(lines.comm_fixed, lines.comm_per_read, k, u)
@@ -124,7 +129,7 @@ def normalized_costs(
     Returns:
         memory and communication ratios, shape (n,) each.
     """
-    lines = row_lines(cluster, table.kappa_replicated, table.kappa_sharded, overlap)
+    lines = row_lines(table, cluster, overlap)
     k, u = cluster.group_sizes.index(group_size), len(cluster.group_sizes) - 1
     w = batch_size * np.asarray(p, dtype=np.float64)
     memory = lines.memory_fixed[:, None] + lines.memory_per_read[:, None] * w

@@ -85,7 +85,7 @@ def _tiers(
             float(profile.counts[group]) / profile.num_samples if group < profile.counts.size else 0.0
             for group in (first, last)
         )
-        covered = profile.covered(end) - profile.covered(end - number) if instance.index_dedup else read / total
+        covered = profile.covered(end) - profile.covered(end - number) if instance.deduplicated[index] else read / total
         tiers.append(
             Tier(
                 strategy_name(size, world),

@@ -121,7 +121,7 @@ def _envelope(
     """
     lines = []
     for levels, curve in zip(subsets, curves, strict=True):
-        latency = float(instance.alpha_seconds[levels].sum())
+        latency = instance.latency_seconds(levels)
         spent = sorted({(p.memory_bytes, p.exposed_seconds - _latency(instance, p) + latency) for p in curve})
         lines.append(np.array(spent).T)
     kept = []
@@ -133,7 +133,7 @@ def _envelope(
 
 
 def _latency(instance: Instance, point: ParetoPoint) -> float:
-    return float(instance.alpha_seconds[np.array(point.rows) > 0].sum())
+    return instance.latency_seconds(np.array(point.rows) > 0)
 
 
 def _between(instance: Instance, frontier: Sequence[ParetoPoint], tiers: int, steps: int = 60) -> list[ParetoPoint]:
@@ -147,7 +147,7 @@ def _between(instance: Instance, frontier: Sequence[ParetoPoint], tiers: int, st
 
 def _point(instance: Instance, allocation: Allocation, name: str = "") -> ParetoPoint:
     reads = instance.tier_reads(allocation)
-    seconds = instance.variable_seconds(allocation, reads) + instance.latency_seconds(allocation)
+    seconds = instance.variable_seconds(allocation, reads) + instance.latency_seconds(np.any(allocation, axis=0))
     rows = tuple(int(n) for n in allocation.sum(axis=0))
     return ParetoPoint(name, instance.memory_bytes(allocation, reads), seconds, rows)
 

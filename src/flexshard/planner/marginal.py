@@ -50,10 +50,12 @@ def marginal_curve(
     order = np.argsort(-instance.reads, kind="stable")
     table, reads, rows = instance.table_of_count[order], instance.reads[order], instance.rows_of_count[order]
     size = instance.row_bytes[table] * rows
-    fixed = instance.table_memory_fixed[:, dp] - instance.table_memory_fixed[:, rw]
-    memory = size * (fixed[table] + (instance.memory_per_read[dp] - instance.memory_per_read[rw]) * reads)
-    comm = instance.comm_fixed[dp] - instance.comm_fixed[rw]
-    seconds = size * (comm + (instance.comm_per_read[dp] - instance.comm_per_read[rw]) * reads)
+    held = instance.table_memory_fixed[:, dp] - instance.table_memory_fixed[:, rw]
+    memory = size * (held[table] + (instance.memory_per_read[dp] - instance.memory_per_read[rw]) * reads)
+    fixed, per_read = (
+        lines[:, dp] - lines[:, rw] for lines in (instance.table_comm_fixed, instance.table_comm_per_read)
+    )
+    seconds = size * (fixed[table] + per_read[table] * reads)
     cumulative = np.stack([np.concatenate([[0.0], np.cumsum(part)]) for part in (rows, memory, seconds)])
     cumulative, neutral = _with_crossing(cumulative)
     marks = {

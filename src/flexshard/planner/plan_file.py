@@ -12,7 +12,7 @@ from flexshard.planner.plan import Plan
 
 __all__ = ["FIELDS", "cost_document", "fingerprint", "load_plan", "plan_document", "plan_of", "save_plan"]
 
-FORMAT = DocumentFormat("flexshard.plan", 1, "a plan", "plans", PlanError, "plan again")
+FORMAT = DocumentFormat("flexshard.plan", 2, "a plan", "plans", PlanError, "plan again", older=(1,))
 
 # Attributes that files have under another name.
 FIELDS = {"first_position": "first_rank"}
@@ -21,8 +21,10 @@ Body = dict[str, Any]
 
 
 def plan_document(plan: Plan) -> Body:
-    """A plan as the mapping that its file holds, fingerprint included."""
-    return FORMAT.stamped({"fingerprint": plan.fingerprint, **_body(plan)})
+    """A plan as the mapping that its file holds, fingerprint included; in the oldest format that says it all."""
+    costs = (plan.predicted, *plan.baselines.values())
+    version = 2 if any(one.content for cost in costs for one in cost.collectives) else 1
+    return FORMAT.stamped({"fingerprint": plan.fingerprint, **_body(plan)}, version=version)
 
 
 def save_plan(plan: Plan, path: PathLike) -> None:
@@ -67,7 +69,9 @@ def _without(document: Body, **usual: Any) -> Body:
 
 def cost_document(cost: Cost) -> Body:
     """A cost's fields, and the seconds that follow from them for whoever reads the file without FlexShard."""
+    calls = [_without(one, content="", excess_bytes=0.0) for one in asdict(cost)["collectives"]]
     return asdict(cost) | {
+        "collectives": calls,
         "dynamic_memory_p999_bytes": cost.dynamic_memory_p999_bytes,
         "dynamic_comm_seconds": cost.dynamic_comm_seconds,
         "static_comm_seconds": cost.static_comm_seconds,

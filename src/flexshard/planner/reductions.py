@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Collective, Cost, collective, gathered_bytes, sparse_reduction, touched_rows
+from flexshard.costmodels import Cost, gathered_bytes, touched_rows
 from flexshard.planner.named import Named
 from flexshard.planner.solver.instance import Allocation, Instance
 
@@ -63,19 +63,28 @@ class Auto(Reduction):
             rates = instance.cluster.level(size)
             assert rates.all_reduce is not None
             assert rates.all_gather is not None
-            dense = allocation[:, level] * instance.row_bytes / size / rates.all_reduce.bytes_per_s
+            sums = np.array([one.sum_bytes for one in instance.widths])[instance.table_kind]
+            dense = allocation[:, level] * sums / size / rates.all_reduce.bytes_per_s
             touched = _touched(instance, allocation, level)
             tables = np.eye(len(instance.tables), dtype=bool)
-            gathered = [_gathered_bytes(instance, touched, table, size) for table in tables]
+            gathered = [_gathered_bytes(instance, allocation, table, level, touched) for table in tables]
             gathered_seconds = np.array(gathered) / rates.all_gather.bytes_per_s
             options = (
                 np.zeros_like(possible[:, level]),
                 possible[:, level],
                 possible[:, level] & (gathered_seconds < dense),
             )
+            alone = np.where(np.arange(allocation.shape[1]) == level, allocation, 0)
 
-            def seconds(option: BoolArray, level: int = level, touched: FloatArray = touched) -> float:
-                return sum(c.seconds for c in _reductions(instance, allocation, option, level, touched))
+            def seconds(
+                option: BoolArray, level: int = level, touched: FloatArray = touched, alone: Allocation = alone
+            ) -> float:
+                nbytes = _gathered_bytes(instance, allocation, option, level, touched)
+                sparse = np.zeros_like(possible)
+                sparse[:, level] = option
+                size = int(instance.group_sizes[level])
+                calls = instance.collectives(alone, np.zeros(alone.shape), sparse, {size: nbytes})
+                return sum(one.seconds for one in calls if one.kind != "all_to_all")
 
             chosen[:, level] = min(options, key=seconds)
         return chosen
@@ -95,32 +104,12 @@ def cost_with_reductions(instance: Instance, allocation: Allocation, sparse: Boo
     cost = instance.cost(allocation)
     if not sparse.any():
         return cost
-    others = tuple(c for c in cost.collectives if c.kind == "all_to_all")
-    reductions = tuple(
-        c
-        for level in np.flatnonzero(allocation.any(axis=0)).tolist()
-        if instance.group_sizes[level] < instance.cluster.world_size
-        for c in _reductions(instance, allocation, sparse[:, level], level, _touched(instance, allocation, level))
-    )
-    merged = sorted(others + reductions, key=lambda c: (c.kind, c.group_size))
-    return replace(cost, collectives=tuple(merged))
-
-
-def _reductions(
-    instance: Instance, allocation: Allocation, sparse: BoolArray, level: int, touched: FloatArray
-) -> tuple[Collective, ...]:
-    """Collectives that bring one level's gradients together; ``touched`` as :func:`_touched` gives it."""
-    size, rows = int(instance.group_sizes[level]), allocation[:, level]
-    document = []
-    if (rows[~sparse] > 0).any():
-        rate = instance.cluster.level(size).all_reduce
-        assert rate is not None
-        reduced = float(instance.row_bytes[~sparse] @ rows[~sparse]) / size
-        document.append(collective("all_reduce", size, rate, reduced, instance.overlap))
-    if sparse.any():
-        gathered = _gathered_bytes(instance, touched, sparse, size)
-        document.append(sparse_reduction(instance.cluster, size, gathered, instance.overlap))
-    return tuple(document)
+    gathered = {
+        int(instance.group_sizes[level]): _gathered_bytes(instance, allocation, sparse[:, level], level)
+        for level in np.flatnonzero(sparse.any(axis=0)).tolist()
+    }
+    calls = instance.collectives(allocation, instance.tier_reads(allocation), sparse, gathered)
+    return replace(cost, collectives=calls)
 
 
 def _touched(instance: Instance, allocation: Allocation, level: int) -> FloatArray:
@@ -135,6 +124,11 @@ def _touched(instance: Instance, allocation: Allocation, level: int) -> FloatArr
     )
 
 
-def _gathered_bytes(instance: Instance, touched: FloatArray, wanted: BoolArray, size: int) -> float:
-    """Bytes that the wanted tables (shape (T,)) gather together."""
-    return gathered_bytes(instance.cluster, size, touched[wanted], instance.row_bytes[wanted])
+def _gathered_bytes(
+    instance: Instance, allocation: Allocation, wanted: BoolArray, level: int, touched: FloatArray | None = None
+) -> float:
+    """Bytes that the wanted tables (shape (T,)) gather together at a level; ``touched`` where that is known already."""
+    touched = _touched(instance, allocation, level) if touched is None else touched
+    gradient_bytes = np.array([one.gradient_bytes for one in instance.widths])[instance.table_kind]
+    size = int(instance.group_sizes[level])
+    return gathered_bytes(instance.cluster, size, touched[wanted], gradient_bytes[wanted])

@@ -125,7 +125,7 @@ def decide(problem: Problem) -> Decision:
     if possible is not None and problem.tiers not in possible:
         text = " or ".join(map(str, possible))
         raise JobError(f"tiers must be {text} for method {problem.method.name!r}, found {problem.tiers}")
-    instance = build_instance(problem)
+    instance = build_instance(problem, np.full(len(problem.tables), problem.index_dedup is True))
     limit = limit_of(problem, instance)
     placement = problem.method.place(instance, limit, problem.tiers)
     sparse = problem.reduction.sparse_tiers(instance, placement.allocation)

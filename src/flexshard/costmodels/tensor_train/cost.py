@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import accumulate
 from operator import mul
 
+from flexshard.costmodels.collectives import collective
 from flexshard.costmodels.cost import Cost
 from flexshard.costmodels.overlap import Overlap
-from flexshard.costmodels.placement import collective
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.costmodels.tensor_train.work import FLOAT_BYTES
 from flexshard.tables import OPTIMIZERS, Table, TTShape
@@ -37,6 +37,6 @@ def tensor_train_cost(
         static_memory_bytes=nbytes * (3.0 + state / FLOAT_BYTES),
         dynamic_memory_bytes=2.0 * FLOAT_BYTES * (reads.prefixes[-1] * shape.embedding_dim + products),
         rows_read=reads.ids,
-        collectives=() if rate is None else (collective("all_reduce", 1, rate, nbytes, overlap),),
+        collectives=() if rate is None else (collective("all_reduce", 1, rate, nbytes, overlap, "replicas"),),
         dynamic_memory_sigma_bytes=None,
     )

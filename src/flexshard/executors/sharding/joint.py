@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from flexshard.costmodels import Layout, TableClass, step_collectives
+from flexshard.costmodels import Layout, RowWidths, TableClass, step_collectives
 from flexshard.errors import CommunicationError, FlexShardError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
 from flexshard.executors.comm.exchange import Exchange, ExchangeContext
@@ -97,7 +97,7 @@ class JointTables:
                 tables = range(table + group.tables.start, table + group.tables.stop)
                 row_bytes = group.traits.dim * group.traits.dtype.itemsize
                 moves = group.traits.spec.moves_at_zero
-                classes.append(TableClass.of(tables, group.traits.dim, row_bytes, moves_at_zero=moves))
+                classes.append(TableClass(tables, RowWidths.of(group.traits.dim, row_bytes, moves_at_zero=moves)))
                 slots.append(int(self.layout.table_slots[tables.start]))
         slots.append(self.layout.num_slots)
         self._class_slots = torch.tensor(slots, dtype=self._type, device=device)

@@ -11,21 +11,17 @@ from rich.table import Table as Grid
 
 from flexshard import units
 from flexshard._internal import new_grid
-from flexshard.costmodels import Cost, Layout, step_collectives
+from flexshard.costmodels import Cost, Layout, classes_of, step_collectives
 from flexshard.errors import DataError
 from flexshard.executors.traffic.observation import Observation
-from flexshard.executors.traffic.replaying import classes_of, together
+from flexshard.executors.traffic.replaying import together
 from flexshard.planner import Plan, TablePlan
 
 __all__ = ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"]
 
 Key = tuple[str, int, str]
-# What the cost model's time of a collective covers: (kind, contents).
-_TIMED = {
-    "all_to_all": ("embeddings", "gradients"),
-    "all_reduce": ("replicas",),
-    "all_gather": ("touched", "touched_rows"),
-}
+# What plans of format 1 price as one all-to-all.
+_ROWS = ("embeddings", "gradients")
 
 
 def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None = None) -> dict[Key, float]:
@@ -92,7 +88,7 @@ class Comparison:
     """A plan beside what ran.
 
     Attributes:
-        lines: bytes of every collective, then seconds of those that the cost model times, then their sum.
+        lines: bytes of every collective, then seconds of each, then their sum.
         overlap: share of each collective's time in which Python did not stand waiting: what the plan's ``overlap``
             may be set to.
         reduction_predicted, reduction_observed: share of row-wise's global all-to-all bytes that the plan saves (the
@@ -160,16 +156,19 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
         for key in sorted(expected.keys() | seen.keys())
         for kind, size, content in [key]
     ]
-    overlap = {}
+    shown: dict[str, list[float]] = {}
     total_predicted = total_observed = 0.0
     for collective in plan.predicted.collectives:
-        parts = observed.of(collective.kind, collective.group_size, *_TIMED[collective.kind])
+        contents = [collective.content] if collective.content else _ROWS
+        parts = observed.of(collective.kind, collective.group_size, *contents)
         seconds = sum(part.seconds for part in parts)
-        lines.append(ComparisonLine(collective.name, "seconds", collective.seconds, seconds if parts else None))
+        name = f"{collective.name} {collective.content}".rstrip()
+        lines.append(ComparisonLine(name, "seconds", collective.seconds, seconds if parts else None))
         total_predicted, total_observed = total_predicted + collective.seconds, total_observed + seconds
-        if seconds > 0:
-            shown = sum(part.exposed_seconds for part in parts)
-            overlap[collective.name] = round(max(0.0, 1.0 - shown / seconds), 2)
+        both = shown.setdefault(collective.name, [0.0, 0.0])
+        both[0] += sum(part.exposed_seconds for part in parts)
+        both[1] += seconds
+    overlap = {name: round(max(0.0, 1.0 - part / whole), 2) for name, (part, whole) in shown.items() if whole > 0}
     lines.append(ComparisonLine("all of these", "seconds", total_predicted, total_observed))
     steps = sorted(observed.step_seconds)
     lines.append(ComparisonLine("step (median)", "seconds", None, steps[len(steps) // 2] if steps else None))
@@ -180,7 +179,7 @@ def _reductions(plan: Plan, observed: Observation, row_wise: Observation | None)
     world = plan.cluster.world_size
 
     def planned(cost: Cost) -> float:
-        collectives = (c for c in cost.collectives if (c.kind, c.group_size) == ("all_to_all", world))
+        collectives = (c for c in cost.collectives if c.name == f"all_to_all@{world}" and c.content in ("", *_ROWS))
         return sum(c.nbytes * c.calls for c in collectives)
 
     def of(observation: Observation) -> float:

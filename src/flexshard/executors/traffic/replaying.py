@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy.typing as npt
 from flexshard.costmodels import (
     Layout,
     StepCollective,
-    TableClass,
+    classes_of,
+    kind_of,
     rows_with_places,
     segment_bytes,
     step_collectives,
@@ -26,9 +26,9 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError, PlanError
 from flexshard.planner import Plan, TablePlan
 from flexshard.profiling import AccessProfile
-from flexshard.tables import OPTIMIZERS, translation_bytes
+from flexshard.tables import translation_bytes
 
-__all__ = ["Lookups", "Replay", "Traffic", "classes_of", "replay", "split_by_rank", "together"]
+__all__ = ["Lookups", "Replay", "Traffic", "replay", "split_by_rank", "together"]
 
 IntArray = npt.NDArray[np.int64]
 Ranking = IndexBijection | AccessProfile
@@ -191,26 +191,9 @@ def together(plan: Plan, collections: Sequence[Sequence[str]] | None) -> list[li
     names = [list(plan.tables)] if collections is None else collections
     result = []
     for tables in ([plan.table(name) for name in group] for group in names):
-        kinds = list(dict.fromkeys(_kind(table) for table in tables))
-        result.append(sorted(tables, key=lambda table: kinds.index(_kind(table))))
+        kinds = list(dict.fromkeys(kind_of(table) for table in tables))
+        result.append(sorted(tables, key=lambda table: kinds.index(kind_of(table))))
     return result
-
-
-def _kind(table: TablePlan) -> tuple[int, str, str]:
-    return table.dim, table.dtype, table.optimizer
-
-
-def classes_of(tables: Sequence[TablePlan]) -> list[TableClass]:
-    """Classes of tables as :func:`together` gives them."""
-    found = []
-    for _, members in groupby(enumerate(tables), key=lambda pair: _kind(pair[1])):
-        same = list(members)
-        first = same[0][1]
-        tables_of = range(same[0][0], same[-1][0] + 1)
-        optimizer = OPTIMIZERS.get(first.optimizer)
-        moves = optimizer is not None and optimizer.moves_at_zero
-        found.append(TableClass.of(tables_of, first.dim, first.row_bytes, moves_at_zero=moves))
-    return found
 
 
 @dataclass(frozen=True)
@@ -237,7 +220,7 @@ class _Group:
     @property
     def row_bytes(self) -> IntArray:
         """Of each class; shape (K,)."""
-        return np.array([one.row_bytes for one in self.classes])
+        return np.array([one.widths.row_bytes for one in self.classes])
 
     def static_bytes(self, level: int) -> float:
         """Rows of a level on one rank, with all that each byte of them brings along."""

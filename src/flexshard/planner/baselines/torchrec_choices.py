@@ -6,14 +6,15 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flexshard.costmodels import Cost, Overlap, collective, placement_cost, table_wise_cost
+import numpy as np
+
+from flexshard.costmodels import Cost, collectives_between, placement_cost, priced, table_wise_cost
 from flexshard.errors import MissingDependencyError, SolverError
 from flexshard.planner.problem import Problem
 from flexshard.tables import DATA_TYPES, Table
-from flexshard.topologies import Cluster
 
 __all__ = ["TorchRecChoice", "price_choices", "torchrec_choices", "torchrec_cost"]
 
@@ -126,37 +127,35 @@ def _choice(sharding: Any, table: Table) -> TorchRecChoice:
 def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
     """Cost of whole-table choices: what all ranks share, and the busiest rank's part of each metric besides."""
     cluster, hidden = problem.cluster, problem.hidden
-    shared, received = Cost(), 0.0
+    shared, received = Cost(), Cost()
     per_rank = [Cost() for _ in range(cluster.world_size)]
     for table, choice in zip(problem.tables, choices, strict=True):
-        reads = float(table.reads(problem.batch_size, index_dedup=problem.index_dedup) @ table.profile.rows)
+        reads = float(table.reads(problem.batch_size) @ table.profile.rows)
         variation = table.length_variation(problem.batch_size)
+        size = 1 if choice.sharding_type == "data_parallel" else cluster.world_size
+        whole = placement_cost(table, cluster, size, rows=table.rows, reads=reads, variation=variation, overlap=hidden)
         if not choice.shards:
-            size = 1 if choice.sharding_type == "data_parallel" else cluster.world_size
-            shared += placement_cost(
-                table, cluster, size, rows=table.rows, reads=reads, variation=variation, overlap=hidden
-            )
+            shared += whole
             continue
         # Whoever owns the shards, every rank asks each of them and gets its own rows back.
-        got = reads * table.row_bytes
-        received += got
-        shared += Cost(0.0, got, reads * len(choice.shards), dynamic_memory_sigma_bytes=None)
+        received += Cost(collectives=whole.collectives)
+        shared += Cost(0.0, reads * table.row_bytes, reads * len(choice.shards), dynamic_memory_sigma_bytes=None)
         for rank, share in choice.shards:
             per_rank[rank] += table_wise_cost(table, cluster, reads=reads, share=share)
-    return shared + _busiest(cluster, per_rank, received, hidden)
+    counts = collectives_between(cluster.world_size, (), (), np.zeros((0, 0)), np.zeros(0, np.bool_), 4)
+    shared += Cost(collectives=priced(counts, {}, cluster, hidden))
+    return shared + _busiest(per_rank, received)
 
 
-def _busiest(cluster: Cluster, per_rank: Sequence[Cost], received_bytes: float, overlap: Overlap) -> Cost:
+def _busiest(per_rank: Sequence[Cost], received: Cost) -> Cost:
     """The largest of each metric over the ranks. An all-to-all takes as long as its fullest buffer, either way."""
-    rate = cluster.level(cluster.world_size).all_to_all
-    sent = max(sum(c.nbytes for c in cost.collectives) for cost in per_rank)
-    size = cluster.world_size
-    exchange = (
-        () if rate is None or not sent else (collective("all_to_all", size, rate, max(sent, received_bytes), overlap),)
-    )
+    served = [{c.content: c.nbytes for c in cost.collectives} for cost in per_rank]
     return Cost(
         static_memory_bytes=max(cost.static_memory_bytes for cost in per_rank),
         dynamic_memory_bytes=max(cost.dynamic_memory_bytes for cost in per_rank),
         rows_read=max(cost.rows_read for cost in per_rank),
-        collectives=exchange,
+        collectives=tuple(
+            replace(c, excess_bytes=max(0.0, *(nbytes.get(c.content, 0.0) - c.nbytes for nbytes in served)))
+            for c in received.collectives
+        ),
     )

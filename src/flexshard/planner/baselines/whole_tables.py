@@ -50,7 +50,7 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
     total_reads = instance.total_reads
     whole = instance.num_rows[:, None] * np.ones(len(tiers))
     seconds = instance.row_bytes[:, None] * (
-        whole * instance.comm_fixed + np.outer(total_reads, instance.comm_per_read)
+        whole * instance.table_comm_fixed + total_reads[:, None] * instance.table_comm_per_read
     )
     memory = instance.row_bytes[:, None] * (
         whole * instance.table_memory_fixed + np.outer(total_reads, instance.memory_per_read)

@@ -27,7 +27,7 @@ def dual_bound(problem: ChoiceProblem, levels: IntArray | None) -> tuple[float, 
     price, value = _ternary(lambda p: _dual(problem, levels, p), low, high)
     if values[best] >= value:
         price, value = prices[best], values[best]
-    latency = problem.latency if levels is None else float(problem.instance.alpha_seconds[levels].sum())
+    latency = problem.latency if levels is None else problem.instance.latency_seconds(levels)
     return value + latency, price
 
 

@@ -60,7 +60,7 @@ def _program(problem: ChoiceProblem, levels: IntArray | None) -> _Program:
         prices = crossing_prices(instance, levels, PRICES)
         curves = np.stack([np.stack(problem.tiers(levels, price), axis=1) for price in prices])  # (prices, T, 2)
         corners = [_lower_hull(curves[:, t]) for t in range(count)]
-        latency, least = float(instance.alpha_seconds[levels].sum()), curves[:, :, 1].min(axis=0)
+        latency, least = instance.latency_seconds(levels), curves[:, :, 1].min(axis=0)
     # The solver's tolerances are absolute: work in shares of one step, of the limit, and of the loss allowed.
     scale = float(sum(c[:, 0].max(initial=0.0) for c in corners) + options.seconds.sum()) or 1.0
     memory_scale = max(abs(problem.limit), 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexshard import units
 from flexshard._internal import deprecated_attribute, with_names
-from flexshard.costmodels import overlap_of, row_lines, strategy_name
+from flexshard.costmodels import RowWidths, idle_seconds, overlap_of, row_lines, strategy_name
 from flexshard.errors import PlanError
 from flexshard.planner.explanations.plan_text import table_heading, worth_of_memory
 from flexshard.planner.plan import Alternative, Plan, TablePlan
@@ -99,7 +99,7 @@ def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation:
 def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
     settings, cluster = plan.settings, plan.cluster
     hidden = overlap_of(dict(settings.overlap) or None, cluster)
-    lines = row_lines(cluster, table.kappa_replicated, table.kappa_sharded, hidden)
+    lines = row_lines(table, cluster, hidden)
     price = plan.memory_price_seconds_per_gib / units.GIB
     row_bytes = table.row_bytes
     boundaries = []
@@ -161,15 +161,23 @@ def _unused(plan: Plan) -> dict[int, str]:
     """Why a group size that would serve some rows better is not used by any: starting its collectives costs more."""
     settings, cluster = plan.settings, plan.cluster
     used = {tier.group_size for table in plan.tables.values() for tier in table.tiers}
-    alpha = row_lines(cluster, 1.0, 1.0, overlap_of(dict(settings.overlap) or None, cluster)).alpha_seconds
     full = len(used) >= settings.tiers
     return {
         size: f"the plan has its {settings.tiers} group sizes already"
         if full
-        else f"no row of the plan is there, and the first would add {units.format_seconds(float(latency))} of latency"
-        for size, latency in zip(cluster.group_sizes, alpha, strict=True)
+        else f"no row of the plan is there, and the first would add {units.format_seconds(_latency(plan, size))} of"
+        " latency"
+        for size in cluster.group_sizes
         if size not in used
     }
+
+
+def _latency(plan: Plan, size: int) -> float:
+    """What the first row of a level adds, whatever it is."""
+    widths = list(dict.fromkeys(RowWidths.of_table(table) for table in plan.tables.values()))
+    hidden = overlap_of(dict(plan.settings.overlap) or None, plan.cluster)
+    with_level, without = (idle_seconds(plan.cluster, sizes, widths, hidden) for sizes in ([size], []))
+    return with_level - without
 
 
 def _words(cost: RowCost) -> str:

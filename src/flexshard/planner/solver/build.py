@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import row_lines
+from flexshard.costmodels import RowWidths, idle_seconds, kind_of, row_lines
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.instance import Instance
 from flexshard.tables import Table
@@ -19,64 +19,83 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-def build_instance(problem: Problem) -> Instance:
-    """Arrays of a planning problem."""
+def build_instance(problem: Problem, deduplicated: npt.NDArray[np.bool_] | None = None) -> Instance:
+    """Arrays of a planning problem.
+
+    Args:
+        problem: what to plan.
+        deduplicated: tables whose ids are sent once per batch, shape (T,); none by default.
+    """
     tables, cluster, batch_size = problem.tables, problem.cluster, problem.batch_size
-    hidden, index_dedup = problem.hidden, problem.index_dedup
-    translation, world_size = problem.translation, cluster.world_size
-    shared = row_lines(cluster, 1.0, 1.0, hidden)
-    sizes = np.array(shared.group_sizes, np.int64)
+    hidden, translation, world_size = problem.hidden, problem.translation, cluster.world_size
+    once = np.zeros(len(tables), np.bool_) if deduplicated is None else deduplicated
+    # Ids travel as slots, of which a rank has at least its share of the rows.
+    id_bytes = 4 if sum(-(-table.rows // world_size) for table in tables) < 1 << 31 else 8
+    sizes = np.array(cluster.group_sizes, np.int64)
     # Data-parallel reads nothing from others, so it leads even where an overlap hides all of another's traffic.
-    order = np.lexsort((sizes, shared.comm_per_read, sizes > 1))
+    per_read = row_lines(tables[0], cluster, hidden, id_bytes=id_bytes).comm_per_read
+    order = np.lexsort((sizes, per_read, sizes > 1))
     # Row-wise rows are dealt by id where they come last: then only the others need places.
     by_id = bool(sizes[order[-1]] == world_size)
-    places = [translation.place_bytes(t.rows) / t.row_bytes if by_id else 0.0 for t in tables]
-    classes: dict[tuple[float, float, float], int] = {}
-    table_class = [
-        classes.setdefault((t.kappa_replicated, t.kappa_sharded, place), len(classes))
-        for t, place in zip(tables, places, strict=True)
-    ]
-    memory_fixed = [
-        row_lines(cluster, replicated, sharded, hidden).memory_fixed + place * (sizes < world_size)
-        for replicated, sharded, place in classes
-    ]
+    members: dict[tuple[Any, ...], int] = {}
+    first: list[Table] = []
+    table_class = []
+    for table in tables:
+        key = *kind_of(table), table.kappa_replicated, translation.place_bytes(table.rows)
+        if key not in members:
+            members[key] = len(first)
+            first.append(table)
+        table_class.append(members[key])
+    lines = [row_lines(table, cluster, hidden, id_bytes=id_bytes) for table in first]
+    places = [translation.place_bytes(table.rows) / table.row_bytes if by_id else 0.0 for table in first]
+    fixed = [line.memory_fixed + place * (sizes < world_size) for line, place in zip(lines, places, strict=True)]
+    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(kind_of(table) for table in tables))}
+    widths = {kinds[kind_of(table)]: RowWidths.of_table(table) for table in reversed(first)}
+    shared = [widths[index] for index in range(len(kinds))]
+    always = idle_seconds(cluster, (), shared, hidden)
     return Instance(
         tables,
         cluster,
         batch_size,
         hidden,
-        index_dedup,
+        once,
+        id_bytes,
         sizes[order],
-        np.stack(memory_fixed)[:, order],
-        shared.memory_per_read[order],
-        shared.comm_fixed[order],
-        shared.comm_per_read[order],
-        shared.alpha_seconds[order],
+        np.stack(fixed)[:, order],
+        lines[0].memory_per_read[order],
+        np.stack([line.comm_fixed for line in lines])[:, order],
+        np.stack([line.comm_per_read for line in lines])[:, order],
+        np.array([idle_seconds(cluster, [size], shared, hidden) - always for size in sizes[order].tolist()]),
+        always,
         np.array(table_class, np.int64),
+        np.array([kinds[kind_of(table)] for table in tables], np.int64),
+        tuple(shared),
         np.array([table.row_bytes for table in tables], np.float64),
         np.array([table.rows for table in tables], np.int64),
-        *_concatenated(tables, batch_size, index_dedup),
+        *_concatenated(tables, batch_size, once),
         np.array([translation.held_bytes(table.rows, dealt_by_id=by_id) for table in tables], np.float64),
     )
 
 
 def _concatenated(
-    tables: Sequence[Table], batch_size: int, index_dedup: bool
+    tables: Sequence[Table], batch_size: int, deduplicated: npt.NDArray[np.bool_]
 ) -> tuple[IntArray, FloatArray, IntArray, npt.NDArray[Any], FloatArray]:
     sizes = [t.profile.counts.size + (t.rows > t.profile.rows_read) for t in tables]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     reads = np.zeros(starts[-1], np.float64)
     cum_rows = np.zeros(starts[-1], np.int64)
-    cum_units = np.zeros(starts[-1], np.float64 if index_dedup else np.int64)
-    for table, start, end in zip(tables, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+    # Wider than a float64 where the platform has it, so that differences of sums of whole numbers stay exact.
+    cum_units = np.zeros(starts[-1], np.longdouble if deduplicated.any() else np.int64)
+    for index, (table, start, end) in enumerate(zip(tables, starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         profile, count = table.profile, table.profile.counts.size
-        part = slice(start, start + count)
-        reads[part] = table.reads(batch_size, index_dedup=index_dedup)
+        part, once = slice(start, start + count), bool(deduplicated[index])
+        reads[part] = table.reads(batch_size, index_dedup=once)
         np.cumsum(profile.rows, out=cum_rows[part])
-        np.cumsum((reads[part] if index_dedup else profile.counts) * profile.rows, out=cum_units[part])
+        np.cumsum((reads[part] if once else profile.counts) * profile.rows, out=cum_units[part])
         cum_rows[start + count : end] = table.rows
         cum_units[start + count : end] = cum_units[start + count - 1]
-    unit_reads = np.array(
-        [1.0 if index_dedup else table.distinct_samples(batch_size) / table.profile.num_samples for table in tables]
-    )
-    return starts, reads, cum_rows, cum_units, unit_reads
+    unit_reads = [
+        1.0 if once else table.distinct_samples(batch_size) / table.profile.num_samples
+        for table, once in zip(tables, deduplicated.tolist(), strict=True)
+    ]
+    return starts, reads, cum_rows, cum_units, np.array(unit_reads)

@@ -70,7 +70,7 @@ def solve_instance(
     best: Solution | None = None
     bounds: list[float] = []
     for levels in subsets:
-        latency = float(instance.alpha_seconds[levels].sum())
+        latency = instance.latency_seconds(levels)
         if best is not None and latency + _bound(instance, levels, best.price, budget_bytes) >= best.seconds:
             continue
         candidate = solve_levels(instance, levels, budget_bytes, start_price)
@@ -121,7 +121,7 @@ def solve_levels(
 ) -> Solution | None:
     """The best placement that uses just these levels (indices); none where no such placement fits."""
     limit = memory_limit(budget_bytes)
-    latency = float(instance.alpha_seconds[levels].sum())
+    latency = instance.latency_seconds(levels)
     floor, ceiling = _price_range(instance)
 
     def fits(price: float) -> bool:
@@ -154,7 +154,7 @@ def _solution(instance: Instance, allocation: Allocation, bound: float, price: f
 
 def _price_range(instance: Instance) -> tuple[float, float]:
     """Prices so low that memory only breaks ties, and so high that time only does."""
-    comm = np.concatenate([instance.comm_fixed, instance.comm_per_read])
+    comm = np.concatenate([instance.comm_fixed.ravel(), instance.comm_per_read.ravel()])
     memory = np.concatenate([instance.memory_fixed.ravel(), instance.memory_per_read])
     if not comm.any():
         return 1.0, 2.0  # nothing to communicate: any price above 0 will do

@@ -102,7 +102,7 @@ def _row_costs(
     size = instance.row_bytes[table][:, None]
     reads = instance.reads[:, None]
     memory = size * (instance.table_memory_fixed[table][:, levels] + instance.memory_per_read[levels] * reads)
-    comm = size * (instance.comm_fixed[levels] + instance.comm_per_read[levels] * reads)
+    comm = size * (instance.table_comm_fixed[table][:, levels] + instance.table_comm_per_read[table][:, levels] * reads)
     return memory, comm
 
 

@@ -9,6 +9,7 @@ An *allocation* is how many rows each table has in each tier, shape (T, G); the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Collective, Cost, Overlap, collective
+from flexshard.costmodels import Collective, Cost, Overlap, RowWidths, collectives_between, priced
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -33,19 +34,26 @@ class Instance:
     """Tables on a cluster at a batch size, in frequency-of-frequency form.
 
     Attributes:
-        tables, cluster, batch_size, overlap, index_dedup: the problem.
+        tables, cluster, batch_size, overlap: the problem.
+        deduplicated: tables whose ids are sent once per batch; shape (T,).
+        id_bytes: of an id on the wire.
         group_sizes: g per level, in tier order; shape (G,).
         memory_fixed: κ_g/g, and the place of a row that is not row-wise, per byte of weight, for each class of tables
-            in which these are equal; shape (C, G).
-        memory_per_read, comm_fixed, comm_per_read, alpha_seconds: see :class:`RowLines`; shape (G,).
+            of equal lines; shape (C, G).
+        memory_per_read: see :class:`RowLines`; shape (G,).
+        comm_fixed, comm_per_read: see :class:`RowLines`; shape (C, G).
+        alpha_seconds: exposed latency of a level's calls, paid once where it is used at all; shape (G,).
+        always_seconds: exposed time of what every plan calls.
         table_class: class of each table; shape (T,).
+        table_kind: of each table, what travels with what; shape (T,).
+        widths: of the rows of each kind.
         row_bytes: D·s; shape (T,).
         num_rows: E; shape (T,).
         starts: where each table's counts start in the arrays below, and the end; shape (T + 1,).
         reads: w of the rows of each count, descending within a table, rows never read last; shape (K,).
         cum_rows: rows of the table up to and including each count; shape (K,).
-        cum_units: accesses up to and including each count, as whole numbers so that differences are exact (with index
-            deduplication, w itself); shape (K,).
+        cum_units: accesses up to and including each count, as whole numbers so that differences are exact (of
+            deduplicated tables, w itself); shape (K,).
         unit_reads: w per unit of each table; shape (T,).
         table_held_bytes: static memory of a rank for each table in every placement of its rows; shape (T,).
     """
@@ -54,14 +62,18 @@ class Instance:
     cluster: Cluster
     batch_size: int
     overlap: Overlap
-    index_dedup: bool
+    deduplicated: npt.NDArray[np.bool_]
+    id_bytes: int
     group_sizes: IntArray
     memory_fixed: FloatArray
     memory_per_read: FloatArray
     comm_fixed: FloatArray
     comm_per_read: FloatArray
     alpha_seconds: FloatArray
+    always_seconds: float
     table_class: IntArray
+    table_kind: IntArray
+    widths: tuple[RowWidths, ...]
     row_bytes: FloatArray
     num_rows: IntArray
     starts: IntArray
@@ -92,7 +104,7 @@ class Instance:
     @cached_property
     def total_reads(self) -> FloatArray:
         """Sum of w of each table; shape (T,)."""
-        return self.total_units * self.unit_reads
+        return np.asarray(self.total_units * self.unit_reads, np.float64)
 
     def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
         """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
@@ -132,6 +144,16 @@ class Instance:
         """``memory_fixed`` of each table; shape (T, G)."""
         return self.memory_fixed[self.table_class]
 
+    @cached_property
+    def table_comm_fixed(self) -> FloatArray:
+        """``comm_fixed`` of each table; shape (T, G)."""
+        return self.comm_fixed[self.table_class]
+
+    @cached_property
+    def table_comm_per_read(self) -> FloatArray:
+        """``comm_per_read`` of each table; shape (T, G)."""
+        return self.comm_per_read[self.table_class]
+
     def tier_reads(self, allocation: Allocation) -> FloatArray:
         """Sum of w of each tier; shape (T, G)."""
         ends = np.cumsum(allocation, axis=1)
@@ -141,7 +163,7 @@ class Instance:
         following = np.minimum(self.starts[:-1, None] + whole, self.starts[1:, None] - 1)
         partial = (ends - rows) * self.reads[following]
         whole_reads = np.diff(units, axis=1, prepend=0) * self.unit_reads[:, None]
-        return np.asarray(whole_reads + np.diff(partial, axis=1, prepend=0.0))
+        return np.asarray(whole_reads + np.diff(partial, axis=1, prepend=0.0), np.float64)
 
     def memory_bytes(self, allocation: Allocation, reads: FloatArray | None = None) -> float:
         """Static and expected dynamic memory per rank, what every placement needs included; ``reads`` are the tiers',
@@ -154,23 +176,23 @@ class Instance:
     def variable_seconds(self, allocation: Allocation, reads: FloatArray | None = None) -> float:
         """Exposed communication without latencies; ``reads`` as for :meth:`memory_bytes`."""
         reads = self.tier_reads(allocation) if reads is None else reads
-        per_byte = allocation @ self.comm_fixed + reads @ self.comm_per_read
-        return float(self.row_bytes @ per_byte)
+        per_byte = allocation * self.table_comm_fixed + reads * self.table_comm_per_read
+        return float(self.row_bytes @ per_byte.sum(axis=1))
 
     def per_table(self, allocation: Allocation) -> tuple[FloatArray, FloatArray]:
         """Exposed seconds without latencies, and memory, of each table by itself; shape (T,) each."""
         reads = self.tier_reads(allocation)
-        seconds = allocation @ self.comm_fixed + reads @ self.comm_per_read
+        seconds = (allocation * self.table_comm_fixed + reads * self.table_comm_per_read).sum(axis=1)
         memory = (allocation * self.table_memory_fixed).sum(axis=1) + reads @ self.memory_per_read
         return self.row_bytes * seconds, self.row_bytes * memory
 
-    def latency_seconds(self, allocation: Allocation) -> float:
-        """Exposed latency of the levels that hold any rows."""
-        return float(self.alpha_seconds[allocation.any(axis=0)].sum())
+    def latency_seconds(self, levels: npt.NDArray[Any]) -> float:
+        """Exposed time of what is called whatever the rows, where these levels hold any."""
+        return float(self.alpha_seconds[levels].sum()) + self.always_seconds
 
     def exposed_seconds(self, allocation: Allocation) -> float:
         """Exposed communication: what the solver minimises."""
-        return self.variable_seconds(allocation) + self.latency_seconds(allocation)
+        return self.variable_seconds(allocation) + self.latency_seconds(np.any(allocation, axis=0))
 
     def level_subsets(self, most: int) -> list[IntArray]:
         """Indices of every choice of at most ``most`` levels, the smallest choices first."""
@@ -201,23 +223,44 @@ class Instance:
             dynamic_memory_bytes=dynamic,
             input_ids=float(tier_reads[:, self.group_sizes > 1].sum()),
             rows_read=float(tier_reads.sum()),
-            collectives=self._collectives(allocation, tier_reads),
+            collectives=self.collectives(allocation, tier_reads),
             dynamic_memory_sigma_bytes=sigma,
         )
 
-    def _collectives(self, allocation: Allocation, tier_reads: FloatArray) -> tuple[Collective, ...]:
-        reduced = self.row_bytes @ allocation / self.group_sizes
-        sent = self.row_bytes @ tier_reads
-        collectives = []
-        for tier, size in enumerate(self.group_sizes.tolist()):
-            if not allocation[:, tier].any():
-                continue
-            level = self.cluster.level(size)
-            if level.all_reduce is not None:
-                collectives.append(collective("all_reduce", size, level.all_reduce, float(reduced[tier]), self.overlap))
-            if level.all_to_all is not None:
-                collectives.append(collective("all_to_all", size, level.all_to_all, float(sent[tier]), self.overlap))
-        return tuple(sorted(collectives, key=lambda c: (c.kind, c.group_size)))
+    def collectives(
+        self,
+        allocation: Allocation,
+        reads: FloatArray,
+        sparse: npt.NDArray[np.bool_] | None = None,
+        gathered_bytes: Mapping[int, float] | None = None,
+    ) -> tuple[Collective, ...]:
+        """All that a step calls.
+
+        Args:
+            allocation, reads: rows and reads per table and tier; shape (T, G).
+            sparse: tiers whose gradients are gathered; shape (T, G); none by default.
+            gathered_bytes: expected buffer of each level's all-gather, by group size.
+        """
+        gathers = np.zeros(allocation.shape, np.bool_) if sparse is None else sparse & (allocation > 0)
+        used = sorted(np.flatnonzero(allocation.any(axis=0)).tolist(), key=lambda level: self.group_sizes[level])
+        sizes = self.group_sizes[used]
+
+        def by_kind(values: FloatArray) -> FloatArray:
+            """Sums over the tables of each kind; shape (levels in use, K)."""
+            sums = np.zeros((len(self.widths), values.shape[1]))
+            np.add.at(sums, self.table_kind, values)
+            return sums.T[used]
+
+        calls = collectives_between(
+            self.cluster.world_size,
+            sizes.tolist(),
+            self.widths,
+            by_kind(np.where(gathers, 0, allocation) / self.group_sizes),
+            np.any(gathers[:, used], axis=0),
+            self.id_bytes,
+        )
+        lookups = dict(zip(sizes.tolist(), by_kind(reads), strict=True))
+        return priced(calls, lookups, self.cluster, self.overlap, gathered_bytes)
 
 
 def memory_limit(budget_bytes: float) -> float:

@@ -83,10 +83,11 @@ def _memory_neutral(instance: Instance, level: int, row_wise: int) -> FloatArray
     return np.where(above <= 0, 0.0, above / gained if gained > 0 else np.inf)
 
 
-def _communication_neutral(instance: Instance, level: int, row_wise: int) -> float:
-    """The w at which a level takes as long as row-wise; inf if never. Rows that are never read gain nothing."""
-    fixed, per_read = float(instance.comm_fixed[level]), float(instance.comm_per_read[level])
+def _communication_neutral(instance: Instance, level: int, row_wise: int) -> FloatArray:
+    """The w at which a level takes as long as row-wise, per class; inf if never. Unread rows gain nothing."""
+    fixed, per_read = instance.comm_fixed[:, level], instance.comm_per_read[:, level]
     if not instance.overlap and instance.group_sizes[level] > 1:
-        fixed = per_read = 0.0
-    gained = float(instance.comm_per_read[row_wise]) - per_read
-    return max(fixed / gained, _LEAST_READS) if gained > 0 else np.inf
+        fixed = per_read = np.zeros_like(fixed)
+    gained = instance.comm_per_read[:, row_wise] - per_read
+    crossing = np.divide(fixed, gained, out=np.full_like(fixed, np.inf), where=gained > 0)
+    return np.maximum(crossing, _LEAST_READS)

@@ -27,16 +27,16 @@ def thresholds(instance: Instance, levels: IntArray, price: float) -> FloatArray
         price: λ, seconds per byte; infinite to count memory alone.
 
     Returns:
-        shape (C, L - 1), one row per class of equal κ.
+        shape (C, L - 1), one row per class of tables.
     """
     memory_fixed, memory_per_read = instance.memory_fixed[:, levels], instance.memory_per_read[levels]
     if np.isinf(price):
-        a, b = memory_fixed, memory_per_read
+        a, b = memory_fixed, np.broadcast_to(memory_per_read, memory_fixed.shape)
     else:
-        a = instance.comm_fixed[levels] + price * memory_fixed
-        b = instance.comm_per_read[levels] + price * memory_per_read
+        a = instance.comm_fixed[:, levels] + price * memory_fixed
+        b = instance.comm_per_read[:, levels] + price * memory_per_read
     above = a[:, :, None] - a[:, None, :]
-    gained = (b[None, :] - b[:, None])[None]
+    gained = b[:, None, :] - b[:, :, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         crossing = np.where(gained > 0, above / gained, np.where(above <= 0, -np.inf, np.inf))
     return np.stack(
@@ -53,7 +53,7 @@ def allocate(instance: Instance, levels: IntArray, price: float) -> tuple[Alloca
     marks = thresholds(instance, levels, price)[instance.table_class]
     rows, units = instance.of_groups(instance.groups_at_least(marks))
     reads = _spread(instance, levels, units, instance.total_units) * instance.unit_reads[:, None]
-    return allocation_of_cuts(instance, levels, rows), reads
+    return allocation_of_cuts(instance, levels, rows), reads.astype(np.float64, copy=False)
 
 
 def allocation_of_cuts(instance: Instance, levels: IntArray, cuts: IntArray) -> Allocation:
@@ -77,10 +77,12 @@ def crossing_prices(instance: Instance, levels: IntArray, most: int) -> list[flo
     step = max(1, instance.reads.size // most)
     reads = np.unique(instance.reads[::step])
     for i, k in combinations(levels.tolist(), 2):
-        for fixed in instance.memory_fixed:
-            memory = fixed[k] - fixed[i] + (instance.memory_per_read[k] - instance.memory_per_read[i]) * reads
-            comm = instance.comm_fixed[k] - instance.comm_fixed[i]
-            comm = comm + (instance.comm_per_read[k] - instance.comm_per_read[i]) * reads
+        per_read = instance.memory_per_read[k] - instance.memory_per_read[i]
+        for fixed, comm_fixed, comm_per_read in zip(
+            instance.memory_fixed, instance.comm_fixed, instance.comm_per_read, strict=True
+        ):
+            memory = fixed[k] - fixed[i] + per_read * reads
+            comm = comm_fixed[k] - comm_fixed[i] + (comm_per_read[k] - comm_per_read[i]) * reads
             with np.errstate(divide="ignore", invalid="ignore"):
                 crossing = -comm / memory
             prices.append(crossing[np.isfinite(crossing) & (crossing > 0)])
