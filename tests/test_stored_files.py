@@ -40,7 +40,7 @@ def test_what_was_stored_is_read_and_written_alike(name: str, kind: Any, tmp_pat
 
 def test_a_stored_job_is_planned_as_it_was() -> None:
     stored = Plan.load(STORED / "job_plan.json")
-    job = load_job(STORED / "job.yaml")
+    job = replace(load_job(STORED / "job.yaml"), index_dedup=False)  # as jobs of that release that did not say
     plan = solve(replace(job, translation="loader"))
     # Its release counted four bytes for every row beside the plan.
     budget = stored.settings.budget_bytes - 4 * job.tables[0].rows
@@ -49,7 +49,7 @@ def test_a_stored_job_is_planned_as_it_was() -> None:
     assert plan.tables["items"].tiers == stored.tables["items"].tiers
     # It priced rows and gradients as two calls, neither ids nor how many there are.
     (moved,) = (c for c in stored.predicted.collectives if c.kind == "all_to_all")
-    found = {c.content: c for c in plan.predicted.collectives}
+    found = {c.content: replace(c, excess_bytes=0.0) for c in plan.predicted.collectives}
     assert moved.content == ""
     assert found["embeddings"].seconds + found["gradients"].seconds == pytest.approx(moved.seconds, rel=1e-12)
     assert plan.lower_bound_seconds == pytest.approx(plan.predicted.exposed_seconds, rel=1e-12)

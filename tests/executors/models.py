@@ -204,12 +204,22 @@ def small_cluster(nodes: int, ranks_per_node: int, sizes: tuple[int, ...] = ()) 
 def plan_of(
     cluster: Cluster, split: dict[str, list[tuple[int, int, str]]], *, seed: int = 0, dtype: str = "float32", **how: Any
 ) -> Plan:
-    """A plan with given tiers: (group size, rows, reduction) of each table, hottest first."""
+    """A plan with given tiers: (group size, rows, reduction) of each table, hottest first.
+
+    With ``index_dedup="some"`` every second table's repeated ids are sent once.
+    """
+    some = how.get("index_dedup") == "some"
+    how["index_dedup"] = how.get("index_dedup", False) is True
     tables = [
         flexshard.Table(name, (WIDE | NARROW)[name][0], DIMS[part], profile_of(name, seed), dtype=dtype)
         for part, name in table_names()
     ]
     plan = flexshard.solve(tables, cluster, batch_size=24, budget="1GiB", tiers=len(cluster.levels), **how)
+    if some:
+        placed = {
+            name: replace(table, index_dedup=index % 2 == 0) for index, (name, table) in enumerate(plan.tables.items())
+        }
+        plan = replace(plan, settings=replace(plan.settings, index_dedup="auto"), tables=placed)
     return with_tiers(plan, split)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -89,11 +90,13 @@ def of_torchrec(rank: int) -> dict[str, int]:
     return waits(rank, parallel, [])
 
 
-def of_ours(rank: int, split: str, groups: int, index_dedup: bool) -> dict[str, int]:
+def of_ours(rank: int, split: str, groups: int, index_dedup: bool | str) -> dict[str, int]:
     cluster = models.small_cluster(2, 2)
     profile = flexshard.AccessProfile.from_counts(torch.arange(ROWS, 0, -1).numpy(), num_samples=10)
     tables = [flexshard.Table(f"t{index}", ROWS, 8, profile) for index in range(4)]
-    plan = flexshard.solve(tables, cluster, batch_size=6, budget="1GiB", index_dedup=index_dedup)
+    plan = flexshard.solve(tables, cluster, batch_size=6, budget="1GiB", index_dedup=index_dedup is True)
+    if index_dedup == "some":
+        plan = replace(plan, tables=plan.tables | {"t1": replace(plan.tables["t1"], index_dedup=True)})
     plan = models.with_tiers(plan, {table.name: SPLITS[split] for table in tables})
     model, sharders = collection(groups), [FlexShardEmbeddingCollectionSharder()]
     sharding = FlexShardPlanner(plan, profiles=dict.fromkeys(plan.tables, profile)).collective_plan(model, sharders)
@@ -106,7 +109,7 @@ def measured(rank: int) -> dict[str, dict[str, int]]:
     found = {"TorchRec": of_torchrec(rank)}
     for split in SPLITS:
         for groups in (1, 4):
-            for index_dedup in (False, True):
+            for index_dedup in (False, True, "some"):
                 found[f"{split}, {groups} groups, dedup {index_dedup}"] = of_ours(rank, split, groups, index_dedup)
     return found
 
@@ -176,6 +179,45 @@ def test_buckets_in_parts_and_by_sorting(lookups: list[int], kind: torch.dtype) 
             assert torch.equal(other.slots[:number], plain.slots[:number])
             assert torch.equal(other.counts, plain.counts)
             assert torch.equal(other.index, plain.index)
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(100, True), (60, False), (90, True), (30, False)],
+        [(0, True), (160, False), (90, True), (30, True)],
+        [(160, True), (0, False), (0, True), (120, False)],
+    ],
+)
+def test_some_tables_ids_once_and_others_each(parts: list[tuple[int, bool]], on_cuda: bool) -> None:
+    """Two classes of two tables each: every lookup finds its row, in its bucket and class, and the ids of some tables
+    are there once.
+    """
+    slots, buckets, lookups = 90, 4, [160, 120]
+    ends = [0, 20, 50, 70, slots]  # of the tables
+    classes = torch.tensor([0, 50, slots], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(len(parts) + parts[0][0])
+    ids = [
+        torch.randint(0, buckets, (n,), generator=generator) * slots
+        + torch.randint(ends[k], ends[k + 1], (n,), generator=generator)
+        for k, (n, _) in enumerate(parts)
+    ]
+    locations = torch.cat(ids).int()
+    with as_on_cuda() if on_cuda else nullcontext():
+        found = bucketize(locations, lookups, classes, buckets, index_dedup=parts)
+    sent = sum(len(one.unique()) if once else len(one) for one, (_, once) in zip(ids, parts, strict=True))
+    assert int(found.counts.sum()) == sent
+    assert found.shared
+    assert torch.equal(found.slots[found.index], locations % slots)
+    segment = torch.repeat_interleave(torch.arange(buckets * 2), found.counts.flatten().long())
+    class_of = torch.repeat_interleave(torch.arange(2), torch.tensor(lookups))
+    assert torch.equal(segment[found.index], locations // slots * 2 + class_of)
+    start = 0
+    for one, (number, once) in zip(ids, parts, strict=True):
+        own = found.index[start : start + number]
+        assert len(own.unique()) == (len(one.unique()) if once else number)
+        start += number
 
 
 def test_fbgemm_gets_lengths_of_64_ids_and_the_buckets_counts() -> None:

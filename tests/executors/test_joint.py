@@ -128,7 +128,9 @@ def trained(rank: int, plan: Any, optimizer: str, way: Any) -> float:
 )
 def test_numbers_are_those_of_each_module_by_itself(optimizer: str, way: Any) -> None:
     cluster = models.small_cluster(2, 2)
-    plan = models.plan_of(cluster, split_of(cluster, WAYS.index(way)), index_dedup=optimizer == "adagrad")
+    plan = models.plan_of(
+        cluster, split_of(cluster, WAYS.index(way)), index_dedup="some" if optimizer == "adagrad" else False
+    )
     assert max(ranks.run(2, 2, trained, plan, optimizer, way)) < 1e-5
 
 

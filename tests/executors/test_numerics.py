@@ -75,10 +75,11 @@ def test_more_levels_than_nodes_and_ranks() -> None:
     assert_equal(ranks.run(4, 2, train_and_compare, cluster, split, "rowwise_adagrad", {}), "rowwise_adagrad")
 
 
-def test_repeated_ids_sent_once() -> None:
+@pytest.mark.parametrize("of_tables", [True, "some"])
+def test_repeated_ids_sent_once(of_tables: bool | str) -> None:
     cluster = models.small_cluster(2, 2)
     split = models.random_split(cluster, np.random.default_rng(8))
-    found = ranks.run(2, 2, train_and_compare, cluster, split, "adagrad", {"index_dedup": True})
+    found = ranks.run(2, 2, train_and_compare, cluster, split, "adagrad", {"index_dedup": of_tables})
     assert_equal(found, "adagrad")
 
 

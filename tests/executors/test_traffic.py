@@ -59,9 +59,9 @@ def observed(rank: int, plan: Any) -> tuple[list[dict[Any, Any]], Any]:
     return observer.calls(), together
 
 
-@pytest.mark.parametrize("index_dedup", [False, True])
+@pytest.mark.parametrize("index_dedup", [False, True, "some"])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 2)], ids=["2x2", "4x2"])
-def test_replayed_bytes_are_those_on_the_wire(shape: tuple[int, int], index_dedup: bool) -> None:
+def test_replayed_bytes_are_those_on_the_wire(shape: tuple[int, int], index_dedup: bool | str) -> None:
     cluster = models.small_cluster(*shape)
     split = models.random_split(cluster, np.random.default_rng([3, *shape]))
     plan = models.plan_of(cluster, split, index_dedup=index_dedup)
@@ -116,7 +116,8 @@ def test_a_profile_predicts_within_two_percent_over_100_steps(reduction: str) ->
     levels = Level(1, None, slow), Level(2, fast, slow), Level(4, slow, None)
     cluster = Cluster("three tiers pay", 2, 2, float(1 << 30), 0.0, levels)
     table = flexshard.Table("goods", rows, 8, profile, optimizer="sgd")
-    plan = flexshard.solve([table], cluster, batch_size=batch_size, budget="+8KiB", reduction=reduction)
+    how = {"batch_size": batch_size, "budget": "+8KiB", "reduction": reduction}
+    plan = flexshard.solve([table], cluster, index_dedup=False, **how)
     assert len(plan.tables["goods"].tiers) == 3
     found = ranks.run(2, 2, run_one_table, plan, p, length, 100, profile)[0]
     expected = predicted_bytes(plan)

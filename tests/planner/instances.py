@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 
 import numpy as np
@@ -64,39 +65,103 @@ def always(tables: list[Table], cluster: Cluster, sizes: Sequence[int]) -> float
     return rate.seconds(cluster.world_size * (kinds * sum(size > 1 for size in sizes) + 3) * 4)
 
 
+@dataclass(frozen=True)
+class Assignments:
+    """Every way to give each row of a table a group size; shape (n,), of ``waits`` and ``used`` (n, G).
+
+    ``waits`` is how much longer a level's all-to-alls take for the rank that holds the hottest row there.
+    """
+
+    memory: np.ndarray
+    seconds: np.ndarray
+    waits: np.ndarray
+    used: np.ndarray
+
+
+def wait_seconds(table: Table, cluster: Cluster, size: int, hottest: float) -> float:
+    """The owner of a row answers its whole group: g - 1 times the row's w more than the mean, ids, rows, gradients."""
+    rate = cluster.level(size).all_to_all
+    if rate is None:
+        return 0.0
+    return (size - 1) * hottest * (4 + table.row_bytes + 4 * table.dim) / rate.bytes_per_s
+
+
 def brute_force(tables: list[Table], cluster: Cluster, batch_size: int, budget: float, tiers: int) -> float:
     """Least exposed seconds of all placements that fit: every assignment of every single row."""
     best = float("inf")
-    for sizes in combinations(cluster.group_sizes, min(tiers, len(cluster.group_sizes))):
-        per_table = [_pareto(_assignments(table, cluster, batch_size, sizes)) for table in tables]
-        for choice in product(*per_table):
-            total = sum((cost for cost in choice), Cost())
-            if total.memory_bytes <= budget * (1 + 1e-12):
-                used = {one.group_size for one in total.collectives}
-                best = min(best, total.exposed_seconds + always(tables, cluster, sorted(used)))
+    all_sizes = cluster.group_sizes
+    for sizes in combinations(all_sizes, min(tiers, len(all_sizes))):
+        whole = None
+        for table in tables:
+            other = _assignments(table, cluster, batch_size, sizes)
+            whole = other if whole is None else _together(whole, other)
+        assert whole is not None
+        latency = np.zeros(len(whole.memory))
+        for index, size in enumerate(all_sizes):
+            latency += whole.used[:, index] * (level_seconds(tables, cluster, size))
+        total = whole.seconds + whole.waits.sum(axis=1) + latency + always(tables, cluster, [])
+        fits = whole.memory <= budget * (1 + 1e-12)
+        best = min(best, float(total[fits].min(initial=np.inf)))
     return best
 
 
-def _assignments(table: Table, cluster: Cluster, batch_size: int, sizes: tuple[int, ...]) -> list[Cost]:
-    """Costs of all ways to give each row of a table one of the sizes; rows in any order, not only ranges."""
+def level_seconds(tables: list[Table], cluster: Cluster, size: int) -> float:
+    """What a level takes whatever rows it has."""
+    level = cluster.level(size)
+    alpha = (level.all_reduce.alpha_seconds if level.all_reduce else 0.0) + 3 * (
+        level.all_to_all.alpha_seconds if level.all_to_all else 0.0
+    )
+    return alpha + always(tables, cluster, [size]) - always(tables, cluster, [])
+
+
+def _together(a: Assignments, b: Assignments) -> Assignments:
+    def pairs(combine: np.ufunc, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return combine(x[:, None], y[None]).reshape(-1, *x.shape[1:])
+
+    return Assignments(
+        pairs(np.add, a.memory, b.memory),
+        pairs(np.add, a.seconds, b.seconds),
+        pairs(np.maximum, a.waits, b.waits),
+        pairs(np.logical_or, a.used, b.used),
+    )
+
+
+def _assignments(table: Table, cluster: Cluster, batch_size: int, sizes: tuple[int, ...]) -> Assignments:
+    """All ways to give each row of a table one of the sizes; rows in any order, not only ranges."""
     counts = np.repeat(table.profile.counts, table.profile.rows)
     w = np.zeros(table.rows)
     w[: counts.size] = batch_size * counts / table.profile.num_samples
-    found = []
-    for groups in product(sizes, repeat=table.rows):
-        cost = Cost()
-        for size in set(groups):
-            mine = np.array([g == size for g in groups])
-            cost += placement_cost(table, cluster, size, rows=int(mine.sum()), reads=float(w[mine].sum()))
-        found.append(cost)
-    return found
+    levels = [cluster.group_sizes.index(size) for size in sizes]
+    memory, seconds, waits = np.zeros((3, table.rows, len(cluster.group_sizes)))
+    for index, size in zip(levels, sizes, strict=True):
+        for row, reads in enumerate(w.tolist()):
+            cost = placement_cost(table, cluster, size, rows=1, reads=reads)
+            memory[row, index] = cost.memory_bytes
+            seconds[row, index] = sum(c.seconds - c.calls * c.alpha_seconds for c in cost.collectives)
+            waits[row, index] = wait_seconds(table, cluster, size, reads)
+    chosen = np.array(list(product(levels, repeat=table.rows)))  # (n, rows)
+    rows = np.arange(table.rows)
+    there = chosen[:, :, None] == np.arange(len(cluster.group_sizes))  # (n, rows, G)
+    return _undominated(
+        Assignments(
+            memory[rows, chosen].sum(axis=1),
+            seconds[rows, chosen].sum(axis=1),
+            (there * waits).max(axis=1),
+            there.any(axis=1),
+        )
+    )
 
 
-def _pareto(costs: list[Cost]) -> list[Cost]:
-    """Drop what another of the same collectives beats in memory and time."""
-    kept: dict[tuple[str, ...], list[Cost]] = {}
-    for cost in sorted(costs, key=lambda c: (c.memory_bytes, c.exposed_seconds)):
-        same = kept.setdefault(tuple(c.name for c in cost.collectives), [])
-        if not same or cost.exposed_seconds < same[-1].exposed_seconds:
-            same.append(cost)
-    return [cost for group in kept.values() for cost in group]
+def _undominated(every: Assignments) -> Assignments:
+    """Without those that another one with the same levels beats in memory, time and every wait."""
+    values = np.column_stack([every.memory, every.seconds, every.waits])
+    kept: list[int] = []
+    for used in np.unique(every.used, axis=0):
+        same = np.flatnonzero((every.used == used).all(axis=1))
+        order = same[np.lexsort(values[same].T[::-1])]
+        best: list[int] = []
+        for index in order.tolist():
+            if not best or not (values[best] <= values[index]).all(axis=1).any():
+                best.append(index)
+        kept += best
+    return Assignments(*(getattr(every, name)[kept] for name in ("memory", "seconds", "waits", "used")))

@@ -38,8 +38,8 @@ def test_a_factor_is_a_smaller_batch() -> None:
 
 
 def test_the_plan_says_what_deduplication_changes(tmp_path: Path) -> None:
-    plan = solve([replace(TABLE, dedup_factor=4.0)], CLUSTER, batch_size=2048)
-    without = solve([TABLE], CLUSTER, batch_size=2048)
+    plan = solve([replace(TABLE, dedup_factor=4.0)], CLUSTER, batch_size=2048, index_dedup=False)
+    without = solve([TABLE], CLUSTER, batch_size=2048, index_dedup=False)
     assert plan.baselines["without_deduplication"] == without.predicted
     table = plan.tables["items"]
     assert table.undeduplicated == tuple((t.group_size, t.rows) for t in without.tables["items"].tiers)
@@ -55,7 +55,7 @@ def test_the_plan_says_what_deduplication_changes(tmp_path: Path) -> None:
     assert loaded.tables["items"].undeduplicated == table.undeduplicated
     assert "p from" in explain(plan).text
     boundary = explain(plan).boundaries[0]
-    same = explain(solve([TABLE], CLUSTER, batch_size=512)).boundaries[0]
+    same = explain(solve([TABLE], CLUSTER, batch_size=512, index_dedup=False)).boundaries[0]
     assert boundary.chosen == same.chosen
 
 

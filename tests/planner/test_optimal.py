@@ -17,7 +17,15 @@ from flexshard.planner.solver.dual_search import least_memory, solve_instance, s
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
-from tests.planner.instances import always, brute_force, clusters, table_lists, tier_cost
+from tests.planner.instances import (
+    always,
+    brute_force,
+    clusters,
+    level_seconds,
+    table_lists,
+    tier_cost,
+    wait_seconds,
+)
 
 CLOSE = 1e-9
 
@@ -25,6 +33,7 @@ CLOSE = 1e-9
 def validate(plan: Plan, tables: list[Table]) -> None:
     """What every plan must satisfy, whatever made it."""
     total = Cost()
+    waits: dict[int, float] = {}
     for table in tables:
         tiers = plan.tables[table.name].tiers
         assert sum(tier.rows for tier in tiers) == table.rows, "each row is placed once"
@@ -35,9 +44,11 @@ def validate(plan: Plan, tables: list[Table]) -> None:
         w[: counts.size] = plan.settings.batch_size * counts / table.profile.num_samples
         for tier in tiers:
             total += tier_cost(table, plan.cluster, tier.group_size, tier.rows, w, tier.first_position)
+            wait = wait_seconds(table, plan.cluster, tier.group_size, float(w[tier.first_position]))
+            waits[tier.group_size] = max(waits.get(tier.group_size, 0.0), wait)
     assert plan.predicted.memory_bytes <= plan.settings.budget_bytes * (1 + 1e-11), "the budget is respected"
     used = {tier.group_size for table in plan.tables.values() for tier in table.tiers}
-    expected = total.exposed_seconds + always(tables, plan.cluster, sorted(used))
+    expected = total.exposed_seconds + always(tables, plan.cluster, sorted(used)) + sum(waits.values())
     assert expected == pytest.approx(plan.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
     assert total.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=1e-9)
     assert total.input_ids == pytest.approx(plan.predicted.input_ids, rel=1e-9, abs=1e-9)
@@ -56,7 +67,7 @@ def test_never_worse_than_brute_force(
     expected = brute_force(tables, cluster, batch, budget, tiers)
     if np.isinf(expected):
         with pytest.raises(BudgetError):
-            solve(tables, cluster, batch_size=batch, budget=budget - neutral, tiers=tiers)
+            solve(tables, cluster, batch_size=batch, budget=budget - neutral, tiers=tiers, index_dedup=False)
         return
     solution = solve_instance(instance, budget, tiers)
     assert solution.seconds <= expected * (1 + CLOSE) + 1e-18
@@ -69,24 +80,25 @@ def test_never_worse_than_brute_force(
 def test_plans_are_valid_and_beat_every_baseline(
     cluster: Cluster, tables: list[Table], batch: int, neutral: bool
 ) -> None:
-    plan = solve(tables, cluster, batch_size=batch, budget="neutral" if neutral else 1e5, tiers=3)
+    how = {"batch_size": batch, "index_dedup": False}
+    plan = solve(tables, cluster, budget="neutral" if neutral else 1e5, tiers=3, **how)
     validate(plan, tables)
     for name, cost in plan.baselines.items():
         if cost.memory_bytes <= plan.settings.budget_bytes:
             assert plan.predicted.exposed_seconds <= cost.exposed_seconds * (1 + CLOSE), name
     for tiers in (2, 3):
-        published = solve(tables, cluster, batch_size=batch, budget=plan.settings.budget, tiers=tiers, method="paper")
+        published = solve(tables, cluster, budget=plan.settings.budget, tiers=tiers, method="paper", **how)
         validate(published, tables)
         assert published.lower_bound_seconds <= published.predicted.exposed_seconds
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(clusters(max_levels=3), table_lists(max_tables=2, max_rows=8), st.sampled_from([1, 50, 1000]))
 def test_every_point_of_the_frontier_is_the_best_of_its_memory(
     cluster: Cluster, tables: list[Table], batch: int
 ) -> None:
     instance = build_instance(Problem(tables, cluster, batch))
-    curve = pareto(tables, cluster, batch_size=batch)
+    curve = pareto(tables, cluster, batch_size=batch, index_dedup=False)
     for point in (*curve.points, curve.mark("memory_neutral")):
         best = solve_instance(instance, point.memory_bytes, 3)
         assert point.exposed_seconds == pytest.approx(best.seconds, rel=1e-7, abs=1e-18)
@@ -99,8 +111,8 @@ def test_every_point_of_the_frontier_is_the_best_of_its_memory(
 def test_one_more_gib_and_the_price_of_memory_are_what_another_plan_saves(
     cluster: Cluster, tables: list[Table], batch: int
 ) -> None:
-    plan = solve(tables, cluster, batch_size=batch)
-    richer = solve(tables, replace(cluster, hbm_bytes=1e12), batch_size=batch, budget="+1GiB")
+    plan = solve(tables, cluster, batch_size=batch, index_dedup=False)
+    richer = solve(tables, replace(cluster, hbm_bytes=1e12), batch_size=batch, budget="+1GiB", index_dedup=False)
     assert plan.next_gib_seconds == pytest.approx(richer.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
     if plan.memory_price_seconds_per_gib > 0:
         # Within one set of levels time is convex in memory: a step inwards loses at least what the price says.
@@ -118,6 +130,7 @@ def row_milp(tables: list[Table], cluster: Cluster, batch: int, budget: float) -
     """Least exposed seconds by a mixed-integer program with one choice per row, in PuLP."""
     problem = pulp.LpProblem("rows", pulp.LpMinimize)
     used = {size: problem.add_variable(f"y{size}", cat="Binary") for size in cluster.group_sizes}
+    waits = {size: problem.add_variable(f"z{size}", lowBound=0) for size in cluster.group_sizes}
     seconds: list[pulp.LpAffineExpression] = []
     memory: list[pulp.LpAffineExpression] = []
     scale = 1e6
@@ -133,15 +146,12 @@ def row_milp(tables: list[Table], cluster: Cluster, batch: int, budget: float) -
                 seconds.append(x * (alone * scale))
                 memory.append(x * (cost.memory_bytes / budget))
                 problem += x <= used[size]
+                problem += x * (wait_seconds(table, cluster, size, w) * scale) <= waits[size]
                 choices.append(x)
             problem += pulp.lpSum(choices) == 1
     for size in cluster.group_sizes:
-        level = cluster.level(size)
-        alpha = (level.all_reduce.alpha_seconds if level.all_reduce else 0.0) + 3 * (
-            level.all_to_all.alpha_seconds if level.all_to_all else 0.0
-        )
-        counts = always(tables, cluster, [size]) - always(tables, cluster, [])
-        seconds.append(used[size] * ((alpha + counts) * scale))
+        seconds.append(used[size] * (level_seconds(tables, cluster, size) * scale))
+        seconds.append(waits[size])
     problem += pulp.lpSum(seconds) + always(tables, cluster, []) * scale
     problem += pulp.lpSum(memory) <= 1.0
     result = problem.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0))
@@ -176,7 +186,9 @@ def test_the_certificate_closes_to_the_cost_of_one_row(paper_cluster: Cluster, e
     # A million rows are too many for the exact search of the last row: what is left is the relaxation's gap.
     p = 500 * np.arange(1, 1_000_001) ** -exponent / (np.arange(1, 1_000_001) ** -exponent).sum()
     table = Table("items", 1_000_000, 256, AccessProfile.from_probabilities(p), replication_multiplier=6)
-    plan = solve([table], paper_cluster, batch_size=4096)
+    plan = solve([table], paper_cluster, batch_size=4096, index_dedup=False)
     row_memory = 6 * table.row_bytes
     price = plan.memory_price_seconds_per_gib / 2**30
-    assert 0 <= plan.predicted.exposed_seconds - plan.lower_bound_seconds <= price * row_memory * (1 + 1e-9)
+    gap = plan.predicted.exposed_seconds - plan.lower_bound_seconds
+    # How long all wait for the hottest row is settled to 1e-5 of the whole.
+    assert 0 <= gap <= price * row_memory * (1 + 1e-9) + 1e-5 * plan.predicted.exposed_seconds

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         kind_of as kind_of,
         priced as priced,
         step_collectives as step_collectives,
+        with_hottest as with_hottest,
     )
     from flexshard.costmodels.cost import (
         QUANTILE as QUANTILE,
@@ -91,6 +92,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "kind_of",
             "priced",
             "step_collectives",
+            "with_hottest",
         ],
         "tensor_train.cost": ["tensor_train_cost"],
         "tensor_train.rates": ["ShapeRates", "TTRates", "fit_rates"],

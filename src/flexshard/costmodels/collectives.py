@@ -6,7 +6,7 @@ Legend: U ranks, g group size, G levels in use, K classes of tables.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -34,6 +34,7 @@ __all__ = [
     "kind_of",
     "priced",
     "step_collectives",
+    "with_hottest",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -230,6 +231,21 @@ def priced(
     return tuple(
         collective(kind, size, _rate(cluster, kind, size), sum(parts) / len(parts), overlap, content, len(parts))
         for (kind, size, content), parts in sorted(found.items())
+    )
+
+
+def with_hottest(
+    collectives: Sequence[Collective], group_size: int, reads: float, widths: RowWidths, id_bytes: int = 4
+) -> tuple[Collective, ...]:
+    """Collectives of a step in which one row takes so many of a rank's lookups: all of its group ask the rank that
+    holds it, which so sends and receives ``(g - 1) · reads`` more than the mean, the others' rows being dealt evenly.
+    """
+    item_bytes = {"ids": id_bytes, "embeddings": widths.row_bytes, "gradients": widths.gradient_bytes}
+    return tuple(
+        replace(one, excess_bytes=(group_size - 1) * reads * item_bytes[one.content] / one.calls)
+        if one.name == f"all_to_all@{group_size}" and one.content in item_bytes
+        else one
+        for one in collectives
     )
 
 

@@ -80,6 +80,7 @@ class Cost:
         collectives: in order of kind, level and content.
         dynamic_memory_sigma_bytes: standard deviation of ``dynamic_memory_bytes`` from batch to batch; None where
             lengths are not known. Adds as if all features grew together, which never understates the sum.
+        index_dedup_seconds: time to find the distinct ids of a batch, where repeated ones are sent once.
     """
 
     static_memory_bytes: float = 0.0
@@ -88,6 +89,7 @@ class Cost:
     rows_read: float = 0.0
     collectives: tuple[Collective, ...] = ()
     dynamic_memory_sigma_bytes: float | None = 0.0
+    index_dedup_seconds: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         merged = {c.key: c for c in self.collectives}
@@ -102,6 +104,7 @@ class Cost:
             self.rows_read + other.rows_read,
             tuple(merged[key] for key in sorted(merged)),
             None if sigma is None or more is None else sigma + more,
+            self.index_dedup_seconds + other.index_dedup_seconds,
         )
 
     @property
@@ -133,8 +136,8 @@ class Cost:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time of all collectives that other work does not hide."""
-        return sum(c.exposed_seconds for c in self.collectives)
+        """Time of all collectives that other work does not hide, and of finding distinct ids for them."""
+        return sum(c.exposed_seconds for c in self.collectives) + self.index_dedup_seconds
 
     def bottleneck_seconds(self, world_size: int) -> float:
         """Time of all collectives if those that cross different links run at once: of the links that take longest.

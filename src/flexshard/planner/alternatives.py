@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from flexshard.planner.plan import Alternative
 from flexshard.planner.solver.instance import Allocation, Instance
@@ -19,6 +20,8 @@ def alternatives_of(
     spare_bytes = limit - instance.held_bytes - float(chosen_memory.sum())
     used = allocation.any(axis=0)
     elsewhere = (allocation > 0).sum(axis=0) - (allocation > 0) > 0
+    hot = instance.hot_seconds_per_read * instance.hottest_reads(allocation)
+    excess, hottest_elsewhere = float(hot.max(axis=0).sum()), _largest_of_others(hot)
     choices: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
     for levels in instance.level_subsets(tiers):
         other, _ = allocate(instance, levels, price if price > 0 else 1e-30)
@@ -26,6 +29,8 @@ def alternatives_of(
         # Collectives that no other table uses come and go with this one, and their latency with them.
         after = elsewhere | (other > 0)
         added_seconds = seconds - chosen_seconds + (after.astype(np.int64) - used) @ instance.alpha_seconds
+        other_hot = instance.hot_seconds_per_read * instance.hottest_reads(other)
+        added_seconds += np.maximum(hottest_elsewhere, other_hot).sum(axis=1) - excess
         added_memory = memory - chosen_memory
         fits = added_memory <= spare_bytes
         differs = ((other > 0) != (allocation > 0)).any(axis=1) & (after.sum(axis=1) <= tiers)
@@ -41,3 +46,12 @@ def alternatives_of(
         tuple(sorted(entries.values(), key=lambda entry: (entry.priced_seconds, entry.group_sizes))[:keep])
         for entries in choices
     ]
+
+
+def _largest_of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of each column, the largest value but for the row's own (at least 0); shape as given."""
+    first = values.argmax(axis=0)
+    rest = values.copy()
+    rest[first, np.arange(values.shape[1])] = 0.0
+    own = np.arange(len(values))[:, None] == first
+    return np.asarray(np.where(own, rest.max(axis=0), values.max(axis=0)))

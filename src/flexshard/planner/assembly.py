@@ -10,6 +10,7 @@ import numpy.typing as npt
 from flexshard.costmodels import Cost, strategy_name
 from flexshard.errors import BudgetError
 from flexshard.planner.plan import Alternative, TablePlan, Tier
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.published import solve_published
 from flexshard.tables import Table
@@ -17,8 +18,11 @@ from flexshard.tables import Table
 __all__ = ["closed_form_baselines", "table_plans"]
 
 
-def closed_form_baselines(instance: Instance, limit: float) -> dict[str, Cost]:
-    """The four closed-form baselines; the paper's at the same budget, or at the least that they can have."""
+def closed_form_baselines(variants: Variants, limit: float) -> dict[str, Cost]:
+    """The four closed-form baselines, which send every lookup, the paper's at the same budget or at the least that they
+    can have; and row-wise with ids sent once, where they may be.
+    """
+    instance = variants.plain
     baselines = {
         "row_wise": instance.cost(instance.uniform(instance.cluster.world_size)),
         "data_parallel": instance.cost(instance.uniform(1)),
@@ -29,6 +33,8 @@ def closed_form_baselines(instance: Instance, limit: float) -> dict[str, Cost]:
         except BudgetError as error:
             allocation = solve_published(instance, error.least_bytes, tiers)
         baselines[f"paper_{tiers}_tier"] = instance.cost(allocation)
+    if variants.problem.index_dedup and instance.cluster.world_size > 1:
+        baselines["row_wise_index_dedup"] = variants.once.cost(instance.uniform(instance.cluster.world_size))
     return baselines
 
 
@@ -57,6 +63,7 @@ def table_plans(
             tiers=_tiers(instance, index, allocation[index], reads[index], sparse[index]),
             alternatives=alternatives[index],
             dedup_factor=table.dedup_factor,
+            index_dedup=bool(instance.deduplicated[index]),
         )
         for index, table in enumerate(instance.tables)
     }
@@ -85,6 +92,8 @@ def _tiers(
             float(profile.counts[group]) / profile.num_samples if group < profile.counts.size else 0.0
             for group in (first, last)
         )
+        known = instance.deduplicated[index] and last < profile.counts.size
+        share = float(profile.sample_share[last]) if known else None
         covered = profile.covered(end) - profile.covered(end - number) if instance.deduplicated[index] else read / total
         tiers.append(
             Tier(
@@ -98,6 +107,7 @@ def _tiers(
                 hottest,
                 coldest,
                 "sparse" if gathered else "dense",
+                share,
             )
         )
     return tuple(tiers)

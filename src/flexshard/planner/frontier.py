@@ -18,9 +18,9 @@ import numpy.typing as npt
 from flexshard._internal import check_int
 from flexshard.errors import JobError
 from flexshard.planner.problem import FrontierOptions, Problem
-from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
-from flexshard.planner.solver.instance import Allocation, Instance
+from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.published import solve_published
 from flexshard.planner.solver.thresholds import allocate, crossing_prices
 from flexshard.tables import Table
@@ -29,6 +29,8 @@ from flexshard.topologies import Cluster
 __all__ = ["ParetoCurve", "ParetoPoint", "pareto"]
 
 FloatArray = npt.NDArray[np.float64]
+
+_EVEN, _MOST_VERTICES = 24, 40
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def pareto(
 ) -> ParetoCurve:
     """The frontier of memory per rank against exposed communication; a problem's budget and method are not looked at.
 
+    With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's.
+
     Args:
         tables: a :class:`Problem`; or the tables of one.
         cluster, options: with tables: ``batch_size``, and ``tiers``, ``overlap``, ``index_dedup`` and ``translation``
@@ -94,20 +98,33 @@ def pareto(
     problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
     tiers, world = problem.tiers, problem.cluster.world_size
     prices = check_int(prices, "prices", JobError)
-    instance = build_instance(problem)
+    variants = Variants(problem)
+    instance = variants.fixed
+    instances = [instance, variants.once] if problem.index_dedup == "auto" else [instance]
     subsets = instance.level_subsets(tiers)
-    curves = [
-        [_point(instance, allocate(instance, levels, price)[0]) for price in crossing_prices(instance, levels, prices)]
-        for levels in subsets
-    ]
-    neutral = _point(instance, instance.uniform(world), "row_wise")
-    neutral_plan = solve_instance(instance, instance.cost(instance.uniform(world)).memory_bytes, tiers)
-    points = [*_envelope(instance, subsets, curves), _point(instance, neutral_plan.allocation)]
-    frontier = _frontier([*points, *_between(instance, _frontier(points), tiers)])
+    neutral = _point(variants.plain, variants.plain.uniform(world), "row_wise")
+    replicated = _point(instance, instance.uniform(1), "full_replication")
+    points: list[ParetoPoint] = []
+    for one in instances:
+        curves = [
+            [_point(one, allocate(one, levels, price)[0]) for price in crossing_prices(one, levels, prices)]
+            for levels in subsets
+        ]
+        vertices = sorted({point.memory_bytes for point in _envelope(one, subsets, curves)})
+        apart = np.linspace(vertices[0], max(vertices[-1], replicated.memory_bytes), _EVEN)
+        chosen = np.unique(np.linspace(0, len(vertices) - 1, min(len(vertices), _MOST_VERTICES)).astype(np.int64))
+        budgets = {*(vertices[index] for index in chosen.tolist()), *apart.tolist(), neutral.memory_bytes}
+        price = None
+        for budget in sorted(budget for budget in budgets if budget >= vertices[0]):
+            found = solve_instance(one, budget, tiers, start_price=price)
+            points.append(_point(one, found.allocation))
+            price = found.price or None
+    frontier = _frontier(points)
+    neutral_plan = max((p for p in frontier if p.memory_bytes <= memory_limit(neutral.memory_bytes)), key=_memory)
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
         tuple(frontier),
-        tuple(_marked(instance, frontier, neutral, neutral_plan.allocation)),
+        tuple(_marked(variants.plain, frontier, neutral, replicated, neutral_plan)),
         neutral.memory_bytes,
     )
 
@@ -136,20 +153,13 @@ def _latency(instance: Instance, point: ParetoPoint) -> float:
     return instance.latency_seconds(np.array(point.rows) > 0)
 
 
-def _between(instance: Instance, frontier: Sequence[ParetoPoint], tiers: int, steps: int = 60) -> list[ParetoPoint]:
-    """Optimal plans of the budgets at which the vertices leave a gap."""
-    memory = np.array([point.memory_bytes for point in frontier])
-    budgets = np.linspace(memory[0], memory[-1], steps)
-    after = np.searchsorted(memory, budgets[1:-1])
-    wide = memory[after] - memory[after - 1] > (memory[-1] - memory[0]) / steps
-    return [_point(instance, solve_instance(instance, b, tiers).allocation) for b in budgets[1:-1][wide].tolist()]
+def _memory(point: ParetoPoint) -> float:
+    return point.memory_bytes
 
 
 def _point(instance: Instance, allocation: Allocation, name: str = "") -> ParetoPoint:
-    reads = instance.tier_reads(allocation)
-    seconds = instance.variable_seconds(allocation, reads) + instance.latency_seconds(np.any(allocation, axis=0))
     rows = tuple(int(n) for n in allocation.sum(axis=0))
-    return ParetoPoint(name, instance.memory_bytes(allocation, reads), seconds, rows)
+    return ParetoPoint(name, instance.memory_bytes(allocation), instance.exposed_seconds(allocation), rows)
 
 
 def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
@@ -161,14 +171,18 @@ def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
 
 
 def _marked(
-    instance: Instance, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, best: Allocation
+    instance: Instance,
+    frontier: Sequence[ParetoPoint],
+    neutral: ParetoPoint,
+    replicated: ParetoPoint,
+    neutral_plan: ParetoPoint,
 ) -> list[ParetoPoint]:
     marked = [
         replace(frontier[0], name="greatest_memory_saving"),
-        _point(instance, best, "memory_neutral"),
+        replace(neutral_plan, name="memory_neutral"),
         replace(frontier[-1], name="communication_neutral"),
+        replicated,
+        neutral,
     ]
-    marked.append(_point(instance, instance.uniform(1), "full_replication"))
-    marked.append(neutral)
     marked += [_point(instance, solve_published(instance, neutral.memory_bytes, n), f"paper_{n}_tier") for n in (2, 3)]
     return marked

@@ -61,7 +61,8 @@ class JobSpec(StrictModel):
     tiers: int = Field(default=3, ge=1)
     method: Literal["optimal", "paper"] = "optimal"
     overlap: str | dict[str, float] | None = None
-    index_dedup: bool = False
+    index_dedup: bool | Literal["auto"] = "auto"
+    index_dedup_seconds_per_id: float = 1e-9
     reduction: Literal["dense", "sparse", "auto"] = "dense"
     translation: Literal["loader", "device"] = "loader"
     loss_limit: float | None = None

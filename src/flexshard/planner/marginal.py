@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.planner.problem import FrontierOptions, Problem
-from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -44,7 +44,7 @@ def marginal_curve(
 ) -> MarginalCurve:
     """The curve of the paper's Figure 5 for data-parallel against row-wise; arguments as for :func:`pareto`."""
     problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
-    instance = build_instance(problem)
+    instance = Variants(problem).fixed
     sizes = instance.group_sizes.tolist()
     dp, rw = sizes.index(1), sizes.index(problem.cluster.world_size)
     order = np.argsort(-instance.reads, kind="stable")

@@ -8,6 +8,7 @@ from flexshard import units
 from flexshard.planner.alternatives import alternatives_of
 from flexshard.planner.named import Named
 from flexshard.planner.plan import Alternative
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.published import solve_published
@@ -25,6 +26,7 @@ class Placement:
         price: seconds that one more byte of budget saves; 0 where the budget does not bind.
         next_gib_seconds: of the best placement with one GiB more; None if the method does not say.
         alternatives: next best choices of each table; empty if the method does not say.
+        instance: the problem as arrays, with the tables that are deduplicated.
     """
 
     allocation: Allocation
@@ -32,6 +34,7 @@ class Placement:
     price: float
     next_gib_seconds: float | None
     alternatives: tuple[tuple[Alternative, ...], ...]
+    instance: Instance
 
 
 class Method(Named):
@@ -43,7 +46,7 @@ class Method(Named):
 
     tiers: tuple[int, ...] | None = None
 
-    def place(self, instance: Instance, limit_bytes: float, tiers: int) -> Placement:
+    def place(self, variants: Variants, limit_bytes: float, tiers: int) -> Placement:
         """Rows in at most ``tiers`` group sizes, within a limit per rank.
 
         Raises:
@@ -57,16 +60,17 @@ class Optimal(Method):
 
     name = "optimal"
 
-    def place(self, instance: Instance, limit_bytes: float, tiers: int) -> Placement:
-        """See :func:`solve_instance`; what a GiB more would save, and what else each table could have."""
-        best = solve_instance(instance, limit_bytes, tiers)
-        more = solve_instance(instance, limit_bytes + units.GIB, tiers, start_price=best.price or None)
+    def place(self, variants: Variants, limit_bytes: float, tiers: int) -> Placement:
+        """See :meth:`Variants.solve`; what a GiB more would save, and what else each table could have."""
+        instance, best = variants.solve(limit_bytes, tiers)
+        _, more = variants.solve(limit_bytes + units.GIB, tiers, start_price=best.price or None)
         return Placement(
             best.allocation,
             best.lower_bound_seconds,
             best.price,
             min(best.seconds, more.seconds),
             tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers)),
+            instance,
         )
 
 
@@ -76,11 +80,13 @@ class Published(Method):
     name = "paper"
     tiers = (2, 3)
 
-    def place(self, instance: Instance, limit_bytes: float, tiers: int) -> Placement:
-        """See :func:`solve_published`."""
+    def place(self, variants: Variants, limit_bytes: float, tiers: int) -> Placement:
+        """See :func:`solve_published`; ids are deduplicated only if the problem says so."""
+        instance = variants.fixed
         best = solve_instance(instance, limit_bytes, tiers)
         allocation = solve_published(instance, limit_bytes, tiers)
-        return Placement(allocation, best.lower_bound_seconds, best.price, None, ((),) * len(instance.tables))
+        none = ((),) * len(instance.tables)
+        return Placement(allocation, best.lower_bound_seconds, best.price, None, none, instance)
 
 
 METHODS: dict[str, Method] = {one.name: one for one in (Optimal(), Published())}

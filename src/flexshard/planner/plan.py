@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
 from flexshard.costmodels import Cost
@@ -25,10 +26,12 @@ class Settings:
         budget_bytes: what it came to, per rank.
         tiers: most group sizes of a plan.
         method: "optimal" or "paper".
-        index_dedup: whether reads are counted as distinct rows per batch.
+        index_dedup: whether repeated ids of a batch were to be sent once: of all tables, none, or those where it pays
+            ("auto").
         overlap: hidden share of time by collective, such as ("all_to_all@8", 0.9).
         reduction: how gradients of copies may be brought together: "dense", "sparse" or "auto".
         translation: where ids are translated: "loader" (host memory) or "device" (counted as static memory).
+        index_dedup_seconds_per_id: what finding distinct ids was taken to need, per lookup.
     """
 
     batch_size: int
@@ -36,10 +39,11 @@ class Settings:
     budget_bytes: float
     tiers: int
     method: str
-    index_dedup: bool
+    index_dedup: bool | Literal["auto"]
     overlap: tuple[tuple[str, float], ...]
     reduction: str = "dense"
     translation: str = "loader"
+    index_dedup_seconds_per_id: float = 1e-9
 
 
 @renamed_parameters(first_rank="first_position")
@@ -54,10 +58,11 @@ class Tier:
         first_position: of its hottest row in the table's order of popularity, from 0 (``first_rank`` in files).
         covered: share of the table's accesses.
         covered_held_out: that share in samples that the profile has not seen; None where none were held out.
-        reads: R, expected reads of its rows per rank and iteration.
+        reads: R, expected reads of its rows per rank and iteration; distinct ones where the table's ids are sent once.
         hottest_p, coldest_p: expected appearances in one sample of its first and last row.
         reduction: how gradients of its copies are brought together: "dense" (all-reduce of all its rows) or "sparse"
             (all-gather of those that were touched).
+        coldest_c: share of samples that contain its last row; None where samples do not repeat it, so that it is p.
     """
 
     strategy: str
@@ -70,6 +75,7 @@ class Tier:
     hottest_p: float
     coldest_p: float
     reduction: str = "dense"
+    coldest_c: float | None = None
 
     first_rank = deprecated_attribute("first_rank", "first_position")
 
@@ -108,6 +114,7 @@ class TablePlan:
         tiers: hottest first; only those that hold rows.
         alternatives: next best choices, cheapest first; empty for method "paper".
         dedup_factor: as in :class:`Table`.
+        index_dedup: whether a batch's repeated ids are sent once per rank.
         undeduplicated: (group size, rows) of the tiers that the table would have without deduplication, hottest first;
             empty where no table of the plan is deduplicated.
     """
@@ -128,6 +135,7 @@ class TablePlan:
     alternatives: tuple[Alternative, ...] = ()
     dedup_factor: float = 1.0
     undeduplicated: tuple[tuple[int, int], ...] = ()
+    index_dedup: bool = False
 
     @property
     def row_bytes(self) -> int:

@@ -46,20 +46,26 @@ def _digest(body: Body) -> str:
 def _body(plan: Plan) -> Body:
     return {
         "job_digest": plan.job_digest,
-        "settings": _without(asdict(plan.settings), reduction="dense", translation="loader"),
+        "settings": _without(
+            asdict(plan.settings), reduction="dense", translation="loader", index_dedup_seconds_per_id=1e-9
+        ),
         "cluster": asdict(plan.cluster),
         "predicted": cost_document(plan.predicted),
         "lower_bound_seconds": plan.lower_bound_seconds,
         "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,
         "next_gib_seconds": plan.next_gib_seconds,
         "baselines": {name: cost_document(cost) for name, cost in plan.baselines.items()},
-        "tables": [_table_document(asdict(table)) for table in plan.tables.values()],
+        "tables": [
+            _table_document(asdict(table), index_dedup=plan.settings.index_dedup is True)
+            for table in plan.tables.values()
+        ],
     }
 
 
-def _table_document(table: Body) -> Body:
-    tiers = [_without(with_names(tier, FIELDS), reduction="dense") for tier in table["tiers"]]
-    return _without(table | {"tiers": tiers}, dedup_factor=1.0, undeduplicated=())
+def _table_document(table: Body, *, index_dedup: bool) -> Body:
+    """As the file has it, where ``index_dedup`` is what its settings say of all tables."""
+    tiers = [_without(with_names(tier, FIELDS), reduction="dense", coldest_c=None) for tier in table["tiers"]]
+    return _without(table | {"tiers": tiers}, dedup_factor=1.0, undeduplicated=(), index_dedup=index_dedup)
 
 
 def _without(document: Body, **usual: Any) -> Body:
@@ -70,7 +76,7 @@ def _without(document: Body, **usual: Any) -> Body:
 def cost_document(cost: Cost) -> Body:
     """A cost's fields, and the seconds that follow from them for whoever reads the file without FlexShard."""
     calls = [_without(one, content="", excess_bytes=0.0) for one in asdict(cost)["collectives"]]
-    return asdict(cost) | {
+    return _without(asdict(cost), index_dedup_seconds=0.0) | {
         "collectives": calls,
         "dynamic_memory_p999_bytes": cost.dynamic_memory_p999_bytes,
         "dynamic_comm_seconds": cost.dynamic_comm_seconds,
@@ -94,7 +100,8 @@ def plan_of(body: Body, where: str) -> Plan:
     try:
         fields_of_plan["predicted"] = _cost(body["predicted"])
         fields_of_plan["baselines"] = {name: _cost(cost) for name, cost in body["baselines"].items()}
-        fields_of_plan["tables"] = {table["name"]: _table(table) for table in body["tables"]}
+        of_all = {"index_dedup": body["settings"]["index_dedup"] is True}
+        fields_of_plan["tables"] = {table["name"]: of_all | _table(table) for table in body["tables"]}
     except (KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"{where}: a field is missing or of another type ({error!r}); {FORMAT.remedy}") from error
     return decode(Plan, fields_of_plan, where, FORMAT)
@@ -107,4 +114,5 @@ def _table(body: Body) -> Body:
 
 def _cost(body: Body) -> Body:
     """Without the seconds that follow."""
-    return {field.name: body[field.name] for field in fields(Cost)}
+    came_later = {"index_dedup_seconds": 0.0}
+    return {field.name: (came_later | body)[field.name] for field in fields(Cost)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import numpy as np
 
-from flexshard._internal import check_int, first_repeated
+from flexshard._internal import check_finite, check_int, first_repeated
 from flexshard.costmodels import Overlap, OverlapLike, overlap_of
 from flexshard.errors import JobError
 from flexshard.planner.budget import Budget, BudgetLike, parse_budget
@@ -29,7 +29,8 @@ class FrontierOptions(TypedDict, total=False):
     batch_size: int
     tiers: int
     overlap: OverlapLike
-    index_dedup: bool
+    index_dedup: bool | Literal["auto"]
+    index_dedup_seconds_per_id: float
     translation: str | Translation
 
 
@@ -54,7 +55,11 @@ class Problem:
         tiers: most group sizes that a plan may use.
         method: "optimal", or "paper" for the published algorithm with 2 or 3 tiers.
         overlap: what other work hides; see :func:`flexshard.costmodels.overlap_of`.
-        index_dedup: count distinct rows per batch instead of all reads.
+        index_dedup: send a batch's repeated ids once per rank, and their rows and gradients: of all tables, of none, or
+            of those where it takes less time, that of finding them included ("auto"). "neutral" is the memory that
+            row-wise needs without.
+        index_dedup_seconds_per_id: that time, per lookup; by default a nanosecond, about what GPUs take to sort so many
+            ids. CPUs need 20 to 100 times as long.
         reduction: how gradients of copies are brought together: "dense" (all-reduce), "sparse" (all-gather of the rows
             that were touched) or "auto" (for each tier, whichever is predicted to take less). Chosen after the tiers,
             whose proof holds for dense ones.
@@ -72,7 +77,8 @@ class Problem:
     tiers: int
     method: Method
     overlap: OverlapLike
-    index_dedup: bool
+    index_dedup: bool | Literal["auto"]
+    index_dedup_seconds_per_id: float
     reduction: Reduction
     translation: Translation
 
@@ -85,9 +91,10 @@ class Problem:
         tiers: int = 3,
         method: str | Method = "optimal",
         overlap: OverlapLike = None,
-        index_dedup: bool = False,
+        index_dedup: bool | Literal["auto"] = "auto",
         reduction: str | Reduction = "dense",
         translation: str | Translation = "loader",
+        index_dedup_seconds_per_id: float = 1e-9,
     ) -> None:
         chosen = parse(method, METHODS, Method, "method")
         values: dict[str, Any] = {
@@ -101,9 +108,13 @@ class Problem:
         }
         if not isinstance(cluster, Cluster):
             raise JobError(f"cluster must be a Cluster, found {cluster!r}; Cluster.preset and Cluster.load make one")
-        if not isinstance(index_dedup, (bool, np.bool_)):
-            raise JobError(f"index_dedup must be True or False, found {index_dedup!r}")
-        values["index_dedup"] = bool(index_dedup)
+        if not isinstance(index_dedup, (bool, np.bool_)) and index_dedup != "auto":
+            raise JobError(f"index_dedup must be True, False or 'auto', found {index_dedup!r}")
+        values["index_dedup"] = index_dedup if index_dedup == "auto" else bool(index_dedup)
+        per_id = check_finite(index_dedup_seconds_per_id, "index_dedup_seconds_per_id", JobError)
+        if per_id < 0:
+            raise JobError(f"index_dedup_seconds_per_id is a time of at least 0 s, found {per_id}")
+        values["index_dedup_seconds_per_id"] = per_id
         values["batch_size"] = check_int(batch_size, "batch_size", JobError)
         overlap_of(overlap, cluster)
         values["budget"] = parse_budget(budget)

@@ -18,7 +18,7 @@ from flexshard.planner.methods import Placement
 from flexshard.planner.plan import Plan, Settings, TablePlan
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.reductions import cost_with_reductions
-from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance, memory_limit
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
@@ -33,7 +33,7 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         tables: a :class:`Problem`; or the tables of one.
         cluster: to train on, with tables.
         options: ``batch_size``, and ``budget="neutral"``, ``tiers=3``, ``method="optimal"``, ``overlap=None``,
-            ``index_dedup=False``, ``reduction="dense"``, ``translation="loader"``: see :class:`Problem`.
+            ``index_dedup="auto"``, ``reduction="dense"``, ``translation="loader"``: see :class:`Problem`.
 
     Raises:
         JobError: an argument that cannot be used.
@@ -41,7 +41,7 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
     """
     problem = Problem.of(tables, cluster, options)
     decision = decide(problem)
-    placed, baselines = decision.table_plans(), closed_form_baselines(decision.instance, decision.limit_bytes)
+    placed, baselines = decision.table_plans(), closed_form_baselines(decision.variants, decision.limit_bytes)
     if problem.is_deduplicated:
         whole_batches = decide(problem.without_deduplication())
         baselines["without_deduplication"] = whole_batches.predicted
@@ -57,7 +57,7 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         lower_bound_seconds=min(placement.lower_bound_seconds, decision.predicted.exposed_seconds),
         memory_price_seconds_per_gib=placement.price * units.GIB,
         next_gib_seconds=placement.next_gib_seconds,
-        job_digest=job_digest(decision.instance, settings),
+        job_digest=job_digest(decision.variants.plain, settings),
     )
 
 
@@ -87,14 +87,14 @@ class Decision:
     """Where rows go, and what that costs.
 
     Attributes:
-        instance: the problem as arrays.
+        variants: the problem as arrays, deduplicated or not.
         limit_bytes: what its budget comes to, per rank.
         placement: what the method found.
         sparse: tiers whose gradients are gathered; shape (T, G).
         predicted: the six metrics.
     """
 
-    instance: Instance
+    variants: Variants
     limit_bytes: float
     placement: Placement
     sparse: npt.NDArray[np.bool_]
@@ -102,7 +102,7 @@ class Decision:
 
     def table_plans(self) -> dict[str, TablePlan]:
         """Tiers of every table."""
-        return table_plans(self.instance, self.placement.allocation, self.sparse, self.placement.alternatives)
+        return table_plans(self.placement.instance, self.placement.allocation, self.sparse, self.placement.alternatives)
 
     def settings(self, problem: Problem) -> Settings:
         """What was asked for, as a plan keeps it."""
@@ -116,6 +116,7 @@ class Decision:
             overlap=tuple((f"{kind}@{size}", share) for (kind, size), share in sorted(problem.hidden.items())),
             reduction=problem.reduction.name,
             translation=problem.translation.name,
+            index_dedup_seconds_per_id=problem.index_dedup_seconds_per_id,
         )
 
 
@@ -125,11 +126,12 @@ def decide(problem: Problem) -> Decision:
     if possible is not None and problem.tiers not in possible:
         text = " or ".join(map(str, possible))
         raise JobError(f"tiers must be {text} for method {problem.method.name!r}, found {problem.tiers}")
-    instance = build_instance(problem, np.full(len(problem.tables), problem.index_dedup is True))
-    limit = limit_of(problem, instance)
-    placement = problem.method.place(instance, limit, problem.tiers)
-    sparse = problem.reduction.sparse_tiers(instance, placement.allocation)
-    return Decision(instance, limit, placement, sparse, cost_with_reductions(instance, placement.allocation, sparse))
+    variants = Variants(problem)
+    limit = limit_of(problem, variants.plain)
+    placement = problem.method.place(variants, limit, problem.tiers)
+    sparse = problem.reduction.sparse_tiers(placement.instance, placement.allocation)
+    predicted = cost_with_reductions(placement.instance, placement.allocation, sparse)
+    return Decision(variants, limit, placement, sparse, predicted)
 
 
 def _beside(placed: Mapping[str, TablePlan], undeduplicated: Mapping[str, TablePlan]) -> dict[str, TablePlan]:

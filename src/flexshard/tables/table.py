@@ -110,6 +110,10 @@ class Table:
             return expected_distinct(self.profile.sample_share, distinct)
         return distinct * (self.profile.counts / self.profile.num_samples)
 
+    def lookups(self, batch_size: int) -> float:
+        """B·L: expected ids of a rank's batch."""
+        return self.distinct_samples(batch_size) * self.profile.avg_length
+
     def distinct_samples(self, batch_size: int) -> float:
         """B / DedupFactor: samples of a batch whose lists are looked up, each distinct one once."""
         return batch_size / self.dedup_factor

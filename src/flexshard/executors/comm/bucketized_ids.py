@@ -43,7 +43,7 @@ def bucketize(
     class_slots: torch.Tensor,
     num_buckets: int,
     *,
-    index_dedup: bool,
+    index_dedup: bool | Sequence[tuple[int, bool]],
 ) -> BucketizedIds:
     """Sort a batch's locations into buckets.
 
@@ -52,15 +52,18 @@ def bucketize(
         lookups: how many each class has; K of them.
         class_slots: first slot of each class, and the number of a rank's slots; shape (K + 1,), the locations' type.
         num_buckets: of all levels.
-        index_dedup: send each row at most once.
+        index_dedup: send each row at most once; or so of consecutive lookups, (how many, whether) each, no class or
+            table of which is in two.
     """
-    if index_dedup:
+    parts = [(len(locations), index_dedup)] if isinstance(index_dedup, bool) else index_dedup
+    kinds = {once for number, once in parts if number}
+    if kinds == {True}:
         slots, counts, index = _distinct(locations, class_slots, num_buckets)
-    elif _has_kernel(locations.device.type):
-        slots, counts, index = _by_fbgemm(locations, lookups, class_slots[-1:], num_buckets)
+    elif len(kinds) == 2:
+        slots, counts, index = _in_part(locations, lookups, class_slots, num_buckets, parts)
     else:
-        slots, counts, index = _sorted(locations, lookups, class_slots[-1:], num_buckets)
-    return BucketizedIds(slots, counts, index.long(), tuple(lookups), index_dedup)
+        slots, counts, index = _each(locations, lookups, class_slots, num_buckets)
+    return BucketizedIds(slots, counts, index.long(), tuple(lookups), True in kinds)
 
 
 @cache
@@ -73,6 +76,74 @@ def _has_kernel(device: str) -> bool:
 
 
 Bucketized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _each(locations: torch.Tensor, lookups: Sequence[int], class_slots: torch.Tensor, num_buckets: int) -> Bucketized:
+    """Every lookup by itself."""
+    how = _by_fbgemm if _has_kernel(locations.device.type) else _sorted
+    return how(locations, lookups, class_slots[-1:], num_buckets)
+
+
+def _in_part(
+    locations: torch.Tensor,
+    lookups: Sequence[int],
+    class_slots: torch.Tensor,
+    num_buckets: int,
+    parts: Sequence[tuple[int, bool]],
+) -> Bucketized:
+    """Distinct locations of some parts of the lookups, every one of the others; in each bucket and class the latter go
+    first.
+    """
+    sizes = [number for number, _ in parts]
+    pieces = torch.split(locations, sizes)
+    inside = np.concatenate([[0], np.cumsum(lookups)])
+    ends = np.cumsum(sizes)
+    found = []
+    for once in (False, True):
+        chosen = [which is once for _, which in parts]
+        # How many of them each class has, whose lookups stand together.
+        own = np.concatenate([[0], np.cumsum(np.where(chosen, sizes, 0))])
+        per_class = np.diff(np.interp(inside, np.concatenate([[0], ends]), own)).round().astype(np.int64)
+        part = torch.cat([piece for piece, take in zip(pieces, chosen, strict=True) if take])
+        found.append(
+            _distinct(part, class_slots, num_buckets)
+            if once
+            else _each(part, per_class.tolist(), class_slots, num_buckets)
+        )
+    plain, distinct = found
+    places, total = _interleaved(plain[1], distinct[1], len(plain[0]), len(distinct[0]))
+    slots = torch.empty(total, dtype=plain[0].dtype, device=locations.device)
+    for place, one in zip(places, found, strict=True):
+        slots[place] = one[0].to(slots.dtype)
+    lengths = [[number for number, which in parts if which is once] for once in (False, True)]
+    by_kind = [
+        iter(torch.split(place[one[2].long()], own)) for place, one, own in zip(places, found, lengths, strict=True)
+    ]
+    index = torch.cat([next(by_kind[once]) for _, once in parts])
+    return slots, plain[1] + distinct[1].to(plain[1].dtype), index
+
+
+def _interleaved(
+    first: torch.Tensor, second: torch.Tensor, first_size: int, second_size: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+    """Where the items of two sequences stand, those of each segment of the second behind those of the first.
+
+    Args:
+        first, second: items of each segment, shape (buckets, K); what the second has behind its last stays at the end.
+    """
+    counts = torch.stack([first.reshape(-1), second.reshape(-1)]).long()
+    ends = torch.cumsum(counts, dim=1)
+    starts = ends - counts
+    total = counts.sum(dim=0)
+    start = torch.cumsum(total, dim=0) - total
+    places = []
+    for which, size in enumerate((first_size, second_size)):
+        item = torch.arange(size, device=first.device)
+        segment = torch.searchsorted(ends[which], item, right=True)
+        shift = start - starts[which] + (counts[0] if which else 0)
+        behind = shift.new_full((1,), first_size if which else 0)
+        places.append(item + torch.cat([shift, behind])[segment])
+    return (places[0], places[1]), first_size + second_size
 
 
 def _by_fbgemm(locations: torch.Tensor, lookups: Sequence[int], slots: torch.Tensor, num_buckets: int) -> Bucketized:

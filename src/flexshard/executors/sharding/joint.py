@@ -55,6 +55,7 @@ class BatchPart:
         owner: the module.
         locations: of its lookups, as its own tables have them; shape (lookups,).
         lookups: how many each of its groups has.
+        once: how many each of its tables has, with whether its repeated ids are sent once.
         problem: what is wrong with it on this rank, or may be.
         features: the batch as the module got it. A pipeline may begin one batch while a module outside of it looks up
             the batch before: only modules that are given the very same object go together.
@@ -63,6 +64,7 @@ class BatchPart:
     owner: RowsOwner
     locations: torch.Tensor
     lookups: Sequence[int]
+    once: Sequence[tuple[int, bool]]
     problem: BatchProblem | OutsideIds | None
     features: object
 
@@ -152,7 +154,7 @@ class JointTables:
             [count for part in parts for count in part.lookups],
             self._class_slots,
             self.layout.num_buckets,
-            index_dedup=self._options.index_dedup,
+            index_dedup=[table for part in parts for table in part.once],
         )
 
     def exchange_splits(self, batch: BucketizedIds, status: torch.Tensor) -> SplitsExchange:

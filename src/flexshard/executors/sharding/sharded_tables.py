@@ -54,7 +54,7 @@ class GroupOptions:
         device: of rows and batches.
         codecs: TorchRec's, of embeddings and gradients.
         translated_ids: whether ids come as locations.
-        index_dedup: whether repeated ids of a batch are sent once.
+        index_dedup: tables whose repeated ids of a batch are sent once.
         collectives: what carries tensors to other ranks.
         store: makes the store of a group's rows.
     """
@@ -63,7 +63,7 @@ class GroupOptions:
     device: torch.device
     codecs: QuantizedCommCodecs | None = None
     translated_ids: bool = False
-    index_dedup: bool = False
+    index_dedup: frozenset[str] = frozenset()
     collectives: Collectives = Collectives()  # noqa: RUF009 - it has no state
     store: Callable[..., RowStore] = FusedStore
 
@@ -181,7 +181,7 @@ class ShardedTables:
         layout: Layout,
         bijections: Sequence[IndexBijection],
         *,
-        index_dedup: bool,
+        index_dedup: frozenset[str],
         before_group: Callable[[int], None],
     ) -> ShardedTables:
         """The same tables in another layout, rows and states still empty."""
@@ -194,14 +194,19 @@ class ShardedTables:
 
     def locations(
         self, lookups: Sequence[tuple[int, torch.Tensor]], *, translated: bool
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Of a batch's lookups, (table index, ids) in order of tables; and how many each group has."""
+    ) -> tuple[torch.Tensor, list[int], list[tuple[int, bool]]]:
+        """Of a batch's lookups, (table index, ids) in order of tables; how many each group has; and how many each
+        table has, with whether its ids are sent once.
+        """
         counts = [0] * len(self.groups)
+        of_tables: dict[int, int] = {}
         parts = [torch.empty(0, dtype=torch.int32, device=self.device)]
         for table, ids in lookups:
             counts[self._group_of[table]] += ids.numel()
+            of_tables[table] = of_tables.get(table, 0) + ids.numel()
             parts.append(ids if translated else self.location_tables[table].locations(ids))
-        return torch.cat(parts), counts
+        once = [(number, self.names[table] in self.options.index_dedup) for table, number in of_tables.items()]
+        return torch.cat(parts), counts, once
 
     @cached_property
     def _group_of(self) -> list[int]:

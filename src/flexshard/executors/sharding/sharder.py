@@ -111,7 +111,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         check_world(planned, env.process_group, module_fqn)
         weights = {name: module.embeddings[name].weight for name in planned}
         configs = {config.name: config for config in module.embedding_configs()}
-        index_dedup = any(how.index_dedup for how in planned.values())
+        index_dedup = frozenset(name for name, how in planned.items() if how.index_dedup)
         codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
         if codecs is not None:
             _warn_of_loss(codecs.backward, list(planned))
@@ -139,7 +139,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             tables,
             fingerprint=next(iter(planned.values())).fingerprint,
             device=device,
-            joint=self._joint_of(env, (device, index_dedup, next(iter(planned.values())).fingerprint), module_fqn),
+            joint=self._joint_of(env, (device, next(iter(planned.values())).fingerprint), module_fqn),
             need_indices=module.need_indices(),
             torchrec_collection=self._torchrec_part(module, params, planned, env, device, module_fqn),
             module_sharding_plan=dict(params),

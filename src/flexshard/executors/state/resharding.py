@@ -124,7 +124,7 @@ def _plain_name(name: str) -> str:
 def _moved(old: ShardedTables, shardings: Mapping[str, FlexShardParameterSharding]) -> tuple[ShardedTables, Resharded]:
     """The tables where a plan has them, with their rows."""
     planned = {name: shardings[name] for name in old.names}
-    index_dedup = any(how.index_dedup for how in planned.values())
+    index_dedup = frozenset(name for name, how in planned.items() if how.index_dedup)
     sources: list[Rows] = []
 
     def make_room(group: int) -> None:

@@ -210,7 +210,7 @@ class _Group:
     """Tables that travel together."""
 
     def __init__(self, plan: Plan, tables: Sequence[TablePlan], rankings: Mapping[str, Ranking]) -> None:
-        self.world, self.dedup = plan.cluster.world_size, plan.settings.index_dedup
+        self.world = plan.cluster.world_size
         self.tables = tables
         self.layout = Layout.of_tables({table.name: table for table in tables}, self.world)
         self.classes = classes_of(tables)
@@ -244,7 +244,7 @@ class _Group:
             lookups = step[table.name]
             _check(table, lookups, self.world)
             ids, ranks = lookups.ids, lookups.ranks
-            if self.dedup:
+            if table.index_dedup:
                 distinct = np.unique(ranks.astype(np.int64) * table.rows + ids)
                 ids, ranks = distinct % table.rows, distinct // table.rows
             seen: list[list[IntArray]] = [[] for _ in layout.group_sizes]

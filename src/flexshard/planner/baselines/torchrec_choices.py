@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from flexshard.costmodels import Cost, collectives_between, placement_cost, priced, table_wise_cost
+from flexshard.costmodels import (
+    Cost,
+    RowWidths,
+    collectives_between,
+    placement_cost,
+    priced,
+    table_wise_cost,
+    with_hottest,
+)
 from flexshard.errors import MissingDependencyError, SolverError
 from flexshard.planner.problem import Problem
 from flexshard.tables import DATA_TYPES, Table
@@ -129,6 +137,7 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
     cluster, hidden = problem.cluster, problem.hidden
     shared, received = Cost(), Cost()
     per_rank = [Cost() for _ in range(cluster.world_size)]
+    hottest, widths = 0.0, RowWidths(0, 0, 0)
     for table, choice in zip(problem.tables, choices, strict=True):
         reads = float(table.reads(problem.batch_size) @ table.profile.rows)
         variation = table.length_variation(problem.batch_size)
@@ -136,6 +145,9 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
         whole = placement_cost(table, cluster, size, rows=table.rows, reads=reads, variation=variation, overlap=hidden)
         if not choice.shards:
             shared += whole
+            hot, own = float(table.reads(problem.batch_size)[0]), RowWidths.of_table(table)
+            if size > 1 and hot * own.moved_bytes(4) > hottest * widths.moved_bytes(4):
+                hottest, widths = hot, own
             continue
         # Whoever owns the shards, every rank asks each of them and gets its own rows back.
         received += Cost(collectives=whole.collectives)
@@ -143,7 +155,9 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
         for rank, share in choice.shards:
             per_rank[rank] += table_wise_cost(table, cluster, reads=reads, share=share)
     counts = collectives_between(cluster.world_size, (), (), np.zeros((0, 0)), np.zeros(0, np.bool_), 4)
-    shared += Cost(collectives=priced(counts, {}, cluster, hidden))
+    shared = replace(shared, collectives=with_hottest(shared.collectives, cluster.world_size, hottest, widths)) + Cost(
+        collectives=priced(counts, {}, cluster, hidden)
+    )
     return shared + _busiest(per_rank, received)
 
 

@@ -12,7 +12,7 @@ from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError, SolverError
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.programs import solve_program
-from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solving import limit_of
 from flexshard.tables import Table
@@ -35,7 +35,7 @@ def whole_table_cost(
         SolverError: the solver found none in the time limit.
     """
     problem = Problem.of(tables, cluster, options)
-    instance = build_instance(problem)
+    instance = Variants(problem).fixed
     return instance.cost(solve_whole_tables(instance, limit_of(problem, instance), time_limit_seconds))
 
 
@@ -69,9 +69,14 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
     program = pulp.LpProblem("whole_tables", pulp.LpMinimize)
     chosen = {(t, g): program.add_variable(f"x_{t}_{g}", cat="Binary") for t in tables for g in tiers}
     used = {g: program.add_variable(f"y_{g}", cat="Binary") for g in tiers}
-    program += pulp.lpSum(chosen[t, g] * (seconds[t, g] / time_scale) for t in tables for g in tiers) + pulp.lpSum(
-        used[g] * (instance.alpha_seconds[g] / time_scale) for g in tiers
+    # The rank that holds the hottest row of a level makes it wait.
+    excess = {g: program.add_variable(f"z_{g}", lowBound=0) for g in tiers}
+    program += pulp.lpSum(
+        [chosen[t, g] * (seconds[t, g] / time_scale) for t in tables for g in tiers]
+        + [used[g] * (instance.alpha_seconds[g] / time_scale) for g in tiers]
+        + list(excess.values())
     )
+    hot = instance.hot_seconds_per_read * instance.reads[instance.starts[:-1], None] / time_scale
     program += (
         pulp.lpSum(chosen[t, g] * (memory[t, g] / memory_scale) for t in tables for g in tiers)
         <= left_bytes / memory_scale + 1e-9
@@ -80,6 +85,7 @@ def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_second
         program += pulp.lpSum(chosen[t, g] for g in tiers) == 1
         for g in tiers:
             program += chosen[t, g] <= used[g]
+            program += hot[t, g] * chosen[t, g] <= excess[g]
     outcome = solve_program(program, gap=1e-6, time_limit_seconds=time_limit_seconds)
     values = np.array([[chosen[t, g].value() or 0.0 for g in tiers] for t in tables])
     if outcome != "solution" or not np.allclose(values.sum(axis=1), 1.0):

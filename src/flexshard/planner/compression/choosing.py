@@ -25,7 +25,7 @@ from flexshard.planner.compression.program import Choice, best_choice
 from flexshard.planner.methods import Optimal
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem, ProblemOptions
-from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solving import limit_of, solve
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
@@ -54,7 +54,8 @@ def plan_compression(
 
     Args:
         tables, cluster, how: a :class:`Problem`, or the tables, cluster and options of one, as for :func:`solve`.
-            "neutral" is what row-wise needs without compression.
+            "neutral" is what row-wise needs without compression. Repeated ids are sent once only with
+            ``index_dedup=True``.
         options: tensor trains by table; tables that are not named stay as they are.
         rates: of the machine, from ``flexshard calibrate``.
         loss_limit: most that the losses of all chosen options may add up to.
@@ -70,7 +71,9 @@ def plan_compression(
     problem = Problem.of(tables, cluster, how)
     if problem.method != Optimal.name:
         raise JobError(f"tables are compressed with method 'optimal', the job has {problem.method.name!r}")
-    instance = build_instance(problem)
+    if problem.index_dedup == "auto":
+        problem = replace(problem, index_dedup=False)
+    instance = Variants(problem).fixed
     if check_finite(time_limit_seconds, "time_limit_seconds", JobError) <= 0:
         raise JobError(f"time_limit_seconds must be above 0, found {time_limit_seconds}")
     if loss_limit is not None:

@@ -57,9 +57,16 @@ def _heading(plan: Plan) -> Text:
         f"{len(plan.tables)} table(s) on {c.name} ({c.nodes} nodes x {c.ranks_per_node} ranks),"
         f" batch {s.batch_size:,} per rank, budget {budget} per rank,"
         f" method {s.method}, at most {s.tiers} tiers"
-        + (", distinct rows per batch" if s.index_dedup else "")
+        + _once(plan)
         + (f", overlap {', '.join(f'{n} {v:.0%}' for n, v in s.overlap)}" if s.overlap else "")
     )
+
+
+def _once(plan: Plan) -> str:
+    once = sum(table.index_dedup for table in plan.tables.values())
+    if not once:
+        return ""
+    return ", repeated ids sent once" + ("" if once == len(plan.tables) else f" ({once} of the tables)")
 
 
 def _less_reserve(plan: Plan) -> str:

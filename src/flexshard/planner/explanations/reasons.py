@@ -106,7 +106,8 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
     for tier in table.tiers:
         p = tier.coldest_p
         distinct = settings.batch_size / table.dedup_factor
-        w = float(expected_distinct(p, distinct)) if settings.index_dedup else p * distinct
+        c = p if tier.coldest_c is None else tier.coldest_c
+        w = float(expected_distinct(c, distinct)) if table.index_dedup else p * distinct
         memory = row_bytes * (lines.memory_fixed + lines.memory_per_read * w)
         seconds = row_bytes * (lines.comm_fixed + lines.comm_per_read * w)
         costs = [

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard.costmodels import RowWidths, idle_seconds, kind_of, row_lines
-from flexshard.planner.problem import Problem
 from flexshard.planner.solver.instance import Instance
 from flexshard.tables import Table
+
+if TYPE_CHECKING:
+    from flexshard.planner.problem import Problem
 
 __all__ = ["build_instance"]
 
@@ -67,6 +69,7 @@ def build_instance(problem: Problem, deduplicated: npt.NDArray[np.bool_] | None 
         np.stack([line.comm_per_read for line in lines])[:, order],
         np.array([idle_seconds(cluster, [size], shared, hidden) - always for size in sizes[order].tolist()]),
         always,
+        np.array([table.lookups(batch_size) for table in tables]) * problem.index_dedup_seconds_per_id,
         np.array(table_class, np.int64),
         np.array([kinds[kind_of(table)] for table in tables], np.int64),
         tuple(shared),

@@ -2,13 +2,13 @@
 
 For a price λ of a byte every row takes its cheapest tier; one search over λ meets the budget. That solves the linear
 relaxation, whose dual value bounds every plan from below. Rows that cost the same at λ then fill the budget to within
-one row, and on small instances the last row is settled exactly (``_polish``). Latencies are paid once per collective
+one row, and on small instances the last row is settled exactly (``polish``). Latencies are paid once per collective
 that is used at all, so each subset of the levels is solved, unless its bound shows that it cannot win.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,35 +17,18 @@ from flexshard import units
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats
 from flexshard.planner.solver.exact_search import polish
+from flexshard.planner.solver.hottest_rows import least_with_excess
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.rounding import fill
+from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.thresholds import allocate
 
-__all__ = ["Solution", "least_memory", "solve_instance", "solve_levels"]
+__all__ = ["least_memory", "price_range", "solve_instance", "solve_levels"]
 
 IntArray = npt.NDArray[np.int64]
 
 # Shares of the price at which rows are still looked for, to spend what the last row left over.
 _CHEAPER = (0.999, 0.99, 0.9, 0.7, 0.4, 0.1, 0.0)
-
-
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """An optimal allocation and its certificate.
-
-    Attributes:
-        allocation: rows per table and tier.
-        seconds: exposed communication.
-        lower_bound_seconds: no plan within the budget is faster.
-        price: λ, seconds that one more byte of budget saves; 0 where the budget does not bind.
-        levels: indices of the levels that were allowed.
-    """
-
-    allocation: Allocation
-    seconds: float
-    lower_bound_seconds: float
-    price: float
-    levels: IntArray
 
 
 def least_memory(instance: Instance, levels: IntArray | None = None) -> float:
@@ -110,7 +93,9 @@ def _infeasible(instance: Instance, budget_bytes: float, max_tiers: int, subsets
 
 
 def _bound(instance: Instance, levels: IntArray, price: float, limit_bytes: float) -> float:
-    """Lagrangian bound at a price, without latencies: no allocation to these levels within the limit is faster."""
+    """Lagrangian bound at a price, without latencies or excess: no allocation to these levels within the limit is
+    faster.
+    """
     allocated = allocate(instance, levels, price)
     over = instance.memory_bytes(*allocated) - limit_bytes
     return instance.variable_seconds(*allocated) + price * over
@@ -119,10 +104,21 @@ def _bound(instance: Instance, levels: IntArray, price: float, limit_bytes: floa
 def solve_levels(
     instance: Instance, levels: IntArray, budget_bytes: float, start_price: float | None
 ) -> Solution | None:
-    """The best placement that uses just these levels (indices); none where no such placement fits."""
+    """The best placement that uses just these levels (indices); none where no such placement fits.
+
+    A hot row makes its owner the busiest rank, which is not a sum over rows: branch and bound on how much longer the
+    hottest row of a level may make its all-to-alls (:mod:`flexshard.planner.solver.hottest_rows`).
+    """
+    return least_with_excess(instance, lambda limited: _solve_sums(limited, levels, budget_bytes, start_price))
+
+
+def _solve_sums(
+    instance: Instance, levels: IntArray, budget_bytes: float, start_price: float | None
+) -> Solution | None:
+    """As :func:`solve_levels`, with a bound that leaves out how much longer hot rows make it."""
     limit = memory_limit(budget_bytes)
     latency = instance.latency_seconds(levels)
-    floor, ceiling = _price_range(instance)
+    floor, ceiling = price_range(instance)
 
     def fits(price: float) -> bool:
         return instance.memory_bytes(*allocate(instance, levels, price)) <= limit
@@ -130,7 +126,7 @@ def solve_levels(
     if fits(floor):
         fastest = instance.variable_seconds(*allocate(instance, levels, 0.0))
         return _solution(instance, allocate(instance, levels, floor)[0], fastest + latency, 0.0, levels)
-    if start_price and fits(start_price):
+    if start_price and instance.most_reads is None and fits(start_price):
         ceiling = start_price  # a larger budget never raises the price
     elif not fits(ceiling):
         return None
@@ -143,8 +139,8 @@ def solve_levels(
         if instance.variable_seconds(filled) - dual <= 1e-6 * abs(dual):
             break
         filled = fill(instance, filled, allocate(instance, levels, share * high)[0], limit)
-    exact = polish(instance, levels, filled, high, dual, limit)
-    return _solution(instance, exact, dual + latency, high, levels)
+    exact, bound = polish(instance, levels, filled, high, dual, limit)
+    return _solution(instance, exact, bound + latency, high, levels)
 
 
 def _solution(instance: Instance, allocation: Allocation, bound: float, price: float, levels: IntArray) -> Solution:
@@ -152,7 +148,7 @@ def _solution(instance: Instance, allocation: Allocation, bound: float, price: f
     return Solution(allocation, seconds, min(bound, seconds), price, levels)
 
 
-def _price_range(instance: Instance) -> tuple[float, float]:
+def price_range(instance: Instance) -> tuple[float, float]:
     """Prices so low that memory only breaks ties, and so high that time only does."""
     comm = np.concatenate([instance.comm_fixed.ravel(), instance.comm_per_read.ravel()])
     memory = np.concatenate([instance.memory_fixed.ravel(), instance.memory_per_read])

@@ -27,8 +27,9 @@ _WORTHWHILE = 1e-9
 
 def polish(
     instance: Instance, levels: npt.NDArray[np.int64], start: Allocation, price: float, dual: float, limit_bytes: float
-) -> Allocation:
-    """The best allocation within the limit, or ``start`` where the gap is nothing or the search would be long.
+) -> tuple[Allocation, float]:
+    """The best allocation within the limit and what none takes less than; or ``start`` and ``dual`` where the gap is
+    nothing or the search would be long.
 
     Args:
         levels: the levels that are allowed.
@@ -38,18 +39,24 @@ def polish(
     value = instance.variable_seconds(start)
     gap = value - dual
     if gap <= _WORTHWHILE * abs(value) or instance.reads.size > _MOST_COUNTS:
-        return start
-    allocation = _search(instance, levels, price, gap, limit_bytes - instance.held_bytes)
-    if allocation is None:
-        return start
-    reads = instance.tier_reads(allocation)
-    better = instance.variable_seconds(allocation, reads) < value
-    return allocation if better and instance.memory_bytes(allocation, reads) <= limit_bytes else start
+        return start, dual
+    searched = _search(instance, levels, price, gap, limit_bytes - instance.held_bytes)
+    if searched is None:
+        return start, dual
+    if searched.size:
+        reads = instance.tier_reads(searched)
+        less = instance.variable_seconds(searched, reads)
+        if less < value and instance.memory_bytes(searched, reads) <= limit_bytes:
+            return searched, less
+    return start, value
 
 
 def _search(
     instance: Instance, levels: npt.NDArray[np.int64], price: float, gap: float, limit_bytes: float
 ) -> Allocation | None:
+    """The best allocation above the Lagrangian bound by less than the gap; an empty array if there is none, None where
+    looking through them would take long.
+    """
     table, rows = instance.table_of_count, instance.rows_of_count
     memory, comm = _row_costs(instance, table, levels)
     priced = comm + price * memory
@@ -85,7 +92,7 @@ def _search(
         states_memory, states_comm = all_memory[kept], all_comm[kept]
     feasible = np.flatnonzero(states_memory <= limit_bytes)
     if not feasible.size:
-        return None
+        return np.zeros(0, np.int64)
     state = int(feasible[states_comm[feasible].argmin()])
     for parents, chosen, options, count in reversed(history):
         for tier, moved in options[int(chosen[state])].items():
@@ -103,6 +110,8 @@ def _row_costs(
     reads = instance.reads[:, None]
     memory = size * (instance.table_memory_fixed[table][:, levels] + instance.memory_per_read[levels] * reads)
     comm = size * (instance.table_comm_fixed[table][:, levels] + instance.table_comm_per_read[table][:, levels] * reads)
+    if instance.most_reads is not None:
+        comm = np.where(reads <= instance.most_reads[table][:, levels], comm, np.inf)
     return memory, comm
 
 

@@ -10,7 +10,7 @@ An *allocation* is how many rows each table has in each tier, shape (T, G); the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Collective, Cost, Overlap, RowWidths, collectives_between, priced
+from flexshard.costmodels import Collective, Cost, Overlap, RowWidths, collectives_between, priced, with_hottest
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -44,6 +44,7 @@ class Instance:
         comm_fixed, comm_per_read: see :class:`RowLines`; shape (C, G).
         alpha_seconds: exposed latency of a level's calls, paid once where it is used at all; shape (G,).
         always_seconds: exposed time of what every plan calls.
+        once_seconds: time to find the distinct ids of a table's lookups; shape (T,).
         table_class: class of each table; shape (T,).
         table_kind: of each table, what travels with what; shape (T,).
         widths: of the rows of each kind.
@@ -56,6 +57,7 @@ class Instance:
             deduplicated tables, w itself); shape (K,).
         unit_reads: w per unit of each table; shape (T,).
         table_held_bytes: static memory of a rank for each table in every placement of its rows; shape (T,).
+        most_reads: w above which a row may not be at a level; shape (T, G), or None.
     """
 
     tables: tuple[Table, ...]
@@ -71,6 +73,7 @@ class Instance:
     comm_per_read: FloatArray
     alpha_seconds: FloatArray
     always_seconds: float
+    once_seconds: FloatArray
     table_class: IntArray
     table_kind: IntArray
     widths: tuple[RowWidths, ...]
@@ -82,6 +85,7 @@ class Instance:
     cum_units: npt.NDArray[np.int64] | FloatArray
     unit_reads: FloatArray
     table_held_bytes: FloatArray
+    most_reads: FloatArray | None = None
 
     # -- looking rows up
 
@@ -186,13 +190,44 @@ class Instance:
         memory = (allocation * self.table_memory_fixed).sum(axis=1) + reads @ self.memory_per_read
         return self.row_bytes * seconds, self.row_bytes * memory
 
+    @cached_property
+    def hot_seconds_per_read(self) -> FloatArray:
+        """How much longer a level's all-to-alls take for each lookup of a tier's hottest row, since its owner answers
+        all of its group; shape (T, G).
+        """
+        return (self.group_sizes - 1) * self.table_comm_per_read * self.row_bytes[:, None]
+
+    def hottest_reads(self, allocation: Allocation) -> FloatArray:
+        """W of the first row of each tier, 0 where there is none; shape (T, G)."""
+        first = np.cumsum(allocation, axis=1) - allocation
+        group = self.starts[:-1, None] + self._search(self.cum_rows, first, above=False)
+        return np.where(allocation > 0, self.reads[np.minimum(group, self.reads.size - 1)], 0.0)
+
+    def excess_seconds(self, allocation: Allocation) -> FloatArray:
+        """How much longer each level's all-to-alls take for the rank that holds the hottest row there; shape (G,)."""
+        hot = self.hot_seconds_per_read * self.hottest_reads(allocation)
+        return np.asarray(hot.max(axis=0))
+
+    def with_most(self, excess_seconds: FloatArray) -> Instance:
+        """The same with no row at a level (shape (G,)) whose owner would make it wait longer than that."""
+        hot = self.hot_seconds_per_read
+        # A row that makes them wait just so long may be there, however it is rounded.
+        most = np.divide(excess_seconds * (1 + 1e-10), hot, out=np.full_like(hot, np.inf), where=hot > 0)
+        return replace(self, most_reads=most)
+
     def latency_seconds(self, levels: npt.NDArray[Any]) -> float:
-        """Exposed time of what is called whatever the rows, where these levels hold any."""
-        return float(self.alpha_seconds[levels].sum()) + self.always_seconds
+        """Exposed time of what is called whatever the rows, where these levels hold any, and to find distinct ids."""
+        return float(self.alpha_seconds[levels].sum()) + self.always_seconds + self.index_dedup_seconds
+
+    @property
+    def index_dedup_seconds(self) -> float:
+        """Time to find the distinct ids of the tables that are deduplicated."""
+        return float(self.once_seconds[self.deduplicated].sum())
 
     def exposed_seconds(self, allocation: Allocation) -> float:
-        """Exposed communication: what the solver minimises."""
-        return self.variable_seconds(allocation) + self.latency_seconds(np.any(allocation, axis=0))
+        """Exposed communication of the busiest rank: what the solver minimises."""
+        even = self.variable_seconds(allocation) + self.latency_seconds(np.any(allocation, axis=0))
+        return even + float(self.excess_seconds(allocation).sum())
 
     def level_subsets(self, most: int) -> list[IntArray]:
         """Indices of every choice of at most ``most`` levels, the smallest choices first."""
@@ -225,6 +260,7 @@ class Instance:
             rows_read=float(tier_reads.sum()),
             collectives=self.collectives(allocation, tier_reads),
             dynamic_memory_sigma_bytes=sigma,
+            index_dedup_seconds=self.index_dedup_seconds,
         )
 
     def collectives(
@@ -260,7 +296,14 @@ class Instance:
             self.id_bytes,
         )
         lookups = dict(zip(sizes.tolist(), by_kind(reads), strict=True))
-        return priced(calls, lookups, self.cluster, self.overlap, gathered_bytes)
+        found = priced(calls, lookups, self.cluster, self.overlap, gathered_bytes)
+        reads_of_hottest = self.hottest_reads(allocation)
+        busiest = (self.hot_seconds_per_read * reads_of_hottest).argmax(axis=0)
+        for level, size in zip(used, sizes.tolist(), strict=True):
+            table = int(busiest[level])
+            hottest, widths = float(reads_of_hottest[table, level]), self.widths[self.table_kind[table]]
+            found = with_hottest(found, size, hottest, widths, self.id_bytes)
+        return found
 
 
 def memory_limit(budget_bytes: float) -> float:

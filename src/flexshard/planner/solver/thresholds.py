@@ -48,12 +48,58 @@ def allocate(instance: Instance, levels: IntArray, price: float) -> tuple[Alloca
     """The allocation that minimises communication plus ``price`` times memory, and its tiers' reads.
 
     Returns:
-        rows and reads per table and tier, shape (T, G) each; tiers that are not among ``levels`` are empty.
+        rows and reads per table and tier, shape (T, G) each, none where a level is not among ``levels``. A table with a
+        row too hot for all of these has infinitely many reads.
     """
-    marks = thresholds(instance, levels, price)[instance.table_class]
+    if instance.most_reads is None:
+        return _in_ranges(instance, levels, thresholds(instance, levels, price)[instance.table_class])
+    return _limited(instance, levels, price, instance.most_reads[:, levels])
+
+
+def _in_ranges(instance: Instance, levels: IntArray, marks: FloatArray) -> tuple[Allocation, FloatArray]:
+    """Rows and reads of tiers that end at w of these marks, shape (T, L - 1)."""
     rows, units = instance.of_groups(instance.groups_at_least(marks))
     reads = _spread(instance, levels, units, instance.total_units) * instance.unit_reads[:, None]
     return allocation_of_cuts(instance, levels, rows), reads.astype(np.float64, copy=False)
+
+
+def _limited(instance: Instance, levels: IntArray, price: float, most: FloatArray) -> tuple[Allocation, FloatArray]:
+    """As :func:`allocate`, with w limited at each level; ``most`` of shape (T, L).
+
+    A level's rows are colder than those of the levels before it, and so under their limits as well: a table may be
+    better off without a level whose limit is lower than that of one behind it.
+    """
+    shape = len(instance.tables), instance.group_sizes.size
+    best, rows, reads = np.full(shape[0], np.inf), np.zeros(shape, np.int64), np.full(shape, np.inf)
+    skippable = [j for j in range(levels.size - 1) if np.any(most[:, j] < most[:, j + 1 :].max(axis=1))]
+    hottest = instance.reads[instance.starts[:-1]]
+    for count in range(len(skippable) + 1):
+        for skipped in combinations(skippable, count):
+            kept = np.setdiff1d(np.arange(levels.size), skipped)
+            limits = np.minimum.accumulate(most[:, kept], axis=1)
+            own_rows, own_reads = _in_ranges(instance, levels[kept], _marks(instance, levels[kept], price, limits))
+            memory = own_rows * instance.table_memory_fixed + own_reads * instance.memory_per_read
+            comm = own_rows * instance.table_comm_fixed + own_reads * instance.table_comm_per_read
+            value = (memory if np.isinf(price) else comm + price * memory).sum(axis=1)
+            better = (value < best) & (hottest <= limits[:, 0])
+            best, rows[better], reads[better] = np.where(better, value, best), own_rows[better], own_reads[better]
+    return rows, reads
+
+
+def _marks(instance: Instance, levels: IntArray, price: float, limits: FloatArray) -> FloatArray:
+    """The w down to which each table's rows belong to the first 1, 2, ... levels, shape (T, L - 1), where no row above
+    ``limits``, shape (T, L), descending from level to level, may be at one.
+
+    Rows too hot for level j are among the first j whatever follows, and choose among these alone.
+    """
+    marks = thresholds(instance, levels, price)[instance.table_class]
+    above = np.nextafter(limits, np.inf)
+    for j in range(1, levels.size):
+        marks[:, j - 1] = np.minimum(marks[:, j - 1], above[:, j])
+        if j > 1:
+            among = thresholds(instance, levels[:j], price)[instance.table_class]
+            marks[:, : j - 1] = np.minimum(marks[:, : j - 1], np.maximum(among, above[:, j, None]))
+    return marks
 
 
 def allocation_of_cuts(instance: Instance, levels: IntArray, cuts: IntArray) -> Allocation:

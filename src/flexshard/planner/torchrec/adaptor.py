@@ -189,7 +189,7 @@ class FlexShardPlanner(ShardingPlanner):
                 world_size=plan.cluster.world_size,
                 ranks_per_node=plan.cluster.ranks_per_node,
                 fingerprint=plan.fingerprint,
-                index_dedup=plan.settings.index_dedup,
+                index_dedup=table.index_dedup,
             )
         return shardings, used
 
@@ -377,4 +377,5 @@ def _row_wise(config: EmbeddingConfig, plan: Plan) -> TablePlan:
         num_samples=0,
         avg_length=0.0,
         tiers=(tier,),
+        index_dedup=plan.settings.index_dedup is True,
     )

@@ -22,7 +22,7 @@ class FlexShardParameterSharding(ParameterSharding):
         table: the table's part of the plan.
         world_size, ranks_per_node: of the cluster that it is for.
         fingerprint: of the plan.
-        index_dedup: whether a batch's repeated ids are sent once.
+        index_dedup: whether a batch's repeated ids of the table are sent once.
         ranked_rows: ids of the rows that need places of their own, hottest first; None where there are none, or all
             rows are one tier and no profile was given. Not sent to other ranks: each reads its own.
     """

@@ -1,0 +1,161 @@
+"""Which tables' repeated ids to send once per batch: fewer rows and ids to move, for the time to find distinct ones.
+
+At a price of memory every table takes the cheaper of both, which bounds every choice from below; the tables that do so
+where the budget is met are then planned row by row. With few tables every choice is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.errors import BudgetError
+from flexshard.planner.solver.bisection import bisect_floats
+from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.dual_search import price_range, solve_instance
+from flexshard.planner.solver.instance import Instance, memory_limit
+from flexshard.planner.solver.solution import Solution
+from flexshard.planner.solver.thresholds import allocate
+
+if TYPE_CHECKING:
+    from flexshard.planner.problem import Problem
+
+__all__ = ["Variants"]
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_TABLES_TRIED, _FEW_TABLES, _FEW_COUNTS = 2, 4, 2_000
+_ON_THE_WAY = 9
+
+
+@dataclass(frozen=True, eq=False)
+class Variants:
+    """A problem with any of its tables deduplicated.
+
+    Attributes:
+        problem: what to plan.
+    """
+
+    problem: Problem
+
+    @cached_property
+    def plain(self) -> Instance:
+        """Every lookup sent: what "neutral" means, and what the published algorithm plans."""
+        return build_instance(self.problem)
+
+    @cached_property
+    def once(self) -> Instance:
+        """Every table's distinct ids."""
+        return build_instance(self.problem, np.ones(len(self.problem.tables), np.bool_))
+
+    @property
+    def fixed(self) -> Instance:
+        """As the problem says, where it does not leave the choice; then plain."""
+        return self.once if self.problem.index_dedup is True else self.plain
+
+    def of(self, deduplicated: BoolArray) -> Instance:
+        """With these tables deduplicated, shape (T,)."""
+        if not deduplicated.any():
+            return self.plain
+        if deduplicated.all():
+            return self.once
+        plain, once = self.plain, self.once
+        counts = deduplicated[plain.table_of_count]
+        return replace(
+            plain,
+            deduplicated=deduplicated,
+            reads=np.where(counts, once.reads, plain.reads),
+            cum_units=np.where(counts, once.cum_units, plain.cum_units.astype(once.cum_units.dtype)),
+            unit_reads=np.where(deduplicated, once.unit_reads, plain.unit_reads),
+        )
+
+    def solve(self, limit_bytes: float, tiers: int, *, start_price: float | None = None) -> tuple[Instance, Solution]:
+        """The best choice of tables, and placement of rows, within a budget.
+
+        Raises:
+            BudgetError: nothing fits; its ``least_bytes`` would.
+        """
+        if self.problem.index_dedup != "auto" or self.problem.cluster.world_size == 1:
+            return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
+        masks, bound = self._candidates(limit_bytes, tiers)
+        found: list[tuple[Instance, Solution]] = []
+        errors: list[BudgetError] = []
+        for mask in masks:
+            instance = self.of(mask)
+            try:
+                found.append((instance, solve_instance(instance, limit_bytes, tiers)))
+            except BudgetError as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.least_bytes)
+        instance, best = min(found, key=lambda pair: pair[1].seconds)
+        least = min(one.lower_bound_seconds for _, one in found) if bound is None else bound
+        return instance, replace(best, lower_bound_seconds=min(best.seconds, least))
+
+    def _candidates(self, limit_bytes: float, tiers: int) -> tuple[list[BoolArray], float | None]:
+        """Choices of tables to plan, and a lower bound of all others; None where there are no others."""
+        count = len(self.problem.tables)
+        if count <= _TABLES_TRIED or (count <= _FEW_TABLES and self.plain.reads.size <= _FEW_COUNTS):
+            return [np.array(mask) for mask in product((False, True), repeat=count)], None
+        joint = [self._joint(levels, limit_bytes) for levels in self.plain.level_subsets(tiers)]
+        fitting = sorted((one for one in joint if one is not None), key=lambda one: one[0])
+        # Where none fits, deduplicating all needs the least memory there is.
+        masks = {mask.tobytes(): mask for _, ends in fitting[:1] for mask in _between(*ends)}
+        masks = masks or {b"": np.ones(count, np.bool_)}
+        return list(masks.values()), min((bound for bound, _ in fitting), default=None)
+
+    def _joint(self, levels: IntArray, limit_bytes: float) -> tuple[float, tuple[BoolArray, BoolArray]] | None:
+        """Lagrangian bound of all choices with rows at some levels, and those of the prices beside the budget."""
+        limit = memory_limit(limit_bytes)
+        latency = self.plain.latency_seconds(levels)
+
+        def at(price: float) -> tuple[float, float, BoolArray]:
+            """Seconds, memory and the tables deduplicated."""
+            (seconds, memory), (less_seconds, less_memory) = (
+                _per_table(instance, levels, price) for instance in (self.plain, self.once)
+            )
+            less_seconds = less_seconds + self.once.once_seconds
+            better = less_seconds + price * less_memory < seconds + price * memory
+            held = self.plain.held_bytes
+            return (
+                float(np.where(better, less_seconds, seconds).sum()),
+                float(np.where(better, less_memory, memory).sum()) + held,
+                better,
+            )
+
+        floor, ceiling = price_range(self.plain)
+        if at(floor)[1] <= limit:
+            return at(0.0)[0] + latency, (at(floor)[2], at(floor)[2])
+        if at(ceiling)[1] > limit:
+            return None
+        low, high = bisect_floats(floor, ceiling, lambda price: at(price)[1] <= limit)
+        ends = [(price, *at(price)) for price in (low, high)]
+        bound = max(seconds + price * (memory - limit) for price, seconds, memory, _ in ends)
+        return bound + latency, (ends[0][3], ends[1][3])
+
+
+def _between(a: BoolArray, b: BoolArray) -> Iterator[BoolArray]:
+    """Both choices, and some on the way from one to the other, to fill what one leaves of the budget."""
+    differ = np.flatnonzero(a != b)
+    for number in np.unique(np.linspace(0, differ.size, min(differ.size + 1, _ON_THE_WAY)).astype(np.int64)).tolist():
+        mask = a.copy()
+        mask[differ[:number]] = b[differ[:number]]
+        yield mask
+
+
+def _per_table(instance: Instance, levels: IntArray, price: float) -> Iterator[FloatArray]:
+    """Seconds without latencies, and memory, of each table's best rows at a price; shape (T,) each."""
+    rows, reads = allocate(instance, levels, price)
+    for fixed, per_read in (
+        (instance.table_comm_fixed, instance.table_comm_per_read),
+        (instance.table_memory_fixed, instance.memory_per_read),
+    ):
+        yield instance.row_bytes * (rows * fixed + reads * per_read).sum(axis=1)

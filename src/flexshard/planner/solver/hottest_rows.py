@@ -1,0 +1,93 @@
+"""The hottest row of a level that is split makes its owner the busiest rank, and all others wait for it.
+
+That is the largest of something over rows, not a sum, so prices alone do not see it. Where no row of a level may make
+it wait longer than some time, the rest is a sum again; which times are worth trying is found by branch and bound: no
+placement whose wait lies in an interval takes less than the best sum under its upper end, and its lower end besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solver.solution import Solution
+
+__all__ = ["least_with_excess"]
+
+FloatArray = npt.NDArray[np.float64]
+
+_FEW_COUNTS = 2_000
+_MOST_TRIES, _MOST_TRIES_OF_MANY = 400, 12
+_CLOSE, _CLOSE_OF_MANY = 1e-12, 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class _Interval:
+    """Waits of each level above ``least`` and up to ``most``, shape (G,) both; the best sum under ``most``, and the
+    waits that it has.
+    """
+
+    least: FloatArray
+    most: FloatArray
+    found: Solution
+    waits: FloatArray
+
+    @property
+    def bound(self) -> float:
+        return self.found.lower_bound_seconds + float(self.least.sum())
+
+    @cached_property
+    def widest(self) -> int:
+        """The level whose wait is furthest above its lower end."""
+        return int((self.waits - self.least).argmax())
+
+
+def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution | None]) -> Solution | None:
+    """The best solution, with a bound that counts waits.
+
+    Args:
+        instance: without a limit on hot rows.
+        solve: the best sum for an instance, whose bound leaves waits out; None if nothing fits.
+    """
+    few = instance.reads.size <= _FEW_COUNTS
+    tries, close = (_MOST_TRIES, _CLOSE) if few else (_MOST_TRIES_OF_MANY, _CLOSE_OF_MANY)
+    best = solve(instance)
+    if best is None:
+        return None
+    shape = instance.group_sizes.size
+    waits = instance.excess_seconds(best.allocation)
+    open_intervals = [_Interval(np.zeros(shape), np.full(shape, np.inf), best, waits)]
+    while tries:
+        open_intervals.sort(key=lambda one: one.bound, reverse=True)
+        lowest = open_intervals.pop()
+        level = lowest.widest
+        low, high = float(lowest.least[level]), float(lowest.waits[level])
+        if lowest.bound >= best.seconds * (1 - close) or high <= low:
+            open_intervals.append(lowest)
+            break
+        split = _split(instance, level, low, high) if few else (low + high) / 2
+        least, most = lowest.least.copy(), lowest.most.copy()
+        # No row waits longer than the split and less than the one that does now, or: the same sum is the best there.
+        least[level] = high if split is None else split
+        open_intervals.append(replace(lowest, least=least))
+        if split is None:
+            continue
+        most[level] = split
+        tries -= 1
+        below = solve(instance.with_most(most))
+        if below is not None:
+            open_intervals.append(_Interval(lowest.least, most, below, instance.excess_seconds(below.allocation)))
+            best = min(best, below, key=lambda one: one.seconds)
+    return replace(best, lower_bound_seconds=min(best.seconds, *(one.bound for one in open_intervals)))
+
+
+def _split(instance: Instance, level: int, low: float, high: float) -> float | None:
+    """The wait that some row would cause, nearest to the middle between two; None if there is none between them."""
+    waits = instance.hot_seconds_per_read[instance.table_of_count, level] * instance.reads
+    between = waits[(waits > low * (1 + 1e-9)) & (waits < high * (1 - 1e-9))]
+    return float(between[np.abs(between - (low + high) / 2).argmin()]) if between.size else None

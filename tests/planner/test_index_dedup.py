@@ -1,0 +1,139 @@
+"""Repeated ids sent once where that pays: every other choice, neutral memory, what a plan says and keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.published import published_table
+from hypothesis import given, settings, strategies as st
+
+from flexshard import AccessProfile, Cluster, Plan, Table, explain, solve
+from flexshard.errors import BudgetError, JobError
+from flexshard.planner import Problem
+from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.dual_search import solve_instance
+from flexshard.profiling import power_law_probabilities
+from tests.planner.instances import clusters, table_lists
+
+CLUSTER = Cluster.preset("dgx-h100", nodes=4)
+
+
+def table(name: str, rows: int, length: float, exponent: float, dim: int = 64) -> Table:
+    return Table(name, rows, dim, AccessProfile.from_probabilities(power_law_probabilities(rows, length, exponent)))
+
+
+def cold(name: str) -> Table:
+    """Ids that hardly repeat, of rows that weigh little."""
+    return Table(name, 20_000_000, 4, AccessProfile.from_histogram([1], [20_000_000], 10_000_000))
+
+
+def by_every_choice(problem: Problem, limit: float) -> tuple[float, float]:
+    """Least seconds and least bound of all choices of tables."""
+    found = []
+    for mask in product((False, True), repeat=len(problem.tables)):
+        try:
+            found.append(solve_instance(build_instance(problem, np.array(mask)), limit, problem.tiers))
+        except BudgetError:
+            continue
+    return min(one.seconds for one in found), min(one.lower_bound_seconds for one in found)
+
+
+@settings(max_examples=25)
+@given(
+    clusters(max_levels=3),
+    table_lists(max_tables=5, max_rows=12),
+    st.sampled_from([50, 1000]),
+    st.sampled_from([0.0, 1e-9, 1e-6]),
+    st.floats(0.0, 1.0),
+)
+def test_no_choice_of_tables_is_better(
+    cluster: Cluster, tables: list[Table], batch: int, per_id: float, generosity: float
+) -> None:
+    problem = Problem(tables, cluster, batch, index_dedup_seconds_per_id=per_id)
+    variants = Variants(problem)
+    plain, once = (one.cost(one.uniform(cluster.world_size)).memory_bytes for one in (variants.plain, variants.once))
+    limit = once + generosity * (plain - once) * (1 + 1e-9)
+    best, bound = by_every_choice(problem, limit)
+    instance, solution = variants.solve(limit, problem.tiers)
+    assert solution.lower_bound_seconds <= best * (1 + 1e-9)
+    assert solution.seconds >= best * (1 - 1e-9)
+    if len(tables) <= 4:  # every choice is tried
+        assert solution.seconds <= best * (1 + 1e-9)
+        assert solution.lower_bound_seconds <= bound * (1 + 1e-9)
+    assert instance.memory_bytes(solution.allocation) <= limit * (1 + 1e-11)
+    assert instance.exposed_seconds(solution.allocation) == pytest.approx(solution.seconds, rel=1e-9)
+
+
+def test_many_tables_are_deduplicated_where_it_pays() -> None:
+    """With a nanosecond an id, tables whose ids hardly repeat go without; the bound says that nothing is better."""
+    tables = [*(table(f"hot{k}", 400_000, 40, 0.8, dim=256) for k in range(4)), *(cold(f"cold{k}") for k in range(4))]
+    plan = solve(tables, CLUSTER, batch_size=4096)
+    chosen = {name for name, one in plan.tables.items() if one.index_dedup}
+    assert chosen
+    assert all(name.startswith("hot") for name in chosen)
+    assert plan.predicted.exposed_seconds <= plan.lower_bound_seconds * (1 + 1e-3)
+    for how in (True, False):
+        other = solve(tables, CLUSTER, batch_size=4096, index_dedup=how)
+        assert other.settings.budget_bytes == plan.settings.budget_bytes, "neutral is plain row-wise's"
+        assert other.predicted.exposed_seconds > plan.predicted.exposed_seconds
+    # So long a time to find them that none pays.
+    none = solve(tables, CLUSTER, batch_size=4096, index_dedup_seconds_per_id=1e-3)
+    assert not any(one.index_dedup for one in none.tables.values())
+
+
+def test_a_mixture_is_the_two_it_is_made_of() -> None:
+    tables = [table("a", 5_000, 40, 1.1), table("b", 3_000, 10, 0.5), table("c", 400, 5, 1.0)]
+    problem = Problem(tables, CLUSTER, 256)
+    mask = np.array([True, False, True])
+    mixed, built = Variants(problem).of(mask), build_instance(problem, mask)
+    for name in ("reads", "unit_reads", "cum_rows"):
+        assert np.array_equal(getattr(mixed, name), getattr(built, name))
+    assert np.allclose(mixed.total_reads, built.total_reads, rtol=1e-12)
+    allocation = np.array([[10, 90, 4_900], [0, 0, 3_000], [400, 0, 0]])
+    assert mixed.cost(allocation).exposed_seconds == pytest.approx(built.cost(allocation).exposed_seconds)
+    assert mixed.cost(allocation).index_dedup_seconds == pytest.approx(256 * (40 + 5) * 1e-9)
+
+
+def test_a_plan_says_and_keeps_which(tmp_path: Path) -> None:
+    tables = [table("hot", 400_000, 40, 0.8, dim=256), cold("cold")]
+    plan = solve(tables, CLUSTER, batch_size=4096)
+    assert [one.index_dedup for one in plan.tables.values()] == [True, False]
+    assert "repeated ids sent once (1 of the tables)" in str(plan)
+    assert "row_wise_index_dedup" in plan.baselines
+    assert plan.predicted.index_dedup_seconds == pytest.approx(4096 * 40 * 1e-9)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.fingerprint == plan.fingerprint
+    assert [one.index_dedup for one in again.tables.values()] == [True, False]
+    assert again.predicted == plan.predicted
+    boundary = explain(again, "hot").boundaries[-1]
+    w = plan.tables["hot"].tiers[-1].coldest_c
+    assert w is not None
+    assert boundary.chosen.memory_bytes > 0
+    every = solve(tables, CLUSTER, batch_size=4096, index_dedup=True)
+    every.save(tmp_path / "every.json")
+    assert all(one.index_dedup for one in Plan.load(tmp_path / "every.json").tables.values())
+    with pytest.raises(JobError, match="index_dedup_seconds_per_id is a time of at least 0 s"):
+        solve(tables, CLUSTER, batch_size=512, index_dedup_seconds_per_id=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "overlap", "times"),
+    [("RM-1", None, 2.5), ("RM-3", None, 1.8), ("RM-4", None, 2.7), ("RM-1", "paper", 5.0), ("RM-2", "paper", 10.0)],
+)
+def test_the_published_models_in_plain_row_wises_memory(
+    model: str, overlap: str | None, times: float, paper_cluster: Cluster
+) -> None:
+    plan = solve([published_table(model)], paper_cluster, batch_size=4096, overlap=overlap)
+    row_wise = plan.baselines["row_wise"]
+    assert plan.tables[model].index_dedup
+    assert row_wise.exposed_seconds > times * plan.predicted.exposed_seconds
+    assert plan.predicted.memory_bytes <= row_wise.memory_bytes
+    without = solve([published_table(model)], paper_cluster, batch_size=4096, overlap=overlap, index_dedup=False)
+    assert plan.predicted.exposed_seconds < without.predicted.exposed_seconds
+    assert replace(plan.settings, index_dedup=False) == without.settings
