@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torchrec")
 
 import torch
+from benchmarks.calls import compared
 
 import flexshard
 from flexshard import AccessProfile, Cluster, Table
@@ -195,3 +196,13 @@ def test_rows_dealt_by_id_are_as_even_as_those_dealt_by_popularity() -> None:
     cold = np.flatnonzero(popularity >= hot)
     by_id = np.bincount(np.arange(cold.size) % world, weights=load[cold])
     assert by_id.max() / by_id.mean() < 1.05
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_priced_is_what_is_called(seed: int) -> None:
+    """Of random jobs of up to 50 groups: the calls of every kind, level and content, and bytes for the same lookups."""
+    _, same, nbytes = compared(seed)
+    assert same
+    for (_, _, content), (priced, counted) in nbytes.items():
+        rows = content in ("embeddings", "gradients")  # between which is padding
+        assert counted == pytest.approx(priced, rel=0.12 if rows else 1e-12), content

@@ -9,7 +9,7 @@ from itertools import combinations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from flexshard.costmodels import Cost, placement_cost
+from flexshard.costmodels import Cost, bundles, expected_padding, placement_cost
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table
 from flexshard.topologies import Cluster, CollectiveRate, Level
@@ -111,7 +111,17 @@ def level_seconds(tables: list[Table], cluster: Cluster, size: int) -> float:
     alpha = (level.all_reduce.alpha_seconds if level.all_reduce else 0.0) + 3 * (
         level.all_to_all.alpha_seconds if level.all_to_all else 0.0
     )
-    return alpha + always(tables, cluster, [size]) - always(tables, cluster, [])
+    padding = 0.0
+    if level.all_to_all:
+        kinds = {(table.dim, table.dtype, table.optimizer): table for table in tables}
+        widths = [(table.row_bytes, 4 * table.dim) for table in kinds.values()]
+        per_peer = sum(
+            expected_padding([widths[index][which] for index in bundle])
+            for which in (0, 1)
+            for bundle in bundles([row for row, _ in widths])
+        )
+        padding = size * per_peer / level.all_to_all.bytes_per_s
+    return alpha + padding + always(tables, cluster, [size]) - always(tables, cluster, [])
 
 
 def _together(a: Assignments, b: Assignments) -> Assignments:

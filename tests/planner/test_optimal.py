@@ -48,7 +48,9 @@ def validate(plan: Plan, tables: list[Table]) -> None:
             waits[tier.group_size] = max(waits.get(tier.group_size, 0.0), wait)
     assert plan.predicted.memory_bytes <= plan.settings.budget_bytes * (1 + 1e-11), "the budget is respected"
     used = {tier.group_size for table in plan.tables.values() for tier in table.tiers}
-    expected = total.exposed_seconds + always(tables, plan.cluster, sorted(used)) + sum(waits.values())
+    alpha = sum(c.calls * c.alpha_seconds for c in total.collectives)
+    fixed = sum(level_seconds(tables, plan.cluster, size) for size in used) + always(tables, plan.cluster, [])
+    expected = total.exposed_seconds - alpha + fixed + sum(waits.values())
     assert expected == pytest.approx(plan.predicted.exposed_seconds, rel=1e-9, abs=1e-18)
     assert total.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=1e-9)
     assert total.input_ids == pytest.approx(plan.predicted.input_ids, rel=1e-9, abs=1e-9)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flexshard.costmodels.frames import (
         Frame as Frame,
         bundles as bundles,
+        expected_padding as expected_padding,
         segment_bytes as segment_bytes,
     )
     from flexshard.costmodels.layout import (
@@ -72,7 +73,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
-        "frames": ["Frame", "bundles", "segment_bytes"],
+        "frames": ["Frame", "bundles", "expected_padding", "segment_bytes"],
         "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.costmodels.cost import Collective, CollectiveKind
-from flexshard.costmodels.frames import bundles
+from flexshard.costmodels.frames import bundles, expected_padding
 from flexshard.costmodels.layout import Layout
 from flexshard.costmodels.overlap import Overlap
 from flexshard.tables import OPTIMIZERS
@@ -225,6 +225,8 @@ def priced(
             nbytes = float(call.fixed_bytes)
         elif call.kind == "all_to_all":
             nbytes = float(reads[call.group_size][list(call.classes)] @ np.array(call.item_bytes, np.float64))
+            if call.content != "ids":  # rows of several widths, each from a multiple of its bytes on
+                nbytes += call.group_size * expected_padding(call.item_bytes)
         else:
             nbytes = (gathered_bytes or {})[call.group_size]
         found.setdefault((call.kind, call.group_size, call.content), []).append(nbytes)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Frame", "bundles", "segment_bytes"]
+__all__ = ["Frame", "bundles", "expected_padding", "segment_bytes"]
 
 IntArray = npt.NDArray[np.int64]
 # A segment is padded to the least common multiple of its rows' bytes, which powers of two keep at that of the widest.
@@ -94,6 +94,22 @@ def segment_bytes(counts: IntArray, row_bytes: Sequence[int]) -> IntArray:
         row_bytes: of each class; shape (K,).
     """
     return _inside(counts, row_bytes)[1]
+
+
+def expected_padding(row_bytes: Sequence[int]) -> float:
+    """Bytes between and behind rows of several classes in a segment, on average: where a class begins and where the
+    segment ends are taken to be equally far from each place where they may.
+
+    Args:
+        row_bytes: of each class; shape (K,).
+    """
+    if len(row_bytes) < 2:
+        return 0.0
+    padding, shared = 0.0, row_bytes[0]
+    for width in row_bytes[1:]:
+        shared = gcd(shared, width)
+        padding += (width - shared) / 2
+    return padding + (lcm(*row_bytes) - shared) / 2
 
 
 def _inside(counts: IntArray, row_bytes: Sequence[int]) -> tuple[IntArray, IntArray]:
