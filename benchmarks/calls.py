@@ -145,9 +145,9 @@ def main() -> None:
         grid.add_row(content, str(values.size), str(equal), f"{values.mean():+.3%}", f"{values.max():+.3%}")
     print(as_text(grid))
     print(
-        "Rows of several widths share a buffer, each width from a multiple of its bytes on: the padding is priced as the"
+        "Rows of several widths share a buffer, each width from a multiple of its bytes on. That padding is priced as"
     )
-    print("mean of all that it may be, which matters in batches as small as these.")
+    print("the mean of all that it may be: too much where a batch has nothing for many of the ranks.")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int]) 
     cluster = Cluster.preset("a100-4x8-roce", nodes=nodes)
     assert cluster.ranks_per_node == ranks_per_node
     profile = AccessProfile.from_counts(np.arange(rows, 0, -1), num_samples=rows)
-    plan = flexshard.solve([Table("t", rows, 4, profile)], cluster, batch_size=2)
+    plan = flexshard.solve([Table("t", rows, 4, profile)], cluster, batch_size=2, index_dedup=False)
     tiers, first = [], 0
     for size, number in sizes.items():
         tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0))

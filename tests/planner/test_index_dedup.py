@@ -18,6 +18,7 @@ from flexshard.planner.solver.build import build_instance
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.profiling import power_law_probabilities
+from flexshard.topologies import CollectiveRate, Level
 from tests.planner.instances import clusters, table_lists
 
 CLUSTER = Cluster.preset("dgx-h100", nodes=4)
@@ -137,3 +138,34 @@ def test_the_published_models_in_plain_row_wises_memory(
     without = solve([published_table(model)], paper_cluster, batch_size=4096, overlap=overlap, index_dedup=False)
     assert plan.predicted.exposed_seconds < without.predicted.exposed_seconds
     assert replace(plan.settings, index_dedup=False) == without.settings
+
+
+def test_rows_that_samples_repeat_are_taken_in_order_of_their_counts() -> None:
+    """A row of 100 reads in one sample is in fewer batches than one of 50 reads in 50 samples; tiers go by counts."""
+    profile = AccessProfile(np.array([100, 50]), np.array([4, 4]), 8, 1000, samples=np.array([4, 200]))
+    own = Table("a", 8, 16, profile, "float32", "sgd")
+    reads = own.reads(50, index_dedup=True)
+    single = [1 - (1 - c) ** 50 for c in (0.001, 0.05)]
+    assert reads.tolist() == pytest.approx([sum(single) / 2] * 2)
+    levels = Level(1, None, CollectiveRate(0.0, 1e8)), Level(4, CollectiveRate(0.0, 1e7), None)
+    cluster = Cluster("c", 1, 4, 1e9, 0.0, levels)
+    instance = build_instance(Problem([own], cluster, 50), np.array([True]))
+    for limit in np.linspace(1200, 3000, 12).tolist():
+        try:
+            found = solve_instance(instance, limit, 2)
+        except BudgetError:
+            continue
+        every = [np.array([[rows, 8 - rows]]) for rows in range(9)]
+        fits = [one for one in every if instance.memory_bytes(one) <= limit]
+        assert found.seconds == pytest.approx(min(instance.exposed_seconds(one) for one in fits))
+        assert found.lower_bound_seconds <= found.seconds
+
+
+def test_nothing_to_communicate_is_nothing_to_deduplicate() -> None:
+    hidden = {f"{kind}@{size}": 1.0 for kind, size in (("all_to_all", 8), ("all_to_all", 16), ("all_reduce", 1))}
+    hidden |= {"all_reduce@8": 1.0}
+    tables = [table(f"t{k}", 20_000, 20, 1.0) for k in range(6)]
+    cluster = Cluster.preset("dgx-h100", nodes=2)
+    plan = solve(tables, cluster, batch_size=256, overlap=hidden)
+    assert plan.predicted.exposed_seconds == 0.0
+    assert not any(one.index_dedup for one in plan.tables.values())

@@ -16,7 +16,7 @@ from flexshard.planner.solver.build import build_instance
 from flexshard.planner.solver.dual_search import least_memory, solve_instance, solve_levels
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table
-from flexshard.topologies import Cluster
+from flexshard.topologies import Cluster, CollectiveRate, Level
 from tests.planner.instances import (
     always,
     brute_force,
@@ -194,3 +194,15 @@ def test_the_certificate_closes_to_the_cost_of_one_row(paper_cluster: Cluster, e
     gap = plan.predicted.exposed_seconds - plan.lower_bound_seconds
     # How long all wait for the hottest row is settled to 1e-5 of the whole.
     assert 0 <= gap <= price * row_memory * (1 + 1e-9) + 1e-5 * plan.predicted.exposed_seconds
+
+
+def test_rows_that_are_never_read_make_nobody_wait() -> None:
+    """A level that holds nothing else has no wait at all, which is less than every wait above 0."""
+    levels = Level(1, None, CollectiveRate(1e-5, 1.52e6)), Level(3, CollectiveRate(0.0, 1.133e7), None)
+    cluster = Cluster("c", 1, 3, 1e9, 0.0, levels)
+    tables = [Table("t", 2, 4, AccessProfile.from_counts([3, 0], 1000), "float32", "adam", 3.0)]
+    instance = build_instance(Problem(tables, cluster, 1000))
+    found = solve_instance(instance, 135.36, 3)
+    assert found.allocation.tolist() == [[1, 1]]
+    assert found.seconds == pytest.approx(brute_force(tables, cluster, 1000, 135.36, 3))
+    assert found.lower_bound_seconds <= found.seconds

@@ -30,7 +30,7 @@ __all__ = ["ParetoCurve", "ParetoPoint", "pareto"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_EVEN, _MOST_VERTICES = 24, 40
+_EVEN, _MOST_VERTICES, _NOTHING = 24, 40, 1e-6
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,14 @@ class ParetoPoint:
         memory_bytes: per rank.
         exposed_seconds: per iteration.
         rows: rows per group size, in the order of the curve's ``group_sizes``.
+        waits_seconds: the part of it in which ranks wait for the owners of the hottest rows.
     """
 
     name: str
     memory_bytes: float
     exposed_seconds: float
     rows: tuple[int, ...]
+    waits_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,15 +112,7 @@ def pareto(
             [_point(one, allocate(one, levels, price)[0]) for price in crossing_prices(one, levels, prices)]
             for levels in subsets
         ]
-        vertices = sorted({point.memory_bytes for point in _envelope(one, subsets, curves)})
-        apart = np.linspace(vertices[0], max(vertices[-1], replicated.memory_bytes), _EVEN)
-        chosen = np.unique(np.linspace(0, len(vertices) - 1, min(len(vertices), _MOST_VERTICES)).astype(np.int64))
-        budgets = {*(vertices[index] for index in chosen.tolist()), *apart.tolist(), neutral.memory_bytes}
-        price = None
-        for budget in sorted(budget for budget in budgets if budget >= vertices[0]):
-            found = solve_instance(one, budget, tiers, start_price=price)
-            points.append(_point(one, found.allocation))
-            price = found.price or None
+        points += _best(one, _envelope(one, subsets, curves), (neutral, replicated), tiers)
     frontier = _frontier(points)
     neutral_plan = max((p for p in frontier if p.memory_bytes <= memory_limit(neutral.memory_bytes)), key=_memory)
     return ParetoCurve(
@@ -127,6 +121,30 @@ def pareto(
         tuple(_marked(variants.plain, frontier, neutral, replicated, neutral_plan)),
         neutral.memory_bytes,
     )
+
+
+def _best(
+    instance: Instance, vertices: Sequence[ParetoPoint], others: Sequence[ParetoPoint], tiers: int
+) -> list[ParetoPoint]:
+    """The vertices that are the best plans of their memory, and the best plans of the memory of those that may not be
+    (ranks wait for the owner of a hot row), of ``others``, and of budgets between.
+    """
+    points = [p for p in vertices if p.waits_seconds <= _NOTHING * p.exposed_seconds]
+    waiting = sorted({p.memory_bytes for p in vertices if p.waits_seconds > _NOTHING * p.exposed_seconds})
+    if waiting:
+        chosen = np.unique(np.linspace(0, len(waiting) - 1, min(len(waiting), _MOST_VERTICES)).astype(np.int64))
+        waiting = [waiting[index] for index in chosen.tolist()]
+    least = min(p.memory_bytes for p in vertices)
+    known = np.array(sorted({p.memory_bytes for p in (*points, *others)} | {*waiting, least}))
+    apart = np.linspace(least, known[-1], _EVEN)
+    gaps = np.diff(known, prepend=known[0])[np.minimum(np.searchsorted(known, apart), known.size - 1)]
+    budgets = {*waiting, *(p.memory_bytes for p in others), *apart[gaps > (known[-1] - least) / _EVEN].tolist()}
+    price = None
+    for budget in sorted(budget for budget in budgets if budget >= least):
+        found = solve_instance(instance, budget, tiers, start_price=price)
+        points.append(_point(instance, found.allocation))
+        price = found.price or None
+    return points
 
 
 def _envelope(
@@ -159,7 +177,8 @@ def _memory(point: ParetoPoint) -> float:
 
 def _point(instance: Instance, allocation: Allocation, name: str = "") -> ParetoPoint:
     rows = tuple(int(n) for n in allocation.sum(axis=0))
-    return ParetoPoint(name, instance.memory_bytes(allocation), instance.exposed_seconds(allocation), rows)
+    seconds, waits = instance.exposed_seconds(allocation), float(instance.excess_seconds(allocation).sum())
+    return ParetoPoint(name, instance.memory_bytes(allocation), seconds, rows, waits)
 
 
 def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:

@@ -107,7 +107,7 @@ class Table:
         """w: expected accesses per rank and iteration of a row of each distinct count, descending; shape (K,)."""
         distinct = self.distinct_samples(batch_size)
         if index_dedup:
-            return expected_distinct(self.profile.sample_share, distinct)
+            return _descending(expected_distinct(self.profile.sample_share, distinct), self.profile.rows)
         return distinct * (self.profile.counts / self.profile.num_samples)
 
     def lookups(self, batch_size: int) -> float:
@@ -127,6 +127,17 @@ class Table:
         if lengths is None or lengths.total == 0:
             return None
         return float(np.sqrt(lengths.variance / self.distinct_samples(batch_size)) / lengths.mean)
+
+
+def _descending(reads: FloatArray, rows: npt.NDArray[np.int64]) -> FloatArray:
+    """Means of neighbouring counts where reads of rows that are read more often are fewer, since samples repeat them:
+    tiers are ranges in order of counts. Sums over all rows stay as they are.
+    """
+    if np.all(reads[1:] <= reads[:-1]):
+        return reads
+    from scipy.optimize import isotonic_regression  # takes longer to import than everything else here
+
+    return np.asarray(isotonic_regression(reads, weights=rows, increasing=False).x)
 
 
 def translation_bytes(rows: int, places: int | None = None) -> int:

@@ -13,7 +13,7 @@ from flexshard._internal import as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.plan import Plan, TablePlan
 
-__all__ = ["costs_grid", "plan_renderable", "plan_text", "table_heading", "worth_of_memory"]
+__all__ = ["calls_grid", "costs_grid", "plan_renderable", "plan_text", "table_heading", "worth_of_memory"]
 
 _MOST_TABLES = 40
 
@@ -26,6 +26,8 @@ def plan_text(plan: Plan) -> str:
 def plan_renderable(plan: Plan) -> RenderableType:
     """Tiers of the tables, costs beside the baselines, and the proof."""
     parts: list[RenderableType] = [_heading(plan), _tiers_grid(plan), costs_grid(plan)]
+    if any(one.content for one in plan.predicted.collectives):
+        parts.append(calls_grid(plan))
     if any(table.undeduplicated for table in plan.tables.values()):
         parts.append(_dedup_grid(plan))
     return Group(*parts, *_proof(plan))
@@ -105,6 +107,28 @@ def costs_grid(plan: Plan) -> Grid:
     grid.columns[0].no_wrap = True
     for name, cost in _rows(plan).items():
         grid.add_row(name, *_cells(cost, plan.baselines["row_wise"]))
+    return grid
+
+
+def calls_grid(plan: Plan) -> Grid:
+    """What a step of the plan calls, and what that takes."""
+    numbers = ("calls", "bytes", "fullest rank", "latency", "time", "hidden")
+    grid = new_grid("What a step calls, per rank", ["collective", "carries"], numbers)
+    for one in plan.predicted.collectives:
+        nbytes = one.calls * one.nbytes
+        grid.add_row(
+            one.name,
+            one.content,
+            str(one.calls),
+            units.format_bytes(nbytes),
+            f"{(one.nbytes + one.excess_bytes) / one.nbytes:.3g}x" if one.nbytes else "-",
+            units.format_seconds(one.calls * one.alpha_seconds),
+            units.format_seconds(one.seconds),
+            f"{one.overlap:.0%}" if one.overlap else "",
+        )
+    if plan.predicted.index_dedup_seconds:
+        found = units.format_seconds(plan.predicted.index_dedup_seconds)
+        grid.caption = f"Finding the distinct ids of a batch takes {found} besides."
     return grid
 
 

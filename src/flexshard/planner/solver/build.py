@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import RowWidths, idle_seconds, kind_of, row_lines
+from flexshard.costmodels import Overlap, RowWidths, idle_seconds, kind_of, row_lines
 from flexshard.planner.solver.instance import Instance
+from flexshard.planner.translations import Translation
 from flexshard.tables import Table
+from flexshard.topologies import Cluster
 
-if TYPE_CHECKING:
-    from flexshard.planner.problem import Problem
-
-__all__ = ["build_instance"]
+__all__ = ["ToPlan", "build_instance"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-def build_instance(problem: Problem, deduplicated: npt.NDArray[np.bool_] | None = None) -> Instance:
+class ToPlan(Protocol):
+    """A problem, as far as its arrays go."""
+
+    @property
+    def tables(self) -> tuple[Table, ...]: ...  # noqa: D102 - as a Problem has them
+    @property
+    def cluster(self) -> Cluster: ...  # noqa: D102 - as a Problem has it
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102 - as a Problem has it
+    @property
+    def hidden(self) -> Overlap: ...  # noqa: D102 - as a Problem has it
+    @property
+    def translation(self) -> Translation: ...  # noqa: D102 - as a Problem has it
+    @property
+    def index_dedup(self) -> bool | str: ...  # noqa: D102 - as a Problem has it
+    @property
+    def index_dedup_seconds_per_id(self) -> float: ...  # noqa: D102 - as a Problem has it
+
+
+def build_instance(problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None = None) -> Instance:
     """Arrays of a planning problem.
 
     Args:

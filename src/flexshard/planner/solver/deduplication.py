@@ -10,21 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats
-from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.build import ToPlan, build_instance
 from flexshard.planner.solver.dual_search import price_range, solve_instance
 from flexshard.planner.solver.instance import Instance, memory_limit
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.thresholds import allocate
-
-if TYPE_CHECKING:
-    from flexshard.planner.problem import Problem
 
 __all__ = ["Variants"]
 
@@ -33,7 +29,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _TABLES_TRIED, _FEW_TABLES, _FEW_COUNTS = 2, 4, 2_000
-_ON_THE_WAY = 9
+_ON_THE_WAY, _CLOSE = 9, 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +40,7 @@ class Variants:
         problem: what to plan.
     """
 
-    problem: Problem
+    problem: ToPlan
 
     @cached_property
     def plain(self) -> Instance:
@@ -88,12 +84,19 @@ class Variants:
         masks, bound = self._candidates(limit_bytes, tiers)
         found: list[tuple[Instance, Solution]] = []
         errors: list[BudgetError] = []
-        for mask in masks:
+
+        def plan(mask: BoolArray) -> None:
             instance = self.of(mask)
             try:
-                found.append((instance, solve_instance(instance, limit_bytes, tiers)))
+                found.append((instance, solve_instance(instance, limit_bytes, tiers, start_price=start_price)))
             except BudgetError as error:
                 errors.append(error)
+
+        for mask in masks:
+            plan(mask)
+        if bound is not None and all(one.seconds > bound * (1 + _CLOSE) for _, one in found):
+            for how in (False, True):  # never worse than either
+                plan(np.full(len(self.problem.tables), how))
         if not found:
             raise min(errors, key=lambda error: error.least_bytes)
         instance, best = min(found, key=lambda pair: pair[1].seconds)

@@ -17,7 +17,7 @@ from flexshard import units
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats
 from flexshard.planner.solver.exact_search import polish
-from flexshard.planner.solver.hottest_rows import least_with_excess
+from flexshard.planner.solver.hottest_rows import FEW_COUNTS, least_with_excess
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.rounding import fill
 from flexshard.planner.solver.solution import Solution
@@ -139,7 +139,9 @@ def _solve_sums(
         if instance.variable_seconds(filled) - dual <= 1e-6 * abs(dual):
             break
         filled = fill(instance, filled, allocate(instance, levels, share * high)[0], limit)
-    exact, bound = polish(instance, levels, filled, high, dual, limit)
+    exact, bound = filled, dual
+    if instance.most_reads is None or instance.reads.size <= FEW_COUNTS:
+        exact, bound = polish(instance, levels, filled, high, dual, limit)
     return _solution(instance, exact, bound + latency, high, levels)
 
 

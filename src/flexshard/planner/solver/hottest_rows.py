@@ -17,11 +17,11 @@ import numpy.typing as npt
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solver.solution import Solution
 
-__all__ = ["least_with_excess"]
+__all__ = ["FEW_COUNTS", "least_with_excess"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_FEW_COUNTS = 2_000
+FEW_COUNTS = 200
 _MOST_TRIES, _MOST_TRIES_OF_MANY = 400, 12
 _CLOSE, _CLOSE_OF_MANY = 1e-12, 1e-5
 
@@ -39,7 +39,7 @@ class _Interval:
 
     @property
     def bound(self) -> float:
-        return self.found.lower_bound_seconds + float(self.least.sum())
+        return self.found.lower_bound_seconds + float(np.maximum(self.least, 0.0).sum())
 
     @cached_property
     def widest(self) -> int:
@@ -54,14 +54,15 @@ def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution |
         instance: without a limit on hot rows.
         solve: the best sum for an instance, whose bound leaves waits out; None if nothing fits.
     """
-    few = instance.reads.size <= _FEW_COUNTS
+    few = instance.reads.size <= FEW_COUNTS
     tries, close = (_MOST_TRIES, _CLOSE) if few else (_MOST_TRIES_OF_MANY, _CLOSE_OF_MANY)
     best = solve(instance)
     if best is None:
         return None
     shape = instance.group_sizes.size
     waits = instance.excess_seconds(best.allocation)
-    open_intervals = [_Interval(np.zeros(shape), np.full(shape, np.inf), best, waits)]
+    # Below 0: no wait at all is one of them.
+    open_intervals = [_Interval(np.full(shape, -1.0), np.full(shape, np.inf), best, waits)]
     while tries:
         open_intervals.sort(key=lambda one: one.bound, reverse=True)
         lowest = open_intervals.pop()
@@ -70,7 +71,7 @@ def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution |
         if lowest.bound >= best.seconds * (1 - close) or high <= low:
             open_intervals.append(lowest)
             break
-        split = _split(instance, level, low, high) if few else (low + high) / 2
+        split = _split(instance, level, low, high) if few else (max(low, 0.0) + high) / 2
         least, most = lowest.least.copy(), lowest.most.copy()
         # No row waits longer than the split and less than the one that does now, or: the same sum is the best there.
         least[level] = high if split is None else split
@@ -89,5 +90,5 @@ def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution |
 def _split(instance: Instance, level: int, low: float, high: float) -> float | None:
     """The wait that some row would cause, nearest to the middle between two; None if there is none between them."""
     waits = instance.hot_seconds_per_read[instance.table_of_count, level] * instance.reads
-    between = waits[(waits > low * (1 + 1e-9)) & (waits < high * (1 - 1e-9))]
-    return float(between[np.abs(between - (low + high) / 2).argmin()]) if between.size else None
+    between = waits[(waits > low + 1e-9 * abs(low)) & (waits < high * (1 - 1e-9))]
+    return float(between[np.abs(between - (max(low, 0.0) + high) / 2).argmin()]) if between.size else None

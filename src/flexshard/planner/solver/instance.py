@@ -2,7 +2,8 @@
 
 Legend: T tables, G levels of the cluster, K distinct counts of all tables together. Levels are kept in order of their
 communication per read (data-parallel first), because in that order the tiers of a table are ranges of its rows in
-descending w: exchanging two rows of a table that are the wrong way round never costs anything.
+descending w: exchanging two rows of a table that are the wrong way round never costs anything, but where a level that
+moves rows faster makes them wait longer for the owner of the hottest. Bounds are of tiers in this order.
 
 An *allocation* is how many rows each table has in each tier, shape (T, G); the hottest go first.
 """

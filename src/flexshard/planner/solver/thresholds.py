@@ -75,7 +75,7 @@ def _limited(instance: Instance, levels: IntArray, price: float, most: FloatArra
     hottest = instance.reads[instance.starts[:-1]]
     for count in range(len(skippable) + 1):
         for skipped in combinations(skippable, count):
-            kept = np.setdiff1d(np.arange(levels.size), skipped)
+            kept = np.array([j for j in range(levels.size) if j not in skipped])
             limits = np.minimum.accumulate(most[:, kept], axis=1)
             own_rows, own_reads = _in_ranges(instance, levels[kept], _marks(instance, levels[kept], price, limits))
             memory = own_rows * instance.table_memory_fixed + own_reads * instance.memory_per_read
