@@ -27,6 +27,11 @@ DIMS, TYPES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128), ("float32", "float16")
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam")
 
 
+NOTE = """\
+Rows of several widths share a buffer, each from a multiple of its bytes on. That padding is priced as the mean of all
+that it may be: too much where a batch has nothing for many of the ranks."""
+
+
 def random_cluster(random: np.random.Generator) -> Cluster:
     sizes = np.cumprod([1, *random.choice([2, 3, 4], random.integers(1, 4))]).tolist()
     levels = tuple(
@@ -144,10 +149,7 @@ def main() -> None:
         equal = int((np.abs(values) < 1e-12).sum())
         grid.add_row(content, str(values.size), str(equal), f"{values.mean():+.3%}", f"{values.max():+.3%}")
     print(as_text(grid))
-    print(
-        "Rows of several widths share a buffer, each width from a multiple of its bytes on. That padding is priced as"
-    )
-    print("the mean of all that it may be: too much where a batch has nothing for many of the ranks.")
+    print(NOTE)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def every_choice(
             row_wise = build_instance(Problem(stay, CLUSTER, batch_size))
             neutral = row_wise.cost(row_wise.uniform(CLUSTER.world_size)).memory_bytes
             try:
-                plan = solve(stay, CLUSTER, batch_size=batch_size, budget=limit - memory - neutral)
+                plan = solve(stay, CLUSTER, batch_size=batch_size, budget=limit - memory - neutral, index_dedup=False)
             except BudgetError:
                 continue
             seconds += plan.predicted.exposed_seconds
@@ -110,7 +110,7 @@ def test_no_choice_is_better(
     found = decide()
     assert found.step_seconds >= expected * (1 - 1e-9), "no choice that was tried is better"
     # To within a row, and how long ranks wait for the owner of the hottest one, which the program does not see.
-    assert found.step_seconds <= expected * (1 + 0.05)
+    assert found.step_seconds <= expected * (1 + 2e-3)
     assert found.lower_bound_seconds <= expected * (1 + 1e-9)
     assert found.memory_bytes <= limit * (1 + 1e-9)
     assert loss_limit is None or found.loss <= loss_limit * (1 + 1e-9)
@@ -124,7 +124,7 @@ def test_a_budget_that_row_wise_needs_leaves_tables_as_they_are_and_a_small_one_
     rich = plan_compression(own, cluster, options=offered, rates=RATES, batch_size=256, budget="+30GiB")
     assert rich.shapes == {}
     assert rich.plan is not None
-    alone = solve(own, cluster, batch_size=256, budget="+30GiB")
+    alone = solve(own, cluster, batch_size=256, budget="+30GiB", index_dedup=False)
     assert rich.plan.predicted == alone.predicted
     assert "budget does not bind" in rich.explain("a")
     least = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-15MB")
