@@ -27,7 +27,7 @@ help:
 	@echo "make test-lowest               the same with the oldest versions that pyproject.toml allows"
 	@echo "make test-gpu                  what needs one GPU: NCCL, streams, waits, memory, kernels; skipped where there is none"
 	@echo "make lint                      ruff and mypy --strict"
-	@echo "make bench                     measure against DuckDB and Polars, and the solver against its size"
+	@echo "make bench                     measure against DuckDB and Polars, the solver against its size, prices against what is called"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding; groups of tables, translation (takes minutes)"
 	@echo "                               CHECKOUT=TorchRec's source tree: its own sharding tests and its BERT4Rec example, too"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
@@ -84,6 +84,8 @@ bench: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.solver
 	$(VENV)/bin/python -m benchmarks.profiling
 	$(VENV)/bin/python -m benchmarks.replay
+	$(VENV)/bin/python -m benchmarks.calls
+	$(VENV)/bin/python -m benchmarks.distinct_rows
 
 bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.torchrec_planner

@@ -55,7 +55,12 @@ def replay() -> Step:
 
     generator = np.random.default_rng(0)
     profile = AccessProfile.from_counts(generator.zipf(1.3, 1_000_000) % 10_000, num_samples=1_000_000)
-    plan = solve([Table("items", 1_000_000, 128, profile)], Cluster.preset("dgx-h100", nodes=32), batch_size=512)
+    plan = solve(
+        [Table("items", 1_000_000, 128, profile)],
+        Cluster.preset("dgx-h100", nodes=32),
+        batch_size=512,
+        index_dedup=False,
+    )
     ids = generator.zipf(1.2, 2_000_000) % 1_000_000
     ranks = np.sort(generator.integers(0, 256, ids.size))
     return lambda: replay(plan, [{"items": Lookups(ids, ranks)}], {"items": profile})

@@ -98,7 +98,8 @@ def write_plan(example: ModuleType) -> str:
     rate = CollectiveRate(0.0, 1e10)
     cluster = Cluster("two ranks", 1, WORLD, 1e9, 0.0, (Level(1, None, rate), Level(WORLD, rate, None)))
     profile = AccessProfile.load("items.profile.parquet")
-    plan = solve([Table(TABLE, rows, DIM, profile, optimizer="adam")], cluster, batch_size=BATCH, budget="+96KiB")
+    table = Table(TABLE, rows, DIM, profile, optimizer="adam")
+    plan = solve([table], cluster, batch_size=BATCH, budget="+96KiB", index_dedup=False)
     plan.save("plan.json")
     return f"{rows} rows: " + ", ".join(f"{tier.rows} {tier.strategy}" for tier in plan.tables[TABLE].tiers)
 

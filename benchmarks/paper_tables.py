@@ -33,7 +33,8 @@ def plan_of(
     model: str, tiers: int, method: str = "paper", overlap: str | None = None, table_of: TableOf = published_table
 ) -> Plan:
     tables, cluster = [table_of(model)], Cluster.preset("a100-4x8-roce")
-    return solve(tables, cluster, batch_size=PUBLISHED["batch_size"], tiers=tiers, method=method, overlap=overlap)
+    how = {"batch_size": PUBLISHED["batch_size"], "index_dedup": False}
+    return solve(tables, cluster, tiers=tiers, method=method, overlap=overlap, **how)
 
 
 def spread(errors: Iterable[float]) -> str:

@@ -26,7 +26,7 @@ def main() -> None:
     counts[place] = np.round(p / p.sum() * LENGTH * 1_000_000)
     profile = AccessProfile.from_counts(counts, num_samples=1_000_000)
     cluster = Cluster.preset("dgx-h100", nodes=RANKS // 8)
-    plan = solve([Table("items", ROWS, 128, profile)], cluster, batch_size=BATCH)
+    plan = solve([Table("items", ROWS, 128, profile)], cluster, batch_size=BATCH, index_dedup=False)
     ids = place[np.minimum(np.searchsorted(cumulative, generator.random(LOOKUPS)), ROWS - 1)]
     ranks = np.repeat(np.arange(RANKS, dtype=np.int32), -(-LOOKUPS // RANKS))[:LOOKUPS]
     start = time.perf_counter()

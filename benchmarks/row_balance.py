@@ -81,7 +81,7 @@ def planned(samples: Samples, nodes: int, width: int, batch_size: int) -> tuple[
     spare = 0.01 * profile.num_rows * DIM * 4 * 3
     table = Table("t", profile.num_rows, DIM, profile)
     cluster = cluster_of(nodes, width)
-    plan = flexshard.solve([table], cluster, batch_size=batch_size, budget=f"+{spare:.0f}B", tiers=2)
+    plan = flexshard.solve([table], cluster, batch_size=batch_size, budget=f"+{spare:.0f}B", tiers=2, index_dedup=False)
     return plan, profile
 
 

@@ -127,7 +127,7 @@ def test_the_whole_flow_and_its_json(project: Path) -> None:
     assert Plan.load(project / "paper.json").settings.method == "paper"
     compared = json.loads(good(project, "compare", "job.yaml", "--no-torchrec", "--json"))
     paper = {"paper_2_tier", "paper_3_tier"}
-    assert set(compared["baselines"]) == {"row_wise", "row_wise_index_dedup", "data_parallel", "whole_table"} | paper
+    assert set(compared["baselines"]) == {"row_wise", "row_wise_dedup", "data_parallel", "whole_table"} | paper
     out = good(project, "pareto", "job.yaml", "-o", "pareto.png")
     assert "memory_neutral" in out
     assert (project / "pareto.png").stat().st_size > 10_000

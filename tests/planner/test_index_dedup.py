@@ -105,7 +105,7 @@ def test_a_plan_says_and_keeps_which(tmp_path: Path) -> None:
     plan = solve(tables, CLUSTER, batch_size=4096)
     assert [one.index_dedup for one in plan.tables.values()] == [True, False]
     assert "repeated ids sent once (1 of the tables)" in str(plan)
-    assert "row_wise_index_dedup" in plan.baselines
+    assert "row_wise_dedup" in plan.baselines
     assert plan.predicted.index_dedup_seconds == pytest.approx(4096 * 40 * 1e-9)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")

@@ -105,7 +105,7 @@ def test_baselines_price_of_memory_and_proof(plan: Plan) -> None:
         "data_parallel",
         "paper_2_tier",
         "paper_3_tier",
-        "row_wise_index_dedup",
+        "row_wise_dedup",
     ]
     row_wise = plan.baselines["row_wise"]
     assert plan.predicted.memory_bytes <= row_wise.memory_bytes

@@ -34,7 +34,7 @@ def closed_form_baselines(variants: Variants, limit: float) -> dict[str, Cost]:
             allocation = solve_published(instance, error.least_bytes, tiers)
         baselines[f"paper_{tiers}_tier"] = instance.cost(allocation)
     if variants.problem.index_dedup and instance.cluster.world_size > 1:
-        baselines["row_wise_index_dedup"] = variants.once.cost(instance.uniform(instance.cluster.world_size))
+        baselines["row_wise_dedup"] = variants.once.cost(instance.uniform(instance.cluster.world_size))
     return baselines
 
 
