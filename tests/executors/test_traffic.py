@@ -21,6 +21,7 @@ import flexshard
 from flexshard.executors import Lookups, Observer, compare_observed, predicted_bytes, replay
 from flexshard.executors.comm.collectives import Collectives, Label
 from flexshard.executors.traffic import observer as observer_module
+from flexshard.executors.traffic.observation import Observation, ObservedCollective
 from flexshard.topologies import Cluster, CollectiveRate, Level
 from tests.executors import models, ranks
 
@@ -105,8 +106,8 @@ def run_one_table(rank: int, plan: Any, p: np.ndarray, length: int, steps: int, 
     return observer.result(fingerprint=plan.fingerprint)
 
 
-@pytest.mark.parametrize("reduction", ["dense", "sparse"])
-def test_a_profile_predicts_within_two_percent_over_100_steps(reduction: str) -> None:
+@pytest.mark.parametrize(("reduction", "once"), [("dense", False), ("sparse", False), ("dense", True)])
+def test_a_profile_predicts_within_two_percent_over_100_steps(reduction: str, once: bool) -> None:
     rows, length, batch_size = 2000, 5, 64
     p = 1.0 / (1 + np.random.default_rng(0).permutation(rows)) ** 0.8
     # A profile of other samples than those that run.
@@ -117,8 +118,8 @@ def test_a_profile_predicts_within_two_percent_over_100_steps(reduction: str) ->
     cluster = Cluster("three tiers pay", 2, 2, float(1 << 30), 0.0, levels)
     table = flexshard.Table("goods", rows, 8, profile, optimizer="sgd")
     how = {"batch_size": batch_size, "budget": "+8KiB", "reduction": reduction}
-    plan = flexshard.solve([table], cluster, index_dedup=False, **how)
-    assert len(plan.tables["goods"].tiers) == 3
+    plan = flexshard.solve([table], cluster, index_dedup=once, **how)
+    assert len(plan.tables["goods"].tiers) == (2 if once else 3)
     found = ranks.run(2, 2, run_one_table, plan, p, length, 100, profile)[0]
     expected = predicted_bytes(plan)
     assert {(c.kind, c.group_size, c.content) for c in found.collectives} == expected.keys()
@@ -222,3 +223,26 @@ def kept(rank: int) -> tuple[bool, bool]:
 def test_what_is_sent_is_kept_until_its_sender_has_waited() -> None:
     """NCCL lets go of it as soon as anybody has, such as an observer on a stream of its own."""
     assert ranks.run(1, 2, kept) == [(True, False)] * 2
+
+
+def test_a_plan_of_format_1_is_compared_with_what_it_priced() -> None:
+    """Rows and gradients as one all-to-all of two calls, and what copies' gradients took."""
+    from pathlib import Path
+
+    plan = flexshard.Plan.load(Path(__file__).parents[1] / "planner" / "plan_v1.json")
+    assert {c.content for c in plan.predicted.collectives} == {""}
+    world = plan.cluster.world_size
+    seen = [
+        ObservedCollective(kind, size, content, 1.0, 100.0, 100.0, seconds, seconds / 2, (100.0,))
+        for kind, size, content, seconds in (
+            ("all_to_all", 8, "ids", 1.0),
+            ("all_to_all", 8, "embeddings", 2.0),
+            ("all_to_all", 8, "gradients", 3.0),
+            ("all_reduce", 1, "replicas", 4.0),
+        )
+    ]
+    comparison = compare_observed(plan, Observation("", world, (1.0,), tuple(seen)))
+    times = {line.name: line.observed for line in comparison.lines if line.unit == "seconds"}
+    assert times["all_to_all@8"] == 5.0
+    assert times["all_reduce@1"] == 4.0
+    assert comparison.overlap == {"all_to_all@8": 0.5, "all_reduce@1": 0.5}

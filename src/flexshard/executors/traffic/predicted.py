@@ -20,8 +20,9 @@ from flexshard.planner import Plan, TablePlan
 __all__ = ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"]
 
 Key = tuple[str, int, str]
-# What plans of format 1 price as one all-to-all.
 _ROWS = ("embeddings", "gradients")
+# What plans of format 1 price as one collective.
+_TOGETHER = {"all_to_all": _ROWS, "all_reduce": ("replicas",), "all_gather": ("touched", "touched_rows")}
 
 
 def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None = None) -> dict[Key, float]:
@@ -159,7 +160,7 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
     shown: dict[str, list[float]] = {}
     total_predicted = total_observed = 0.0
     for collective in plan.predicted.collectives:
-        contents = [collective.content] if collective.content else _ROWS
+        contents = (collective.content,) if collective.content else _TOGETHER[collective.kind]
         parts = observed.of(collective.kind, collective.group_size, *contents)
         seconds = sum(part.seconds for part in parts)
         name = f"{collective.name} {collective.content}".rstrip()

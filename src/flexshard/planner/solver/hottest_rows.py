@@ -28,8 +28,8 @@ _CLOSE, _CLOSE_OF_MANY = 1e-12, 1e-5
 
 @dataclass(frozen=True, eq=False)
 class _Interval:
-    """Waits of each level above ``least`` and up to ``most``, shape (G,) both; the best sum under ``most``, and the
-    waits that it has.
+    """Waits of each level above ``least`` (below 0: none is one of them) and up to ``most``, shape (G,) both; the best
+    sum under ``most``, and the waits that it has.
     """
 
     least: FloatArray
@@ -39,12 +39,17 @@ class _Interval:
 
     @property
     def bound(self) -> float:
-        return self.found.lower_bound_seconds + float(np.maximum(self.least, 0.0).sum())
+        return self.found.lower_bound_seconds + float(self.longer.sum())
+
+    @cached_property
+    def longer(self) -> FloatArray:
+        """What the waits are at least."""
+        return np.maximum(self.least, 0.0)
 
     @cached_property
     def widest(self) -> int:
         """The level whose wait is furthest above its lower end."""
-        return int((self.waits - self.least).argmax())
+        return int((self.waits - self.longer).argmax())
 
 
 def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution | None]) -> Solution | None:
@@ -61,14 +66,13 @@ def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution |
         return None
     shape = instance.group_sizes.size
     waits = instance.excess_seconds(best.allocation)
-    # Below 0: no wait at all is one of them.
     open_intervals = [_Interval(np.full(shape, -1.0), np.full(shape, np.inf), best, waits)]
     while tries:
         open_intervals.sort(key=lambda one: one.bound, reverse=True)
         lowest = open_intervals.pop()
         level = lowest.widest
         low, high = float(lowest.least[level]), float(lowest.waits[level])
-        if lowest.bound >= best.seconds * (1 - close) or high <= low:
+        if lowest.bound >= best.seconds * (1 - close) or high <= lowest.longer[level]:
             open_intervals.append(lowest)
             break
         split = _split(instance, level, low, high) if few else (max(low, 0.0) + high) / 2
