@@ -47,7 +47,7 @@ def planned(hot: int) -> tuple[flexshard.Plan, flexshard.AccessProfile]:
     counts = torch.randperm(ROWS, generator=generator) + 1
     profile = flexshard.AccessProfile.from_counts(counts.numpy(), num_samples=1 << 40)
     table = flexshard.Table("t", ROWS, DIM, profile)
-    plan = flexshard.solve([table], models.small_cluster(1, 2), batch_size=8, budget="1GiB")
+    plan = flexshard.solve([table], models.small_cluster(1, 2), batch_size=8, budget="1GiB", index_dedup=False)
     return models.with_tiers(plan, {"t": [(1, hot, "dense"), (2, ROWS - hot, "dense")]}), profile
 
 
