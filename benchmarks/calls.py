@@ -143,11 +143,18 @@ def main() -> None:
     print(
         f"{arguments.jobs} random jobs of {min(groups)} to {max(groups)} groups: in {same} all calls are those priced"
     )
-    grid = new_grid("Bytes counted over bytes priced, less 1", ["content"], ["collectives", "equal", "mean", "most"])
+    grid = new_grid(
+        "Bytes counted over bytes priced, less 1", ["content"], ["collectives", "equal", "least", "mean", "most"]
+    )
     for content, errors in contents.items():
         values = np.array(errors)
         equal = int((np.abs(values) < 1e-12).sum())
-        grid.add_row(content, str(values.size), str(equal), f"{values.mean():+.3%}", f"{values.max():+.3%}")
+        grid.add_row(
+            content,
+            str(values.size),
+            str(equal),
+            *(f"{one:+.2%}" for one in (values.min(), values.mean(), values.max())),
+        )
     print(as_text(grid))
     print(NOTE)
 
