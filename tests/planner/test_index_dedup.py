@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from flexshard import AccessProfile, Cluster, Plan, Table, explain, solve
 from flexshard.errors import BudgetError, JobError
-from flexshard.planner import Problem
+from flexshard.planner import Problem, pareto
 from flexshard.planner.solver.build import build_instance
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
@@ -169,3 +169,13 @@ def test_nothing_to_communicate_is_nothing_to_deduplicate() -> None:
     plan = solve(tables, cluster, batch_size=256, overlap=hidden)
     assert plan.predicted.exposed_seconds == 0.0
     assert not any(one.index_dedup for one in plan.tables.values())
+
+
+def test_one_rank_sends_nothing_and_deduplicates_nothing() -> None:
+    """Nor does the frontier, whose neutral plan is the plan."""
+    cluster = Cluster("one", 1, 1, 1e9, 0.0, (Level(1, None, None),))
+    own = table("t", 2_000, 20, 1.0)
+    plan, curve = solve([own], cluster, batch_size=64), pareto([own], cluster, batch_size=64)
+    assert not plan.tables["t"].index_dedup
+    assert {point.memory_bytes for point in curve.points} == {plan.predicted.memory_bytes}
+    assert curve.mark("memory_neutral").exposed_seconds == plan.predicted.exposed_seconds == 0.0

@@ -102,7 +102,7 @@ def pareto(
     prices = check_int(prices, "prices", JobError)
     variants = Variants(problem)
     instance = variants.fixed
-    instances = [instance, variants.once] if problem.index_dedup == "auto" else [instance]
+    instances = [instance, variants.once] if variants.are_chosen else [instance]
     subsets = instance.level_subsets(tiers)
     neutral = _point(variants.plain, variants.plain.uniform(world), "row_wise")
     replicated = _point(instance, instance.uniform(1), "full_replication")

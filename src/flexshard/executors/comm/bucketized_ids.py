@@ -111,8 +111,8 @@ def _in_part(
             else _each(part, per_class.tolist(), class_slots, num_buckets)
         )
     plain, distinct = found
-    places, total = _interleaved(plain[1], distinct[1], len(plain[0]), len(distinct[0]))
-    slots = torch.empty(total, dtype=plain[0].dtype, device=locations.device)
+    places = _interleaved(plain[1], distinct[1], len(plain[0]), len(distinct[0]))
+    slots = torch.empty(len(plain[0]) + len(distinct[0]), dtype=plain[0].dtype, device=locations.device)
     for place, one in zip(places, found, strict=True):
         slots[place] = one[0].to(slots.dtype)
     lengths = [[number for number, which in parts if which is once] for once in (False, True)]
@@ -123,9 +123,7 @@ def _in_part(
     return slots, plain[1] + distinct[1].to(plain[1].dtype), index
 
 
-def _interleaved(
-    first: torch.Tensor, second: torch.Tensor, first_size: int, second_size: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+def _interleaved(first: torch.Tensor, second: torch.Tensor, first_size: int, second_size: int) -> list[torch.Tensor]:
     """Where the items of two sequences stand, those of each segment of the second behind those of the first.
 
     Args:
@@ -143,7 +141,7 @@ def _interleaved(
         shift = start - starts[which] + (counts[0] if which else 0)
         behind = shift.new_full((1,), first_size if which else 0)
         places.append(item + torch.cat([shift, behind])[segment])
-    return (places[0], places[1]), first_size + second_size
+    return places
 
 
 def _by_fbgemm(locations: torch.Tensor, lookups: Sequence[int], slots: torch.Tensor, num_buckets: int) -> Bucketized:

@@ -53,6 +53,11 @@ class Variants:
         return build_instance(self.problem, np.ones(len(self.problem.tables), np.bool_))
 
     @property
+    def are_chosen(self) -> bool:
+        """Whether tables are to be deduplicated where it pays, and somebody is there to send ids to."""
+        return self.problem.index_dedup == "auto" and self.problem.cluster.world_size > 1
+
+    @property
     def fixed(self) -> Instance:
         """As the problem says, where it does not leave the choice; then plain."""
         return self.once if self.problem.index_dedup is True else self.plain
@@ -79,7 +84,7 @@ class Variants:
         Raises:
             BudgetError: nothing fits; its ``least_bytes`` would.
         """
-        if self.problem.index_dedup != "auto" or self.problem.cluster.world_size == 1:
+        if not self.are_chosen:
             return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
         masks, bound = self._candidates(limit_bytes, tiers)
         found: list[tuple[Instance, Solution]] = []
@@ -95,8 +100,10 @@ class Variants:
         for mask in masks:
             plan(mask)
         if bound is not None and all(one.seconds > bound * (1 + _CLOSE) for _, one in found):
-            for how in (False, True):  # never worse than either
-                plan(np.full(len(self.problem.tables), how))
+            none = np.zeros(len(self.problem.tables), np.bool_)
+            for mask in (none, ~none):  # never worse than either
+                if not any(np.array_equal(mask, tried) for tried in masks):
+                    plan(mask)
         if not found:
             raise min(errors, key=lambda error: error.least_bytes)
         instance, best = min(found, key=lambda pair: pair[1].seconds)
@@ -123,7 +130,7 @@ class Variants:
         def at(price: float) -> tuple[float, float, BoolArray]:
             """Seconds, memory and the tables deduplicated."""
             (seconds, memory), (less_seconds, less_memory) = (
-                _per_table(instance, levels, price) for instance in (self.plain, self.once)
+                instance.per_table(*allocate(instance, levels, price)) for instance in (self.plain, self.once)
             )
             less_seconds = less_seconds + self.once.once_seconds
             better = less_seconds + price * less_memory < seconds + price * memory
@@ -152,13 +159,3 @@ def _between(a: BoolArray, b: BoolArray) -> Iterator[BoolArray]:
         mask = a.copy()
         mask[differ[:number]] = b[differ[:number]]
         yield mask
-
-
-def _per_table(instance: Instance, levels: IntArray, price: float) -> Iterator[FloatArray]:
-    """Seconds without latencies, and memory, of each table's best rows at a price; shape (T,) each."""
-    rows, reads = allocate(instance, levels, price)
-    for fixed, per_read in (
-        (instance.table_comm_fixed, instance.table_comm_per_read),
-        (instance.table_memory_fixed, instance.memory_per_read),
-    ):
-        yield instance.row_bytes * (rows * fixed + reads * per_read).sum(axis=1)

@@ -184,9 +184,11 @@ class Instance:
         per_byte = allocation * self.table_comm_fixed + reads * self.table_comm_per_read
         return float(self.row_bytes @ per_byte.sum(axis=1))
 
-    def per_table(self, allocation: Allocation) -> tuple[FloatArray, FloatArray]:
-        """Exposed seconds without latencies, and memory, of each table by itself; shape (T,) each."""
-        reads = self.tier_reads(allocation)
+    def per_table(self, allocation: Allocation, reads: FloatArray | None = None) -> tuple[FloatArray, FloatArray]:
+        """Exposed seconds without latencies, and memory, of each table by itself, shape (T,) each; ``reads`` as for
+        :meth:`memory_bytes`.
+        """
+        reads = self.tier_reads(allocation) if reads is None else reads
         seconds = (allocation * self.table_comm_fixed + reads * self.table_comm_per_read).sum(axis=1)
         memory = (allocation * self.table_memory_fixed).sum(axis=1) + reads @ self.memory_per_read
         return self.row_bytes * seconds, self.row_bytes * memory

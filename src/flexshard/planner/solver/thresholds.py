@@ -78,9 +78,8 @@ def _limited(instance: Instance, levels: IntArray, price: float, most: FloatArra
             kept = np.array([j for j in range(levels.size) if j not in skipped])
             limits = np.minimum.accumulate(most[:, kept], axis=1)
             own_rows, own_reads = _in_ranges(instance, levels[kept], _marks(instance, levels[kept], price, limits))
-            memory = own_rows * instance.table_memory_fixed + own_reads * instance.memory_per_read
-            comm = own_rows * instance.table_comm_fixed + own_reads * instance.table_comm_per_read
-            value = (memory if np.isinf(price) else comm + price * memory).sum(axis=1)
+            seconds, memory = instance.per_table(own_rows, own_reads)
+            value = memory if np.isinf(price) else seconds + price * memory
             better = (value < best) & (hottest <= limits[:, 0])
             best, rows[better], reads[better] = np.where(better, value, best), own_rows[better], own_reads[better]
     return rows, reads

@@ -37,21 +37,26 @@ class KeyedLengths:
         self._rows = 0  # of all parts
         self._most_rows = compact_keys
 
-    def add(self, keys: pa.ChunkedArray, lengths: IntArray | None, rows: IntArray | None) -> None:
+    def add(
+        self,
+        keys: pa.ChunkedArray,
+        lengths: IntArray | None,
+        rows: IntArray | None,
+        unseen: BoolArray | None = None,
+    ) -> None:
         """Add what samples have to their keys.
 
         Args:
             keys: of rows of a file.
             lengths: ids that each has; None where it is one.
             rows: of the table, which these ids name; None where they cannot be told.
+            unseen: ids that are held out, if any; shape as of ``rows``.
         """
         if rows is not None:
             hashes = key_hashes(keys, _PAIRS)
-            counted = None if not self.holdout else ~held_out(keys, self.holdout, self.seed)
             if lengths is not None:
                 hashes = np.repeat(hashes, lengths)
-                counted = None if counted is None else np.repeat(counted, lengths)
-            self.pairs.add(*((hashes, rows) if counted is None else (hashes[counted], rows[counted])))
+            self.pairs.add(*((hashes, rows) if unseen is None else (hashes[~unseen], rows[~unseen])))
         numbers = np.ones(len(keys), np.int64) if lengths is None else lengths
         part = pa.table({"key": keys.combine_chunks() if keys.num_chunks != 1 else keys.chunk(0), "length": numbers})
         self._push(_lengths_by_key(part))

@@ -67,6 +67,7 @@ def profile_parquet(
                 counter.add(part)
                 seen += part.moments()
             continue
+        of_ids = None
         if held is None:
             rows = counter.add(batch)
             seen += batch.moments()
@@ -77,7 +78,7 @@ def profile_parquet(
             seen += batch.moments(~apart)
             unseen += batch.moments(apart)
         if keyed is not None and sample_key is not None:
-            keyed.add(key_array(chunk, sample_key), batch.lengths, rows)
+            keyed.add(key_array(chunk, sample_key), batch.lengths, rows, of_ids)
     for part in distinct.rest():
         counter.add(part)
         seen += part.moments()
