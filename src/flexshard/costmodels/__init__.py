@@ -36,6 +36,14 @@ if TYPE_CHECKING:
         expected_padding as expected_padding,
         segment_bytes as segment_bytes,
     )
+    from flexshard.costmodels.fullest_rank import (
+        BATCH_SHARES as BATCH_SHARES,
+        Loads as Loads,
+        ServedRows as ServedRows,
+        batch_lengths as batch_lengths,
+        fullest_bytes as fullest_bytes,
+        lookup_bytes as lookup_bytes,
+    )
     from flexshard.costmodels.layout import (
         Layout as Layout,
         Piece as Piece,
@@ -74,6 +82,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
         "frames": ["Frame", "bundles", "expected_padding", "segment_bytes"],
+        "fullest_rank": ["BATCH_SHARES", "Loads", "ServedRows", "batch_lengths", "fullest_bytes", "lookup_bytes"],
         "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],

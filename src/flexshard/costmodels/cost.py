@@ -81,6 +81,9 @@ class Cost:
         dynamic_memory_sigma_bytes: standard deviation of ``dynamic_memory_bytes`` from batch to batch; None where
             lengths are not known. Adds as if all features grew together, which never understates the sum.
         index_dedup_seconds: time to find the distinct ids of a batch, where repeated ones are sent once.
+        fullest_dynamic_bytes: dynamic memory, with the buffers of backward, that the fullest rank exceeds in one step
+            of a thousand (:func:`flexshard.costmodels.fullest_bytes`); None where it was not asked for or is not known.
+            Does not add.
     """
 
     static_memory_bytes: float = 0.0
@@ -90,6 +93,7 @@ class Cost:
     collectives: tuple[Collective, ...] = ()
     dynamic_memory_sigma_bytes: float | None = 0.0
     index_dedup_seconds: float = 0.0
+    fullest_dynamic_bytes: float | None = None
 
     def __add__(self, other: Cost) -> Cost:
         merged = {c.key: c for c in self.collectives}
@@ -114,7 +118,11 @@ class Cost:
 
     @property
     def dynamic_memory_p999_bytes(self) -> float | None:
-        """Dynamic memory that 999 of 1,000 batches stay below (normal approximation); None if not known."""
+        """Dynamic memory that the fullest rank stays below in 999 of 1,000 steps; None if not known. In plans of
+        earlier releases what the average rank does, by lengths alone.
+        """
+        if self.fullest_dynamic_bytes is not None:
+            return self.fullest_dynamic_bytes
         if self.dynamic_memory_sigma_bytes is None:
             return None
         return self.dynamic_memory_bytes + _Z * self.dynamic_memory_sigma_bytes

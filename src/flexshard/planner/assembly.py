@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,29 +13,39 @@ from flexshard.errors import BudgetError
 from flexshard.planner.plan import Alternative, TablePlan, Tier
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance
+from flexshard.planner.solver.loads import fullest_rank_bytes
 from flexshard.planner.solver.published import solve_published
 from flexshard.tables import Table
 
-__all__ = ["closed_form_baselines", "table_plans"]
+__all__ = ["closed_form_baselines", "table_plans", "with_fullest_rank"]
 
 
-def closed_form_baselines(variants: Variants, limit: float) -> dict[str, Cost]:
+def with_fullest_rank(cost: Cost, instance: Instance, allocation: Allocation, *, in_order: bool) -> Cost:
+    """With the memory of the fullest rank, of samples in the order of the data or shuffled."""
+    return replace(cost, fullest_dynamic_bytes=fullest_rank_bytes(instance, allocation, in_order=in_order))
+
+
+def closed_form_baselines(variants: Variants, limit: float, *, in_order: bool) -> dict[str, Cost]:
     """The four closed-form baselines, which send every lookup, the paper's at the same budget or at the least that they
-    can have; and row-wise with ids sent once, where they may be.
+    can have; and row-wise with ids sent once, where they may be. ``in_order`` as of :func:`with_fullest_rank`.
     """
     instance = variants.plain
+
+    def cost_of(allocation: Allocation, instance: Instance = instance) -> Cost:
+        return with_fullest_rank(instance.cost(allocation), instance, allocation, in_order=in_order)
+
     baselines = {
-        "row_wise": instance.cost(instance.uniform(instance.cluster.world_size)),
-        "data_parallel": instance.cost(instance.uniform(1)),
+        "row_wise": cost_of(instance.uniform(instance.cluster.world_size)),
+        "data_parallel": cost_of(instance.uniform(1)),
     }
     for tiers in (2, 3):
         try:
             allocation = solve_published(instance, limit, tiers)
         except BudgetError as error:
             allocation = solve_published(instance, error.least_bytes, tiers)
-        baselines[f"paper_{tiers}_tier"] = instance.cost(allocation)
+        baselines[f"paper_{tiers}_tier"] = cost_of(allocation)
     if variants.problem.index_dedup and instance.cluster.world_size > 1:
-        baselines["row_wise_dedup"] = variants.once.cost(instance.uniform(instance.cluster.world_size))
+        baselines["row_wise_dedup"] = cost_of(instance.uniform(instance.cluster.world_size), variants.once)
     return baselines
 
 

@@ -65,6 +65,8 @@ class JobSpec(StrictModel):
     index_dedup_seconds_per_id: float = 1e-9
     reduction: Literal["dense", "sparse", "auto"] = "dense"
     translation: Literal["loader", "device"] = "loader"
+    memory: Literal["mean", "p99.9"] = "mean"
+    sample_order: Literal["file", "shuffled"] = "file"
     loss_limit: float | None = None
 
 

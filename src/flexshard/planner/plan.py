@@ -32,6 +32,8 @@ class Settings:
         reduction: how gradients of copies may be brought together: "dense", "sparse" or "auto".
         translation: where ids are translated: "loader" (host memory) or "device" (counted as static memory).
         index_dedup_seconds_per_id: what finding distinct ids was taken to need, per lookup.
+        memory: what the budget bounds: "mean" or "p99.9".
+        sample_order: order in which training was taken to read samples: "file" or "shuffled".
     """
 
     batch_size: int
@@ -44,6 +46,8 @@ class Settings:
     reduction: str = "dense"
     translation: str = "loader"
     index_dedup_seconds_per_id: float = 1e-9
+    memory: str = "mean"
+    sample_order: str = "file"
 
 
 @renamed_parameters(first_rank="first_position")

@@ -47,7 +47,12 @@ def _body(plan: Plan) -> Body:
     return {
         "job_digest": plan.job_digest,
         "settings": _without(
-            asdict(plan.settings), reduction="dense", translation="loader", index_dedup_seconds_per_id=1e-9
+            asdict(plan.settings),
+            reduction="dense",
+            translation="loader",
+            index_dedup_seconds_per_id=1e-9,
+            memory="mean",
+            sample_order="file",
         ),
         "cluster": asdict(plan.cluster),
         "predicted": cost_document(plan.predicted),
@@ -76,7 +81,7 @@ def _without(document: Body, **usual: Any) -> Body:
 def cost_document(cost: Cost) -> Body:
     """A cost's fields, and the seconds that follow from them for whoever reads the file without FlexShard."""
     calls = [_without(one, content="", excess_bytes=0.0) for one in asdict(cost)["collectives"]]
-    return _without(asdict(cost), index_dedup_seconds=0.0) | {
+    return _without(asdict(cost), index_dedup_seconds=0.0, fullest_dynamic_bytes=None) | {
         "collectives": calls,
         "dynamic_memory_p999_bytes": cost.dynamic_memory_p999_bytes,
         "dynamic_comm_seconds": cost.dynamic_comm_seconds,
@@ -114,5 +119,5 @@ def _table(body: Body) -> Body:
 
 def _cost(body: Body) -> Body:
     """Without the seconds that follow."""
-    came_later = {"index_dedup_seconds": 0.0}
+    came_later = {"index_dedup_seconds": 0.0, "fullest_dynamic_bytes": None}
     return {field.name: (came_later | body)[field.name] for field in fields(Cost)}

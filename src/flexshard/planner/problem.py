@@ -40,6 +40,8 @@ class ProblemOptions(FrontierOptions, total=False):
     budget: BudgetLike
     method: str | Method
     reduction: str | Reduction
+    memory: Literal["mean", "p99.9"]
+    sample_order: Literal["file", "shuffled"]
 
 
 @dataclass(frozen=True, init=False)
@@ -65,6 +67,11 @@ class Problem:
             whose proof holds for dense ones.
         translation: where ids are translated to ranks and slots: "loader" (ahead of the model, in host memory) or
             "device" (a location per row in a rank's memory, in every placement and so in the budget too).
+        memory: what the budget bounds: "mean" (static memory, and the rows that a batch is expected to need), or
+            "p99.9" (what the fullest rank exceeds in one step of a thousand, the buffers of backward included).
+            "neutral" is then what row-wise needs so. The proof holds for the mean, which is less.
+        sample_order: in which training reads samples, for that quantile: "file", as the profiles were counted, so that
+            rows that are hot for a while weigh on the rank that holds them; or "shuffled".
 
     Raises:
         JobError: an option that cannot be used, no tables, or two of one name.
@@ -81,6 +88,8 @@ class Problem:
     index_dedup_seconds_per_id: float
     reduction: Reduction
     translation: Translation
+    memory: Literal["mean", "p99.9"]
+    sample_order: Literal["file", "shuffled"]
 
     def __init__(
         self,
@@ -95,6 +104,8 @@ class Problem:
         reduction: str | Reduction = "dense",
         translation: str | Translation = "loader",
         index_dedup_seconds_per_id: float = 1e-9,
+        memory: Literal["mean", "p99.9"] = "mean",
+        sample_order: Literal["file", "shuffled"] = "file",
     ) -> None:
         chosen = parse(method, METHODS, Method, "method")
         values: dict[str, Any] = {
@@ -105,6 +116,8 @@ class Problem:
             "cluster": cluster,
             "translation": parse(translation, TRANSLATIONS, Translation, "translation"),
             "overlap": overlap,
+            "memory": _one_of(memory, ("mean", "p99.9"), "memory"),
+            "sample_order": _one_of(sample_order, ("file", "shuffled"), "sample_order"),
         }
         if not isinstance(cluster, Cluster):
             raise JobError(f"cluster must be a Cluster, found {cluster!r}; Cluster.preset and Cluster.load make one")
@@ -119,6 +132,12 @@ class Problem:
         overlap_of(overlap, cluster)
         values["budget"] = parse_budget(budget)
         values["budget"].limit_bytes(0.0, cluster)
+        unknown = [table.name for table in values["tables"] if table.profile.lengths is None]
+        if memory == "p99.9" and unknown:
+            raise JobError(
+                f"memory 'p99.9' needs to know how many ids samples have, and the profile of table {unknown[0]!r} does"
+                " not say; build it from data, or let the budget bound the mean"
+            )
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -172,6 +191,12 @@ class Problem:
     def without_deduplication(self) -> Problem:
         """The same of whole batches."""
         return replace(self, tables=tuple(replace(table, dedup_factor=1.0) for table in self.tables))
+
+
+def _one_of(value: str, known: tuple[str, str], name: str) -> str:
+    if value not in known:
+        raise JobError(f"{name} must be {' or '.join(map(repr, known))}, found {value!r}")
+    return value
 
 
 def _tables(tables: Sequence[Table]) -> tuple[Table, ...]:

@@ -12,16 +12,19 @@ import numpy.typing as npt
 from flexshard import units
 from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError, JobError
-from flexshard.planner.assembly import closed_form_baselines, table_plans
+from flexshard.planner.assembly import closed_form_baselines, table_plans, with_fullest_rank
 from flexshard.planner.digest import job_digest
 from flexshard.planner.methods import Placement
 from flexshard.planner.plan import Plan, Settings, TablePlan
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.reductions import cost_with_reductions
 from flexshard.planner.solver.deduplication import Variants
-from flexshard.planner.solver.instance import Instance, memory_limit
+from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
+from flexshard.planner.solver.loads import fullest_rank_bytes
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
+
+_ROUNDS, _CLOSE = 12, 1e-4
 
 __all__ = ["Decision", "decide", "limit_of", "solve"]
 
@@ -33,7 +36,8 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         tables: a :class:`Problem`; or the tables of one.
         cluster: to train on, with tables.
         options: ``batch_size``, and ``budget="neutral"``, ``tiers=3``, ``method="optimal"``, ``overlap=None``,
-            ``index_dedup="auto"``, ``reduction="dense"``, ``translation="loader"``: see :class:`Problem`.
+            ``index_dedup="auto"``, ``reduction="dense"``, ``translation="loader"``, ``memory="mean"``,
+            ``sample_order="file"``: see :class:`Problem`.
 
     Raises:
         JobError: an argument that cannot be used.
@@ -41,12 +45,12 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
     """
     problem = Problem.of(tables, cluster, options)
     decision = decide(problem)
-    placed, baselines = decision.table_plans(), closed_form_baselines(decision.variants, decision.limit_bytes)
+    placed, baselines = decision.table_plans(), decision.baselines()
     if problem.is_deduplicated:
         whole_batches = decide(problem.without_deduplication())
         baselines["without_deduplication"] = whole_batches.predicted
         placed = _beside(placed, whole_batches.table_plans())
-    placement, settings = decision.placement, decision.settings(problem)
+    placement, settings = decision.placement, decision.settings()
     return Plan(
         cluster=problem.cluster,
         settings=settings,
@@ -68,7 +72,7 @@ def limit_of(problem: Problem, instance: Instance) -> float:
         BudgetError: more than a rank of the cluster has.
     """
     cluster = problem.cluster
-    neutral = instance.cost(instance.uniform(cluster.world_size)).memory_bytes
+    neutral = bounded_memory(problem, instance, instance.uniform(cluster.world_size))
     limit = problem.budget.limit_bytes(neutral, cluster)
     available = cluster.hbm_bytes - cluster.reserve_bytes
     if limit > memory_limit(available):
@@ -82,20 +86,33 @@ def limit_of(problem: Problem, instance: Instance) -> float:
     return limit
 
 
+def bounded_memory(problem: Problem, instance: Instance, allocation: Allocation) -> float:
+    """Memory per rank, as far as the problem's budget bounds it."""
+    if problem.memory == "mean":
+        return instance.memory_bytes(allocation)
+    dynamic = fullest_rank_bytes(instance, allocation, in_order=problem.sample_order == "file")
+    assert dynamic is not None
+    return instance.cost(allocation).static_memory_bytes + dynamic
+
+
 @dataclass(frozen=True, eq=False)
 class Decision:
     """Where rows go, and what that costs.
 
     Attributes:
+        problem: what was asked for.
         variants: the problem as arrays, deduplicated or not.
         limit_bytes: what its budget comes to, per rank.
+        mean_bytes: mean memory within which the placement stays.
         placement: what the method found.
         sparse: tiers whose gradients are gathered; shape (T, G).
         predicted: the six metrics.
     """
 
+    problem: Problem
     variants: Variants
     limit_bytes: float
+    mean_bytes: float
     placement: Placement
     sparse: npt.NDArray[np.bool_]
     predicted: Cost
@@ -104,8 +121,14 @@ class Decision:
         """Tiers of every table."""
         return table_plans(self.placement.instance, self.placement.allocation, self.sparse, self.placement.alternatives)
 
-    def settings(self, problem: Problem) -> Settings:
+    def baselines(self) -> dict[str, Cost]:
+        """Costs of the closed-form ones."""
+        in_order = self.problem.sample_order == "file"
+        return closed_form_baselines(self.variants, self.mean_bytes, in_order=in_order)
+
+    def settings(self) -> Settings:
         """What was asked for, as a plan keeps it."""
+        problem = self.problem
         return Settings(
             batch_size=problem.batch_size,
             budget=problem.budget.name,
@@ -117,6 +140,8 @@ class Decision:
             reduction=problem.reduction.name,
             translation=problem.translation.name,
             index_dedup_seconds_per_id=problem.index_dedup_seconds_per_id,
+            memory=problem.memory,
+            sample_order=problem.sample_order,
         )
 
 
@@ -128,10 +153,62 @@ def decide(problem: Problem) -> Decision:
         raise JobError(f"tiers must be {text} for method {problem.method.name!r}, found {problem.tiers}")
     variants = Variants(problem)
     limit = limit_of(problem, variants.plain)
-    placement = problem.method.place(variants, limit, problem.tiers)
+    placement, mean = _within(problem, variants, limit)
     sparse = problem.reduction.sparse_tiers(placement.instance, placement.allocation)
-    predicted = cost_with_reductions(placement.instance, placement.allocation, sparse)
-    return Decision(variants, limit, placement, sparse, predicted)
+    predicted = with_fullest_rank(
+        cost_with_reductions(placement.instance, placement.allocation, sparse),
+        placement.instance,
+        placement.allocation,
+        in_order=problem.sample_order == "file",
+    )
+    return Decision(problem, variants, limit, mean, placement, sparse, predicted)
+
+
+def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placement, float]:
+    """The best placement whose memory stays within the limit, and the mean memory that it may have so.
+
+    What a quantile is above the mean depends on the placement. The mean's limit is moved by as much until both agree.
+    The bound is that of the whole limit, since no rank's quantile is below its mean.
+    """
+    first = problem.method.place(variants, limit, problem.tiers)
+    if problem.memory == "mean":
+        return first, limit
+    within, found, bound = limit, [], first.lower_bound_seconds
+    placement, most = first, limit
+    for _ in range(_ROUNDS):
+        above = bounded_memory(problem, placement.instance, placement.allocation)
+        mean = placement.instance.memory_bytes(placement.allocation)
+        if above <= memory_limit(limit):
+            found.append((placement.instance.exposed_seconds(placement.allocation), within, placement))
+        else:
+            most = min(most, within)
+        moved = limit - (above - mean)
+        if found:  # between what fits and what does not
+            fits = max(one[1] for one in found)
+            moved = moved if fits < moved < most else (fits + most) / 2
+            if placement.price == 0 or most - fits <= _CLOSE * limit:
+                break
+        elif moved >= within:
+            moved = within - (above - limit)
+        within = moved
+        try:
+            placement = problem.method.place(variants, within, problem.tiers)
+        except BudgetError as error:
+            if found:
+                break
+            raise BudgetError(
+                f"budget {problem.budget.name!r}: within {units.format_bytes(limit)} no placement's fullest rank stays;"
+                " raise it, lower the batch size, or let it bound the mean",
+                error.least_bytes + above - mean,
+            ) from None
+    if not found:
+        raise BudgetError(
+            f"budget {problem.budget.name!r}: no placement was found whose fullest rank stays within"
+            f" {units.format_bytes(limit)}; raise it, or let it bound the mean",
+            limit,
+        )
+    _, within, best = min(found, key=lambda one: one[0])
+    return replace(best, lower_bound_seconds=min(bound, best.lower_bound_seconds)), within
 
 
 def _beside(placed: Mapping[str, TablePlan], undeduplicated: Mapping[str, TablePlan]) -> dict[str, TablePlan]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from flexshard._internal import check_int
 from flexshard.errors import ProfileError
+from flexshard.profiling.bursts import Bursts
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.row_counts import RowCounts
@@ -41,6 +42,7 @@ class CountedAccesses:
         hash: how raw ids were folded into the table; None where ids are rows.
         samples: how many samples contain the rows of each count, summed over these rows; shape (K,). None where no
             sample reads a row twice, or where that is not known and taken to be so.
+        bursts: the hottest rows of consecutive samples; None where their order is not known.
 
     Raises:
         ProfileError: the fields contradict each other.
@@ -59,6 +61,7 @@ class CountedAccesses:
     sample_keys: Any = field(default=None, repr=False)
     hash: str | None = None
     samples: IntArray | None = None
+    bursts: Bursts | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return (
@@ -131,6 +134,11 @@ class CountedAccesses:
         """
         return self._known_rows().ranked()[0]
 
+    def hottest_rows(self, number: int) -> IntArray:
+        """The first of :attr:`ranked_rows`, without ranking the others; shape (number,) or fewer."""
+        within = int(np.searchsorted(self._cumulative[0], number, side="right")) - 1
+        return self._known_rows().hottest(number, int(self.counts[within]) if within < self.counts.size else 1)
+
     def dense_counts(self) -> IntArray:
         """Access count of every row by id; shape (num_rows,). Raises as :attr:`ranked_rows`."""
         return self._known_rows().to_dense(self.num_rows)
@@ -145,7 +153,9 @@ class CountedAccesses:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what the profile says (not of where it lies), in hexadecimal."""
+        """SHA-256 of what the profile says of rows and lengths (not of where it lies, nor of the order of samples), in
+        hexadecimal.
+        """
         sha = hashlib.sha256()
         if self.row_counts is not None:
             sha.update(self.row_counts.digest())

@@ -57,6 +57,7 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
         table=a.table,
         sample_key=a.sample_key,
         sample_keys=keys,
+        bursts=None if a.bursts is None or b.bursts is None else a.bursts.merged(b.bursts, counts),
     )
     return replace(merged, hash=a.hash)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from flexshard._internal import PathLike, bound
 from flexshard.errors import ProfileError
+from flexshard.profiling.bursts import Bursts
 from flexshard.profiling.counted_accesses import CountedAccesses
 from flexshard.profiling.drift_point import DriftPoint
 from flexshard.profiling.histograms import checked_histogram, counts_of_probabilities
@@ -129,6 +130,7 @@ class AccessProfile(CountedAccesses):
         path: str | None = None,
         sample_key: str | None = None,
         sample_keys: Any = None,
+        bursts: Bursts | None = None,
     ) -> AccessProfile:
         """A profile whose row ids are known; ``held`` are the counts of the same rows in held-out samples, and
         ``holdout`` says which samples those are (its ``accesses`` are found here); ``samples`` how many samples contain
@@ -159,6 +161,7 @@ class AccessProfile(CountedAccesses):
             row_counts,
             sample_keys,
             samples=containing,
+            bursts=bursts,
         )
 
     @classmethod

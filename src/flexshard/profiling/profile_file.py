@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,9 +16,10 @@ import pyarrow.parquet as pq
 
 from flexshard._internal import DocumentFormat, PathLike, replacing
 from flexshard.errors import ProfileError
+from flexshard.profiling.bursts import Bursts
 from flexshard.profiling.hashing import HASHES
 from flexshard.profiling.holdout import Holdout
-from flexshard.profiling.moments import LengthMoments
+from flexshard.profiling.moments import LENGTH_BINS, LengthMoments
 from flexshard.profiling.profile import AccessProfile
 from flexshard.profiling.row_counts import RowCounts
 
@@ -71,11 +73,13 @@ def _metadata(profile: AccessProfile) -> dict[str, Any]:
         "length_total": None if lengths is None else lengths.total,
         "length_total_squares": None if lengths is None else lengths.total_squares,
         "length_maximum": None if lengths is None else lengths.maximum,
+        **({} if lengths is None or lengths.histogram is None else {"length_histogram": lengths.histogram}),
         "sample_key": profile.sample_key,
         "held_out_samples": None if profile.holdout is None else profile.holdout.num_samples,
         "held_out_share": None if profile.holdout is None else profile.holdout.share,
         "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
         **({} if profile.hash is None else {"hash": profile.hash}),
+        **({} if profile.bursts is None else {"bursts": profile.bursts.encoded()}),
         "digest": profile.digest,
     }
 
@@ -90,11 +94,11 @@ def load_profile(path: PathLike) -> AccessProfile:
     counts = columns["count"]
     _ordered(name, counts)
     lengths = None
-    moments = [meta[field] for field in ("length_total", "length_total_squares", "length_maximum")]
+    moments: list[Any] = [meta[field] for field in ("length_total", "length_total_squares", "length_maximum")]
     if any(moment is not None for moment in moments):
         if None in moments or moments[0] != meta["num_accesses"] or min(moments) < 0:
             raise ProfileError(f"{name}: metadata of lengths contradict each other; build the profile again")
-        lengths = LengthMoments(meta["num_samples"], *moments)
+        lengths = LengthMoments(meta["num_samples"], moments[0], moments[1], moments[2], _length_histogram(name, meta))
     try:
         if "rows" in columns:
             profile = AccessProfile(
@@ -118,7 +122,34 @@ def load_profile(path: PathLike) -> AccessProfile:
         )
     if meta["digest"] not in (None, profile.digest):
         raise ProfileError(f"{name}: its rows and counts are not those of its metadata; build the profile again")
-    return replace(profile, hash=meta["hash"])
+    return replace(profile, hash=meta["hash"], bursts=_bursts(name, meta))
+
+
+def _length_histogram(name: str, meta: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
+    given = meta["length_histogram"]
+    if given is None:
+        return None
+    try:
+        bins = np.array(given, np.int64).reshape(-1, 3)
+    except (TypeError, ValueError, OverflowError):
+        bins = np.zeros((0, 3), np.int64)
+    place, samples, total = bins.T
+    if (
+        np.any(place[1:] <= place[:-1])
+        or np.any((place < 0) | (place >= LENGTH_BINS.size) | (samples <= 0) | (total < 0))
+        or (int(samples.sum()), int(total.sum())) != (meta["num_samples"], meta["length_total"])
+    ):
+        raise ProfileError(f"{name}: metadata field 'length_histogram' contradicts the others; build the profile again")
+    return tuple((place, samples, total) for place, samples, total in bins.tolist())
+
+
+def _bursts(name: str, meta: dict[str, Any]) -> Bursts | None:
+    if meta["bursts"] is None:
+        return None
+    try:
+        return Bursts.decoded(meta["bursts"], meta["num_rows"])
+    except (TypeError, ValueError, zlib.error) as error:
+        raise ProfileError(f"{name}: metadata field 'bursts' is damaged ({error}); build the profile again") from None
 
 
 def load_ranking(path: PathLike, rows: int) -> tuple[str, IntArray]:
@@ -213,7 +244,8 @@ def _checked(name: str, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     meta = FORMAT.of_metadata(metadata, name)
     numbers = ("num_rows", "num_samples", "num_accesses")
     optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples", "held_out_seed")
-    meta = dict.fromkeys((*optional, "held_out_share", "sample_key", "hash", "digest")) | meta
+    more = ("held_out_share", "length_histogram", "sample_key", "hash", "bursts", "digest")
+    meta = dict.fromkeys((*optional, *more)) | meta
     for field in (*numbers, *optional):
         value = meta.get(field)
         known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 126

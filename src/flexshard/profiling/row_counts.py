@@ -70,6 +70,19 @@ class RowCounts:
             self._cache["ranked"] = rows[order], counts[order]
         return self._cache["ranked"]
 
+    def hottest(self, number: int, least: int) -> IntArray:
+        """The first of the ranked rows, whose counts are all at least ``least``, without ranking the others."""
+        if "ranked" in self._cache:
+            return self._cache["ranked"][0][:number]
+        at = np.flatnonzero(self.counts >= least)
+        rows, counts = at if self.rows is None else self.rows[at], self.counts[at]
+        above = counts > least
+        ahead = rows[above][np.lexsort((rows[above], -counts[above]))]
+        ties = rows[~above]
+        missing = max(number - ahead.size, 0)
+        ties = np.sort(ties if ties.size <= missing else np.partition(ties, missing)[:missing])
+        return np.asarray(np.concatenate([ahead, ties])[:number])
+
     def digest(self) -> bytes:
         """A number that says which rows have which counts, in whatever form and order they are held."""
         read = np.flatnonzero(self.counts)

@@ -18,6 +18,7 @@ from flexshard.costmodels import (
     StepCollective,
     classes_of,
     kind_of,
+    lookup_bytes,
     rows_with_places,
     segment_bytes,
     step_collectives,
@@ -96,6 +97,7 @@ class Replay:
         static_memory_bytes: of a rank: rows, their replicas' gradients and buckets, optimizer state, and the
             translation of ids if the plan has it on the device.
         dynamic_memory_bytes: rows looked up and served; shape (steps, U).
+        fullest_memory_bytes: the most that these, their copies and gradients take at once; shape (steps, U).
     """
 
     world_size: int
@@ -107,11 +109,12 @@ class Replay:
     all_to_all_scale_out_bytes: IntArray
     static_memory_bytes: float
     dynamic_memory_bytes: IntArray
+    fullest_memory_bytes: IntArray
 
     @property
     def peak_memory_bytes(self) -> float:
-        """Of the fullest rank in its fullest step."""
-        return self.static_memory_bytes + float(self.dynamic_memory_bytes.max(initial=0))
+        """Of the fullest rank in its fullest step, with the buffers of backward."""
+        return self.static_memory_bytes + float(self.fullest_memory_bytes.max(initial=0))
 
     def find(self, content: str, group_size: int) -> Traffic | None:
         """One collective."""
@@ -222,6 +225,12 @@ class _Group:
         """Of each class; shape (K,)."""
         return np.array([one.widths.row_bytes for one in self.classes])
 
+    @property
+    def lookup_bytes(self) -> tuple[IntArray, IntArray]:
+        """The most that a lookup takes of the rank that asks and of the one that serves; shape (K,) each."""
+        both = np.array([lookup_bytes(one.widths.row_bytes, one.widths.gradient_bytes) for one in self.classes])
+        return both[:, 0], both[:, 1]
+
     def static_bytes(self, level: int) -> float:
         """Rows of a level on one rank, with all that each byte of them brings along."""
         whole = self.layout.group_sizes[level] == self.world
@@ -312,7 +321,7 @@ def _check(table: TablePlan, lookups: Lookups, world: int) -> None:
 def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Counts]]) -> Replay:
     world, width, steps = plan.cluster.world_size, plan.cluster.ranks_per_node, len(counted)
     shape = steps, world
-    served, dynamic = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    served, dynamic, fullest = (np.zeros(shape, np.int64) for _ in range(3))
     up, beyond = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     traffic: dict[tuple[str, int, str], Traffic] = {}
 
@@ -339,9 +348,11 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
             asked, answered = pairs.sum(axis=2), _transposed(pairs, size).sum(axis=2)
             served += answered.sum(axis=2)
             dynamic += asked @ group.row_bytes
+            fullest += asked @ group.lookup_bytes[0]
             static += group.static_bytes(level)
             if size > 1:
                 dynamic += answered @ group.row_bytes
+                fullest += answered @ group.lookup_bytes[1]
             for content in ("ids", "embeddings", "gradients") if size > 1 else ():
                 back = _transposed(pairs, size)
                 sent, received = (back, pairs) if content == "embeddings" else (pairs, back)
@@ -357,7 +368,7 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
                 most = touched.reshape(steps, copies, size, -1).max(axis=1) @ np.array(collective.item_bytes)
                 gathered = np.tile(most, (1, copies)) * copies
                 add(collective.kind, size, collective.content, gathered, gathered)
-    return Replay(world, width, steps, tuple(traffic.values()), served, up, beyond, static, dynamic)
+    return Replay(world, width, steps, tuple(traffic.values()), served, up, beyond, static, dynamic, fullest)
 
 
 def _segments(collective: StepCollective, counts: IntArray) -> IntArray:

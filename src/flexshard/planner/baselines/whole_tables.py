@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
@@ -28,15 +29,16 @@ def whole_table_cost(
     time_limit_seconds: float = 60.0,
     **options: Unpack[ProblemOptions],
 ) -> Cost:
-    """Cost of the best plan that gives every table one group size; arguments as for :func:`solve`.
+    """Cost of the best plan that gives every table one group size; arguments as for :func:`solve`. Its mean memory is
+    bounded, whatever the budget is to bound.
 
     Raises:
         BudgetError: no such plan fits.
         SolverError: the solver found none in the time limit.
     """
     problem = Problem.of(tables, cluster, options)
-    instance = Variants(problem).fixed
-    return instance.cost(solve_whole_tables(instance, limit_of(problem, instance), time_limit_seconds))
+    instance, of_mean = Variants(problem).fixed, replace(problem, memory="mean")
+    return instance.cost(solve_whole_tables(instance, limit_of(of_mean, instance), time_limit_seconds))
 
 
 def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_seconds: float = 60.0) -> Allocation:

@@ -64,13 +64,15 @@ def plan_compression(
 
     Raises:
         JobError: an option of a table that is not there, or of another shape than its table; a method other than
-            "optimal"; or as :func:`solve`.
+            "optimal", a budget of another memory than the mean; or as :func:`solve`.
         BudgetError: no choice fits; its ``least_bytes`` would.
         SolverError: no choice keeps the losses within their limit, or none was found in time.
     """
     problem = Problem.of(tables, cluster, how)
     if problem.method != Optimal.name:
         raise JobError(f"tables are compressed with method 'optimal', the job has {problem.method.name!r}")
+    if problem.memory != "mean":
+        raise JobError(f"tables are compressed within a budget of the mean memory, the job bounds {problem.memory!r}")
     if problem.index_dedup == "auto":
         problem = replace(problem, index_dedup=False)
     instance = Variants(problem).fixed

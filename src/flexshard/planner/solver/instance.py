@@ -111,6 +111,10 @@ class Instance:
         """Sum of w of each table; shape (T,)."""
         return np.asarray(self.total_units * self.unit_reads, np.float64)
 
+    def groups_within(self, rows: IntArray) -> IntArray:
+        """How many counts of each table the hottest rows have in full; rows and result of shape (T, M)."""
+        return self._search(self.cum_rows, rows, above=False)
+
     def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
         """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
         tables at once.
@@ -162,7 +166,7 @@ class Instance:
     def tier_reads(self, allocation: Allocation) -> FloatArray:
         """Sum of w of each tier; shape (T, G)."""
         ends = np.cumsum(allocation, axis=1)
-        whole = self._search(self.cum_rows, ends, above=False)
+        whole = self.groups_within(ends)
         rows, units = self.of_groups(whole)
         # The next count's rows are taken in part; past the last count there is nothing left to take.
         following = np.minimum(self.starts[:-1, None] + whole, self.starts[1:, None] - 1)
@@ -203,7 +207,7 @@ class Instance:
     def hottest_reads(self, allocation: Allocation) -> FloatArray:
         """W of the first row of each tier, 0 where there is none; shape (T, G)."""
         first = np.cumsum(allocation, axis=1) - allocation
-        group = self.starts[:-1, None] + self._search(self.cum_rows, first, above=False)
+        group = self.starts[:-1, None] + self.groups_within(first)
         return np.where(allocation > 0, self.reads[np.minimum(group, self.reads.size - 1)], 0.0)
 
     def excess_seconds(self, allocation: Allocation) -> FloatArray:

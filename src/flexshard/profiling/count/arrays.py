@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import DataError
+from flexshard.profiling.count.burst_counter import BurstCounter
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import IdBatch
 from flexshard.profiling.profile import AccessProfile
@@ -26,5 +27,7 @@ def profile_arrays(
         raise DataError(f"lengths add up to {int(each.sum()):,}, but there are {array.size:,} ids")
     counter = IdCounter(table, num_rows, hash)
     batch = IdBatch(array, each, "the array", 0)
-    counter.add(batch)
-    return counter.profile(batch.moments())
+    rows, bursts = counter.add(batch), BurstCounter()
+    if rows is not None:
+        bursts.add(batch.name, rows, each)
+    return counter.profile(batch.moments(), bursts=bursts)

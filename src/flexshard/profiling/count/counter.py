@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from flexshard._internal import check_int
 from flexshard.errors import DataError
+from flexshard.profiling.count.burst_counter import BurstCounter
 from flexshard.profiling.count.id_batches import IdBatch
 from flexshard.profiling.count.keyed_lengths import KeyedLengths
 from flexshard.profiling.hashing import check_hash, hash_to_rows
@@ -151,6 +152,7 @@ class IdCounter:
         holdout: Holdout | None = None,
         sample_key: str | None = None,
         sample_keys: KeyedLengths | None = None,
+        bursts: BurstCounter | None = None,
     ) -> AccessProfile:
         """The profile of everything counted.
 
@@ -171,4 +173,5 @@ class IdCounter:
             table=self.table,
             sample_key=sample_key,
             sample_keys=sample_keys,
+            bursts=None if bursts is None else bursts.bursts(self.counts),
         )

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from flexshard._internal import Chunk, ParquetSource, PathLike, check_finite, check_int, expand, read_chunks
 from flexshard.errors import DataError
+from flexshard.profiling.count.burst_counter import BurstCounter
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import DistinctBatches, IdBatch, check_column, key_array, key_kind, read_ids
 from flexshard.profiling.count.keyed_lengths import KeyedLengths, held_out
@@ -59,12 +60,17 @@ def profile_parquet(
     held = np.zeros(counter.counts.size, np.int64) if holdout else None
     seen, unseen = LengthMoments(), LengthMoments()
     keyed = KeyedLengths(holdout, seed) if sample_key is not None else None
-    distinct = DistinctBatches(distinct_batch or 1)
+    distinct, bursts = DistinctBatches(distinct_batch or 1), BurstCounter()
+
+    def note(batch: IdBatch, rows: npt.NDArray[np.int64] | None) -> None:
+        if rows is not None and sample_key is None:  # rows of a key may lie far apart
+            bursts.add(batch.name, rows, batch.lengths)
+
     for chunk in _with_progress(sources, columns, workers, progress):
         batch = read_ids(chunk, column)
         if distinct_batch is not None:
             for part in distinct.add(batch):
-                counter.add(part)
+                note(part, counter.add(part))
                 seen += part.moments()
             continue
         of_ids = None
@@ -79,13 +85,14 @@ def profile_parquet(
             unseen += batch.moments(apart)
         if keyed is not None and sample_key is not None:
             keyed.add(key_array(chunk, sample_key), batch.lengths, rows, of_ids)
+        note(batch, rows)
     for part in distinct.rest():
-        counter.add(part)
+        note(part, counter.add(part))
         seen += part.moments()
     if keyed is not None:  # a sample may be spread over many rows of the files
         seen, unseen = keyed.moments()
     which = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
-    return counter.profile(seen, held=held, holdout=which, sample_key=sample_key, sample_keys=keyed)
+    return counter.profile(seen, held=held, holdout=which, sample_key=sample_key, sample_keys=keyed, bursts=bursts)
 
 
 def profile_parquet_by(

@@ -34,7 +34,9 @@ def profile_ray(dataset: Any, *, column: str, num_rows: int, hash: str | None, t
             rows = np.frombuffer(record["rows"], np.int64)
             counts[rows] += np.frombuffer(record["counts"], np.int64)
             repeats[rows] += np.frombuffer(record["repeats"], np.int64)
-            lengths += LengthMoments(*record["moments"])
+            histogram = tuple((place, samples, total) for place, samples, total in record["histogram"])
+            number, total, squares, longest = record["moments"]
+            lengths += LengthMoments(number, total, squares, longest, histogram)
     samples = RowCounts.dense(counts - repeats) if repeats.any() else None
     return AccessProfile.from_row_counts(
         RowCounts.dense(counts), lengths.num_samples, num_rows, lengths, samples=samples, table=table
@@ -43,7 +45,14 @@ def profile_ray(dataset: Any, *, column: str, num_rows: int, hash: str | None, t
 
 def _count_block(block: pa.Table, *, column: str, num_rows: int, hash: str | None, table: str) -> pa.Table:
     """One record: the rows that a block reads, how often, and its moments; or what is wrong with it."""
-    record: dict[str, Any] = {"rows": b"", "counts": b"", "repeats": b"", "moments": [0, 0, 0, 0], "error": ""}
+    record: dict[str, Any] = {
+        "rows": b"",
+        "counts": b"",
+        "repeats": b"",
+        "moments": [0, 0, 0, 0],
+        "histogram": [],
+        "error": "",
+    }
     try:
         if block.num_rows:
             if column not in block.column_names:
@@ -63,6 +72,7 @@ def _count_block(block: pa.Table, *, column: str, num_rows: int, hash: str | Non
                 "counts": counts.tobytes(),
                 "repeats": (counts - containing).tobytes(),
                 "moments": [moments.num_samples, moments.total, moments.total_squares, moments.maximum],
+                "histogram": [list(one) for one in moments.histogram or ()],
             }
     except DataError as error:
         record["error"] = str(error)

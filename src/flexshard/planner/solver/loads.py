@@ -1,0 +1,196 @@
+"""What the ranks of a placement look up and serve, from access profiles; for the memory of the fullest of them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import BATCH_SHARES, QUANTILE, Loads, ServedRows, batch_lengths, fullest_bytes, lookup_bytes
+from flexshard.planner.solver.instance import Allocation, Instance
+from flexshard.profiling import AccessProfile, LengthMoments, splitmix64
+
+__all__ = ["fullest_rank_bytes", "loads_of"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_HOT_ROWS = 1 << 16  # looked at one by one, of all tables and levels together
+_MOST_PLACES = 1 << 22
+
+
+def fullest_rank_bytes(instance: Instance, allocation: Allocation, *, in_order: bool) -> float | None:
+    """Dynamic memory that the fullest rank of a step exceeds in one step of a thousand; None where a table's profile
+    does not know how many ids samples have. Arguments as of :func:`flexshard.costmodels.fullest_bytes`.
+    """
+    if any(table.profile.lengths is None for table in instance.tables):
+        return None
+    loads = loads_of(instance, allocation)
+    return fullest_bytes(loads, instance.cluster.world_size, QUANTILE, in_order=in_order)
+
+
+def loads_of(instance: Instance, allocation: Allocation) -> Loads:
+    """Lookups of each table, by the level that serves them."""
+    tables = instance.tables
+    asked, served = zip(*[lookup_bytes(w.row_bytes, w.gradient_bytes) for w in instance.widths], strict=True)
+    samples = [table.distinct_samples(instance.batch_size) for table in tables]
+    reads, ends = instance.tier_reads(allocation), np.cumsum(allocation, axis=1)
+    levels = np.flatnonzero((instance.group_sizes > 1) & allocation.any(axis=0)).tolist()
+    hot_rows = int(np.clip(_HOT_ROWS // (len(tables) * max(len(levels), 1)), 16, 4096))
+    of_counts = _Moments(instance)
+    return Loads(
+        np.array(asked)[instance.table_kind].astype(np.float64),
+        np.array(served)[instance.table_kind].astype(np.float64),
+        reads.sum(axis=1),
+        np.stack(
+            [_batch_lengths(table.profile.lengths, number) for table, number in zip(tables, samples, strict=True)]
+        ),
+        np.array([_length(table.profile, number) for table, number in zip(tables, samples, strict=True)]),
+        [_served(instance, of_counts, level, allocation, ends, reads[:, level], hot_rows) for level in levels],
+    )
+
+
+class _Moments:
+    """Second and third central moments of one rank's lookups of a row of each count; shape (K,) each."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        reads = instance.reads
+        variance, third = np.zeros_like(reads), np.zeros_like(reads)
+        for index, table in enumerate(instance.tables):
+            profile = table.profile
+            part = slice(int(instance.starts[index]), int(instance.starts[index]) + profile.counts.size)
+            w = reads[part]
+            if instance.deduplicated[index]:
+                variance[part], third[part] = w * (1 - w), w * (1 - w) * (1 - 2 * w)
+            else:  # a sample that contains a row repeats it so often
+                p = profile.counts / profile.num_samples
+                more = _repeats(p / profile.sample_share)
+                variance[part] = w * np.maximum(1 + more - p, 0.0)
+                third[part] = w * np.maximum(1 + 3 * more + more**2 - 3 * p * (1 + more) + 2 * p**2, 0.0)
+        self.variance, self.third, self.squares = variance, np.maximum(third, 0.0), reads**2
+
+    def of_rows(self, ends: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Sums of variance, third moment and squared reads over each table's hottest rows; shapes as of ``ends``."""
+        instance = self.instance
+        rows = instance.rows_of_count
+        found = []
+        for values in (self.variance, self.third, self.squares):
+            sums = np.concatenate([[0.0], np.cumsum(values * rows)])
+            first = sums[instance.starts[:-1], None]
+            whole = instance.groups_within(ends)
+            at = instance.starts[:-1, None] + whole
+            before = np.where(whole > 0, instance.cum_rows[np.maximum(at - 1, 0)], 0)
+            following = np.minimum(at, instance.starts[1:, None] - 1)
+            found.append(np.asarray(sums[at] - first + (ends - before) * values[following]))
+        return found[0], found[1], found[2]
+
+
+def _repeats(often: FloatArray) -> FloatArray:
+    """Mean of a Poisson distribution that has this mean where it is not 0: how often samples that may read a row do."""
+    mean = np.maximum(2 * (often - 1), 1e-12)
+    for _ in range(30):
+        above_0 = -np.expm1(-mean)
+        slope = (above_0 - mean * np.exp(-mean)) / above_0**2
+        mean = np.maximum(mean - (mean / above_0 - often) / np.maximum(slope, 0.4), 1e-12)
+    return np.asarray(np.where(often > 1 + 1e-9, mean, 0.0))
+
+
+@lru_cache(maxsize=4096)
+def _batch_lengths(lengths: LengthMoments | None, samples: float) -> FloatArray:
+    if lengths is None or lengths.total == 0:
+        return np.ones(BATCH_SHARES.size)
+    known = lengths.values
+    if known is None:  # in profiles of earlier releases: as if samples were of two lengths, equally often
+        deviation = np.sqrt(lengths.variance)
+        known = np.maximum(lengths.mean + np.array([-deviation, deviation]), 0.0), np.array([0.5, 0.5])
+    return batch_lengths(*known, samples)
+
+
+def _served(
+    instance: Instance,
+    of_counts: _Moments,
+    level: int,
+    allocation: Allocation,
+    ends: IntArray,
+    reads: FloatArray,
+    hot_rows: int,
+) -> ServedRows:
+    size, rows = int(instance.group_sizes[level]), allocation[:, level]
+    first = ends[:, level] - rows
+    position = first[:, None] + np.arange(hot_rows)
+    there = np.arange(hot_rows) < rows[:, None]
+    group = instance.starts[:-1, None] + instance.groups_within(np.where(there, position, 0))
+    group = np.minimum(group, instance.starts[1:, None] - 1)
+    hot, variance, third = (
+        np.where(there, values[group], 0.0) for values in (instance.reads, of_counts.variance, of_counts.third)
+    )
+    bounds = np.stack([np.minimum(first + hot_rows, ends[:, level]), ends[:, level]], axis=1)
+    rest = [np.maximum(np.diff(sums, axis=1)[:, 0], 0.0) for sums in of_counts.of_rows(bounds)]
+    last = size == instance.cluster.world_size and level == instance.group_sizes.size - 1
+    holder = (position - first[:, None]) % size
+    bursts = np.zeros((3, rows.size))
+    for index, table in enumerate(instance.tables):
+        if last and there[index, 0]:
+            holder[index] = _dealt_by_id(table.profile, int(first[index]), int(there[index].sum()), hot_rows, size)
+        samples = table.distinct_samples(instance.batch_size) * size
+        bursts[:, index] = _burst(table.profile, samples, int(first[index]), int(ends[index, level]))
+        if instance.deduplicated[index]:  # each rank asks for a row once
+            bursts[:2, index] = np.minimum(bursts[:2, index], (size, 16 * size**2))
+    return ServedRows(size, reads, hot, variance, third, holder, *rest, *bursts)
+
+
+def _dealt_by_id(profile: AccessProfile, places: int, known: int, number: int, size: int) -> Any:
+    """Which of ``size`` ranks hold the rows that follow the ``places`` hottest, dealt by id; of rows whose ids the
+    profile does not know, any.
+    """
+    holder = (splitmix64(np.arange(places, places + number), 1) % np.uint64(size)).astype(np.int64)
+    if profile.row_counts is not None and places + known <= _MOST_PLACES:
+        ids = profile.hottest_rows(places + known)
+        placed, hot = np.sort(ids[:places]), ids[places:]
+        holder[: hot.size] = (hot - np.searchsorted(placed, hot)) % size
+    return holder
+
+
+def _length(profile: AccessProfile, samples: float) -> float:
+    """Most ids of so many consecutive samples, as a multiple of the expected."""
+    if profile.bursts is None:
+        return 1.0
+    sizes = [one.size for one in profile.bursts.windows]
+    most = [float(one.lengths.max()) / (one.size * profile.avg_length) for one in profile.bursts.windows]
+    return max(_between(samples, sizes, most), 1.0)
+
+
+def _burst(profile: AccessProfile, samples: float, first: int, end: int) -> tuple[float, float, float]:
+    """Of so many consecutive samples: most lookups of one row among those from ``first`` to ``end``, most of the sum of
+    the next ones' squares, most lookups in all.
+    """
+    if profile.bursts is None or first == end:
+        return 0.0, 0.0, 1.0
+    sizes, hottest, squares = [], [], []
+    # Of rows that are read equally often it is not known which are hotter.
+    cumulative, ascending = np.concatenate([[0], np.cumsum(profile.rows)]), profile.counts[::-1]
+    for one in profile.bursts.windows:
+        ahead = profile.counts.size - np.searchsorted(ascending, one.totals, side="right")
+        through = profile.counts.size - np.searchsorted(ascending, one.totals, side="left")
+        here = (one.counts > 0) & (cumulative[through] > first) & (cumulative[ahead] < end)
+        counts = np.where(here, one.counts, 0).astype(np.float64)
+        most = counts.max(axis=1)
+        sizes.append(one.size)
+        hottest.append(float(most.max()))
+        squares.append(float(((counts**2).sum(axis=1) - most**2).max()))
+    return (
+        _between(samples, sizes, hottest, power=1),
+        _between(samples, sizes, squares, power=2),
+        _length(profile, samples),
+    )
+
+
+def _between(samples: float, sizes: list[int], values: list[float], power: int = 0) -> float:
+    """A value for so many samples from those for others: straight between their logarithms, growing with a power of
+    their number beyond the largest.
+    """
+    known = float(np.exp(np.interp(np.log(samples), np.log(sizes), np.log(np.maximum(values, 1e-300)))))
+    return known * max(samples / sizes[-1], 1.0) ** power

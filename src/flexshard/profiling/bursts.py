@@ -1,0 +1,107 @@
+"""How unevenly rows are read over time: the hottest rows of stretches of consecutive samples."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["MOST_WINDOWS", "TOP_ROWS", "Bursts", "Windows"]
+
+IntArray = npt.NDArray[np.int64]
+
+MOST_WINDOWS = 256
+TOP_ROWS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Stretches of so many consecutive samples of one file, evenly spaced over the data; n of them.
+
+    Attributes:
+        size: samples of each.
+        lengths: ids of each; shape (n,).
+        rows: the rows that each reads most, hottest first, -1 where it reads fewer; shape (n, TOP_ROWS).
+        counts: how often it reads them; shape (n, TOP_ROWS).
+        totals: how often all of the data read them; shape (n, TOP_ROWS).
+    """
+
+    size: int
+    lengths: IntArray
+    rows: IntArray
+    counts: IntArray
+    totals: IntArray
+
+    def thinned(self) -> Windows:
+        """Every second one, fourth one, and so on, until they are few enough."""
+        kept = self
+        while kept.lengths.size > MOST_WINDOWS:
+            kept = replace(kept, **{name: getattr(kept, name)[::2] for name in _ARRAYS})
+        return kept
+
+    def with_totals(self, counts: IntArray) -> Windows:
+        """With the counts of all rows, shape (E,), of the data."""
+        return replace(self, totals=np.where(self.rows >= 0, counts[self.rows], 0))
+
+
+_ARRAYS = ("lengths", "rows", "counts", "totals")
+
+
+@dataclass(frozen=True, eq=False)
+class Bursts:
+    """Windows of several sizes, ascending, as far as files are long enough for them."""
+
+    windows: tuple[Windows, ...]
+
+    def merged(self, other: Bursts, counts: IntArray) -> Bursts:
+        """Those of both data, whose rows are read so often in all; ``counts`` of shape (E,)."""
+        mine, theirs = ({one.size: one for one in bursts.windows} for bursts in (self, other))
+        both = []
+        for size in sorted(mine.keys() | theirs.keys()):
+            parts = [of[size] for of in (mine, theirs) if size in of]
+            joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
+            both.append(Windows(size, **joined).thinned().with_totals(counts))
+        return Bursts(tuple(both))
+
+    def encoded(self) -> list[list[Any]]:
+        """As JSON holds it."""
+        return [[one.size, one.lengths.size, _packed([getattr(one, name) for name in _ARRAYS])] for one in self.windows]
+
+    @classmethod
+    def decoded(cls, value: Any, num_rows: int) -> Bursts:
+        """What :meth:`encoded` gave.
+
+        Raises:
+            ValueError: it did not give that, or not for a table of so many rows.
+        """
+        windows = []
+        for size, number, packed in value:
+            if not (isinstance(size, int) and isinstance(number, int) and size > 0 and 0 < number <= MOST_WINDOWS):
+                raise ValueError("sizes and numbers of windows must be whole numbers above 0")
+            shapes = [(number,), *[(number, TOP_ROWS)] * 3]
+            one = Windows(size, *_unpacked(packed, shapes))
+            read = one.rows >= 0
+            if np.any(one.rows >= num_rows) or np.any((one.counts <= 0) & read) or np.any(one.totals < 0):
+                raise ValueError("rows outside the table, or counts below 1")
+            windows.append(one)
+        return cls(tuple(windows))
+
+
+def _packed(arrays: Sequence[IntArray]) -> str:
+    data = b"".join(np.ascontiguousarray(array, "<i8").tobytes() for array in arrays)
+    return base64.b64encode(zlib.compress(data, 9)).decode()
+
+
+def _unpacked(text: str, shapes: Sequence[tuple[int, ...]]) -> list[IntArray]:
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(base64.b64decode(text, validate=True), 8 * sum(sizes) + 1)
+    if len(data) != 8 * sum(sizes):
+        raise ValueError(f"{len(data)} bytes where {8 * sum(sizes)} belong")
+    parts = np.split(np.frombuffer(data, "<i8").astype(np.int64), np.cumsum(sizes)[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

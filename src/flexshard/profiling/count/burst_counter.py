@@ -1,0 +1,93 @@
+"""Finding the hottest rows of stretches of consecutive samples, while samples go by."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.profiling.bursts import MOST_WINDOWS, TOP_ROWS, Bursts, Windows
+
+__all__ = ["BurstCounter"]
+
+IntArray = npt.NDArray[np.int64]
+
+_SIZES = tuple(64 * 4**power for power in range(8))  # to a million samples
+_MOST_IDS = 1 << 22  # of a window; larger ones are not looked at
+
+
+class BurstCounter:
+    """Windows of samples in the order of their files; none crosses from one file to the next.
+
+    Of each size at most 512 are kept at a time, evenly spaced, so that long data cost little more than short ones.
+    """
+
+    def __init__(self) -> None:
+        self._of_size = [_OfSize(size) for size in _SIZES]
+        self._file: str | None = None
+
+    def add(self, file: str, rows: IntArray, lengths: IntArray | None) -> None:
+        """Rows that the next samples of a file read, and how many each; None where it is one."""
+        if file != self._file:
+            self._file = file
+            for one in self._of_size:
+                one.restart()
+        ends = np.arange(rows.size + 1) if lengths is None else np.concatenate([[0], np.cumsum(lengths)])
+        for one in self._of_size:
+            one.add(rows, ends)
+
+    def bursts(self, counts: IntArray) -> Bursts | None:
+        """What was found, in data that read each row so often (shape (E,)); None if no window was filled."""
+        found = [one.windows(counts) for one in self._of_size if one.number]
+        return Bursts(tuple(found)) if found else None
+
+
+class _OfSize:
+    """Windows of one size: of those that are a multiple of a stride, the hottest rows."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._stride = size, 1
+        self._index = self._at = 0  # the present window, and how many of its samples have come
+        self._pending: list[IntArray] = []
+        self._found: list[tuple[int, IntArray, IntArray]] = []
+        self._gave_up = False
+
+    @property
+    def number(self) -> int:
+        return 0 if self._gave_up else len(self._found)
+
+    def restart(self) -> None:
+        self._at, self._pending = 0, []
+
+    def add(self, rows: IntArray, ends: IntArray) -> None:
+        first, samples = 0, ends.size - 1
+        while first < samples and not self._gave_up:
+            skipped = -self._index % self._stride * self.size - self._at
+            if skipped > 0:
+                taken = min(skipped, samples - first)
+                whole, self._at = divmod(self._at + taken, self.size)
+                self._index += whole
+            else:
+                taken = min(self.size - self._at, samples - first)
+                self._pending.append(rows[ends[first] : ends[first + taken]])
+                self._at += taken
+                self._gave_up = sum(part.size for part in self._pending) > _MOST_IDS
+                if self._at == self.size and not self._gave_up:
+                    self._finish()
+            first += taken
+
+    def _finish(self) -> None:
+        ids = np.concatenate(self._pending)
+        self._index, self._at, self._pending = self._index + 1, 0, []
+        rows, counts = np.unique(ids, return_counts=True)
+        top = np.argsort(-counts, kind="stable")[:TOP_ROWS]
+        self._found.append((ids.size, rows[top], counts[top]))
+        if len(self._found) > 2 * MOST_WINDOWS:
+            self._found, self._stride = self._found[::2], 2 * self._stride
+
+    def windows(self, totals: IntArray) -> Windows:
+        rows = np.full((len(self._found), TOP_ROWS), -1, np.int64)
+        counts = np.zeros_like(rows)
+        for index, (_, hottest, often) in enumerate(self._found):
+            rows[index, : hottest.size], counts[index, : often.size] = hottest, often
+        lengths = np.array([length for length, _, _ in self._found], np.int64)
+        return Windows(self.size, lengths, rows, counts, counts).thinned().with_totals(totals)
