@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         batch_lengths as batch_lengths,
         fullest_bytes as fullest_bytes,
         lookup_bytes as lookup_bytes,
+        own_bytes as own_bytes,
     )
     from flexshard.costmodels.layout import (
         Layout as Layout,
@@ -82,7 +83,15 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
         "frames": ["Frame", "bundles", "expected_padding", "segment_bytes"],
-        "fullest_rank": ["BATCH_SHARES", "Loads", "ServedRows", "batch_lengths", "fullest_bytes", "lookup_bytes"],
+        "fullest_rank": [
+            "BATCH_SHARES",
+            "Loads",
+            "ServedRows",
+            "batch_lengths",
+            "fullest_bytes",
+            "lookup_bytes",
+            "own_bytes",
+        ],
         "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],

@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BATCH_SHARES", "Loads", "ServedRows", "batch_lengths", "fullest_bytes", "lookup_bytes"]
+__all__ = ["BATCH_SHARES", "Loads", "ServedRows", "batch_lengths", "fullest_bytes", "lookup_bytes", "own_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -24,15 +24,32 @@ IntArray = npt.NDArray[np.int64]
 # Of batches, by length: the longest ones finely, since they are the fullest.
 BATCH_SHARES: FloatArray = np.concatenate([np.arange(0.1, 0.95, 0.1), 1 - 10 ** -np.arange(1.0, 9.1, 0.125), [1.0]])
 _GRID, _RANKS = 1 << 13, 64
+# Of a lookup: its id, location, slot and indices; of a row that travels: its slot, as it came and as an index.
+_LOOKUP_INDEX_BYTES, _ROW_INDEX_BYTES = 40, 12
 
 
 def lookup_bytes(row_bytes: float, gradient_bytes: float) -> tuple[float, float]:
-    """The most that one lookup takes of the rank that asks and of the one that serves it, in forward or backward.
+    """Bytes per lookup of what the model gets, and per row that travels, of the rank that asks and of the one that
+    serves alike: the most of forward and backward. Ids and indices are in it as the executor has them.
 
-    In forward the one that asks has the rows as they came and as the model gets them; in backward these, their
-    gradients from the model and as they are sent. The one that serves has the rows that it sends, then their gradients.
+    In forward the one that asks has rows as they come and as the model gets them; in backward the latter, their
+    gradients from the model, and those that it sends (or before, the features' gradients put together). The one that
+    serves has the rows, then the gradients.
     """
-    return max(2 * row_bytes, row_bytes + 2 * gradient_bytes), max(row_bytes, gradient_bytes)
+    return row_bytes + gradient_bytes + _LOOKUP_INDEX_BYTES, max(row_bytes, gradient_bytes) + _ROW_INDEX_BYTES
+
+
+def own_bytes(
+    lookups: FloatArray, rows: FloatArray, gradient_bytes: FloatArray, per_lookup: FloatArray, per_row: FloatArray
+) -> FloatArray:
+    """What a rank's own lookups take beside as many rows that it serves as it asks for.
+
+    Args:
+        lookups, rows: of a batch, and how many rows travel for them; fewer where repeated ids are sent once.
+        gradient_bytes: of a lookup's gradient.
+        per_lookup, per_row: of :func:`lookup_bytes`.
+    """
+    return lookups * per_lookup + np.maximum(rows * per_row, lookups * gradient_bytes - rows * per_row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +95,16 @@ class Loads:
     """What the ranks look up and serve.
 
     Attributes:
-        asked_bytes, served_bytes: of one lookup; see :func:`lookup_bytes`; shape (T,).
-        lookups: R; shape (T,).
+        own_bytes: that a rank's own lookups are expected to take; shape (T,).
+        served_bytes: of a row that a rank serves; shape (T,).
         batch_lengths: lookups of a batch as a multiple of the expected, of the shortest batches to the longest: in the
             share of batches that ``BATCH_SHARES`` gives, at most so many; shape (T, Q).
         burst_length: most lookups of a rank's consecutive samples, as a multiple of the expected; shape (T,).
         served: by level.
     """
 
-    asked_bytes: FloatArray
+    own_bytes: FloatArray
     served_bytes: FloatArray
-    lookups: FloatArray
     batch_lengths: FloatArray
     burst_length: FloatArray
     served: Sequence[ServedRows]
@@ -143,7 +159,7 @@ def _moments(loads: Loads, world: int) -> tuple[FloatArray, FloatArray, FloatArr
     ranks, bytes_ = np.arange(world), loads.served_bytes
     variance, third, deviation = np.zeros(world), np.zeros(world), np.zeros(world)
     # Per lookup of a rank's own samples: a long sample weighs on its rank and on those that serve it; shape (T, U).
-    own = np.repeat((loads.asked_bytes * loads.lookups)[:, None], world, axis=1)
+    own = np.repeat(loads.own_bytes[:, None], world, axis=1)
     mean = np.zeros(world)
     weights = np.diff(BATCH_SHARES, prepend=0.0)
     spread = np.sqrt(np.maximum((loads.batch_lengths - 1) ** 2 @ weights, 0.0))
@@ -196,7 +212,7 @@ def _in_bursts(loads: Loads, world: int, quantile: float) -> float:
     all others besides.
     """
     bytes_ = loads.served_bytes
-    nbytes = float((loads.asked_bytes * loads.lookups) @ loads.burst_length)
+    nbytes = float(loads.own_bytes @ loads.burst_length)
     hottest, squares = 0.0, 0.0
     for level in loads.served:
         nbytes += float((bytes_ * level.reads) @ level.burst_length)

@@ -97,7 +97,7 @@ class Replay:
         static_memory_bytes: of a rank: rows, their replicas' gradients and buckets, optimizer state, and the
             translation of ids if the plan has it on the device.
         dynamic_memory_bytes: rows looked up and served; shape (steps, U).
-        fullest_memory_bytes: the most that these, their copies and gradients take at once; shape (steps, U).
+        fullest_memory_bytes: the most that these, their copies, gradients and ids take at once; shape (steps, U).
     """
 
     world_size: int
@@ -202,11 +202,13 @@ def together(plan: Plan, collections: Sequence[Sequence[str]] | None) -> list[li
 @dataclass(frozen=True)
 class _Counts:
     """Of one step and module: ``pairs[level]`` (U, g, K) rows of each class that each rank asks each local rank for;
-    ``touched[level]`` (U, K) distinct rows of gathered tiers that a rank's group touches.
+    ``touched[level]`` (U, K) distinct rows of gathered tiers that a rank's group touches; ``lookups`` (U, K) of each
+    rank's batch, repeated ones too.
     """
 
     pairs: list[IntArray]
     touched: list[IntArray]
+    lookups: IntArray
 
 
 class _Group:
@@ -227,7 +229,7 @@ class _Group:
 
     @property
     def lookup_bytes(self) -> tuple[IntArray, IntArray]:
-        """The most that a lookup takes of the rank that asks and of the one that serves; shape (K,) each."""
+        """Of a lookup, and of a row that travels; :func:`flexshard.costmodels.lookup_bytes` of each class."""
         both = np.array([lookup_bytes(one.widths.row_bytes, one.widths.gradient_bytes) for one in self.classes])
         return both[:, 0], both[:, 1]
 
@@ -245,6 +247,7 @@ class _Group:
         layout, classes = self.layout, len(self.classes)
         pairs = [np.zeros((classes, self.world * size), np.int64) for size in layout.group_sizes]
         touched = [np.zeros((classes, self.world), np.int64) for _ in layout.group_sizes]
+        looked_up = np.zeros((self.world, classes), np.int64)
         class_of = [number for number, one in enumerate(self.classes) for _ in one.tables]
         for index, table in enumerate(self.tables):
             number = class_of[index]
@@ -253,6 +256,7 @@ class _Group:
             lookups = step[table.name]
             _check(table, lookups, self.world)
             ids, ranks = lookups.ids, lookups.ranks
+            looked_up[:, number] += np.bincount(ranks, minlength=self.world)
             if table.index_dedup:
                 distinct = np.unique(ranks.astype(np.int64) * table.rows + ids)
                 ids, ranks = distinct % table.rows, distinct // table.rows
@@ -267,7 +271,7 @@ class _Group:
             np.moveaxis(flat.reshape(classes, self.world, size), 0, -1)
             for flat, size in zip(pairs, layout.group_sizes, strict=True)
         ]
-        return _Counts(shaped, [np.moveaxis(counts, 0, -1) for counts in touched])
+        return _Counts(shaped, [np.moveaxis(counts, 0, -1) for counts in touched], looked_up)
 
     def _count_chunk(
         self,
@@ -343,16 +347,18 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
         for collective in group.collectives:
             if collective.fixed_bytes is not None:
                 add(collective.kind, collective.group_size, collective.content, *[collective.fixed_bytes] * 2)
+        lookups = np.stack([step[index].lookups for step in counted])
+        model, travelling = lookups @ group.lookup_bytes[0], np.zeros(shape, np.int64)
         for level, size in enumerate(group.layout.group_sizes):
             pairs = np.stack([step[index].pairs[level] for step in counted])  # (steps, U, g, K)
             asked, answered = pairs.sum(axis=2), _transposed(pairs, size).sum(axis=2)
             served += answered.sum(axis=2)
             dynamic += asked @ group.row_bytes
-            fullest += asked @ group.lookup_bytes[0]
+            travelling += asked @ group.lookup_bytes[1]
             static += group.static_bytes(level)
             if size > 1:
                 dynamic += answered @ group.row_bytes
-                fullest += answered @ group.lookup_bytes[1]
+                travelling += answered @ group.lookup_bytes[1]
             for content in ("ids", "embeddings", "gradients") if size > 1 else ():
                 back = _transposed(pairs, size)
                 sent, received = (back, pairs) if content == "embeddings" else (pairs, back)
@@ -368,6 +374,8 @@ def _result(plan: Plan, groups: Sequence[_Group], counted: Sequence[Sequence[_Co
                 most = touched.reshape(steps, copies, size, -1).max(axis=1) @ np.array(collective.item_bytes)
                 gathered = np.tile(most, (1, copies)) * copies
                 add(collective.kind, size, collective.content, gathered, gathered)
+        together = lookups @ np.array([one.widths.gradient_bytes for one in group.classes])
+        fullest += model + np.maximum(travelling, together)
     return Replay(world, width, steps, tuple(traffic.values()), served, up, beyond, static, dynamic, fullest)
 
 

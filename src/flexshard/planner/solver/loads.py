@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import BATCH_SHARES, QUANTILE, Loads, ServedRows, batch_lengths, fullest_bytes, lookup_bytes
+from flexshard.costmodels import (
+    BATCH_SHARES,
+    QUANTILE,
+    Loads,
+    ServedRows,
+    batch_lengths,
+    fullest_bytes,
+    lookup_bytes,
+    own_bytes,
+)
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.profiling import AccessProfile, LengthMoments, splitmix64
 
@@ -34,16 +43,18 @@ def fullest_rank_bytes(instance: Instance, allocation: Allocation, *, in_order: 
 def loads_of(instance: Instance, allocation: Allocation) -> Loads:
     """Lookups of each table, by the level that serves them."""
     tables = instance.tables
-    asked, served = zip(*[lookup_bytes(w.row_bytes, w.gradient_bytes) for w in instance.widths], strict=True)
+    both = np.array([lookup_bytes(one.row_bytes, one.gradient_bytes) for one in instance.widths])
+    per_lookup, per_row = both[instance.table_kind].T
+    gradient_bytes = np.array([one.gradient_bytes for one in instance.widths])[instance.table_kind]
+    lookups = np.array([table.lookups(instance.batch_size) for table in tables])
     samples = [table.distinct_samples(instance.batch_size) for table in tables]
     reads, ends = instance.tier_reads(allocation), np.cumsum(allocation, axis=1)
     levels = np.flatnonzero((instance.group_sizes > 1) & allocation.any(axis=0)).tolist()
     hot_rows = int(np.clip(_HOT_ROWS // (len(tables) * max(len(levels), 1)), 16, 4096))
     of_counts = _Moments(instance)
     return Loads(
-        np.array(asked)[instance.table_kind].astype(np.float64),
-        np.array(served)[instance.table_kind].astype(np.float64),
-        reads.sum(axis=1),
+        own_bytes(lookups, reads.sum(axis=1), gradient_bytes, per_lookup, per_row),
+        per_row,
         np.stack(
             [_batch_lengths(table.profile.lengths, number) for table, number in zip(tables, samples, strict=True)]
         ),
