@@ -495,6 +495,11 @@ def test_replay_counts_what_a_plan_would_move(project: Path) -> None:
     assert found["steps"] == 5000 // (16 * 256)
     assert found["world_size"] == 16
     assert all(c["bytes"] > 0 for c in found["collectives"] if c["content"] == "embeddings")
+    assert found["steps_above_predicted"] <= 1
+    assert 0 < found["fullest_memory_p999_bytes"] <= found["peak_memory_bytes"] - found["static_memory_bytes"]
+    assert f"{found['steps_above_predicted']} of {found['steps']} exceed" in good(project, *replay, "items")
+    other = json.loads(good(project, *replay, "items", "--json", "--batch-size", "16"))
+    assert other["predicted_p999_bytes"] is None
     assert "no column 'x'" in bad(project, *replay, "x")
     assert "the plan has no table 'x'" in bad(project, *replay, "x=items")
     assert "none.parquet" in bad(project, *replay, "items", "--profile", "none.parquet")

@@ -11,11 +11,13 @@ from flexshard import executors, planner, profiling, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, PlanFile, app
 from flexshard.cli.terminal import emit, working
+from flexshard.costmodels import QUANTILE
 from flexshard.errors import JobError
 
 if TYPE_CHECKING:
     from rich.table import Table as Grid
 
+    from flexshard.costmodels import Cost
     from flexshard.executors import Replay
     from flexshard.planner import Plan, TablePlan
     from flexshard.profiling import AccessProfile
@@ -64,7 +66,9 @@ def replay_command(
             executors.split_by_rank(samples, world_size=loaded.cluster.world_size, batch_size=size),
             rankings,
         )
-    emit(_document(result), as_json=as_json, text=_grid(size, result))
+    # What the plan says holds for its own batch size.
+    said = loaded.predicted if size == loaded.settings.batch_size else None
+    emit(_document(result, said), as_json=as_json, text=_grid(size, result, said))
 
 
 def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _ranking_files(plan: Plan, folder: Path, given: list[str]) -> dict[str, Path
     return files
 
 
-def _document(result: Replay) -> dict[str, Any]:
+def _document(result: Replay, said: Cost | None) -> dict[str, Any]:
     return {
         "steps": result.steps,
         "world_size": result.world_size,
@@ -118,10 +122,20 @@ def _document(result: Replay) -> dict[str, Any]:
         "all_to_all_scale_out_bytes_by_rank": result.all_to_all_scale_out_bytes.mean(axis=0).tolist(),
         "static_memory_bytes": result.static_memory_bytes,
         "peak_memory_bytes": result.peak_memory_bytes,
+        "fullest_memory_p999_bytes": result.fullest_quantile(QUANTILE),
+        "predicted_p999_bytes": None if said is None else said.fullest_dynamic_bytes,
+        "steps_above_predicted": _above(result, said),
     }
 
 
-def _grid(batch_size: int, result: Replay) -> Grid:
+def _above(result: Replay, said: Cost | None) -> int | None:
+    """Steps whose fullest rank has more than the plan says it has in one of a thousand."""
+    if said is None or said.fullest_dynamic_bytes is None:
+        return None
+    return int((result.fullest_memory_bytes.max(axis=1) > said.fullest_dynamic_bytes).sum())
+
+
+def _grid(batch_size: int, result: Replay, said: Cost | None) -> Grid:
     title = (
         f"Replayed: {result.steps} steps of {batch_size:,} samples on each of {result.world_size:,}"
         " ranks, per rank and step"
@@ -144,6 +158,16 @@ def _grid(batch_size: int, result: Replay) -> Grid:
         f" between nodes: {units.format_bytes(float(nodes.max()))} out of the busiest node"
         f" ({nodes.max() / max(nodes.mean(), 1):.3f} of the mean).\n"
         f"Memory: {units.format_bytes(result.static_memory_bytes)} static, at most"
-        f" {units.format_bytes(result.peak_memory_bytes)} of the fullest rank in its fullest step."
+        f" {units.format_bytes(result.peak_memory_bytes)} of the fullest rank in its fullest step.\n"
+        "Beside static memory the fullest rank has at most"
+        f" {units.format_bytes(result.fullest_quantile(QUANTILE))} in {QUANTILE:.1%} of these steps"
     )
+    above = _above(result, said)
+    if said is not None and above is not None:
+        grid.caption += (
+            f"; the plan says {units.format_bytes(said.fullest_dynamic_bytes or 0.0)}, which {above:,} of"
+            f" {result.steps:,} exceed."
+        )
+    else:
+        grid.caption += "."
     return grid

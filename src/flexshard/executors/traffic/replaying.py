@@ -116,6 +116,10 @@ class Replay:
         """Of the fullest rank in its fullest step, with the buffers of backward."""
         return self.static_memory_bytes + float(self.fullest_memory_bytes.max(initial=0))
 
+    def fullest_quantile(self, share: float) -> float:
+        """Dynamic memory of the fullest rank in this share of the steps, at most."""
+        return float(np.quantile(self.fullest_memory_bytes.max(axis=1), share))
+
     def find(self, content: str, group_size: int) -> Traffic | None:
         """One collective."""
         return next((t for t in self.traffic if t.content == content and t.group_size == group_size), None)

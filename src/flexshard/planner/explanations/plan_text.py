@@ -163,6 +163,13 @@ def _proof(plan: Plan) -> list[Text]:
     if plan.settings.method == "optimal":
         saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
         lines.append(f"Memory: {worth_of_memory(plan, saved)}.")
+    if plan.predicted.fullest_dynamic_bytes is not None:
+        show, order = units.format_bytes, plan.settings.sample_order
+        samples = "samples shuffled" if order == "shuffled" else "samples in the order that was profiled"
+        lines.append(
+            f"Fullest rank: {show(plan.predicted.static_memory_bytes)} static, and in 99.9% of steps at most"
+            f" {show(plan.predicted.fullest_dynamic_bytes)} of rows, gradients and ids ({samples})."
+        )
     usable = plan.cluster.hbm_bytes - plan.cluster.reserve_bytes
     p999 = plan.predicted.dynamic_memory_p999_bytes
     peak = plan.predicted.static_memory_bytes + (plan.predicted.dynamic_memory_bytes if p999 is None else p999)

@@ -1,0 +1,119 @@
+"""Hottest rows of consecutive samples: counted, kept, added, read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flexshard import AccessProfile
+from flexshard.errors import ProfileError
+from flexshard.profiling.bursts import MOST_WINDOWS, TOP_ROWS
+from flexshard.profiling.count.burst_counter import BurstCounter
+from flexshard.profiling.moments import LENGTH_BINS, LengthMoments
+
+
+def stream(samples: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, 5, samples)
+    return random.zipf(1.3, int(lengths.sum())) % 300, lengths
+
+
+def test_windows_against_counting_each() -> None:
+    ids, lengths = stream(3_000)
+    profile = AccessProfile.from_ids(ids, lengths=lengths, num_rows=300)
+    assert profile.bursts is not None
+    ends, counts = np.concatenate([[0], np.cumsum(lengths)]), np.bincount(ids, minlength=300)
+    assert [(one.size, one.lengths.size) for one in profile.bursts.windows] == [(64, 46), (256, 11), (1024, 2)]
+    for one in profile.bursts.windows:
+        for window in range(one.lengths.size):
+            part = ids[ends[window * one.size] : ends[(window + 1) * one.size]]
+            often = np.bincount(part, minlength=300)
+            top = np.argsort(-often, kind="stable")[:TOP_ROWS]
+            top = top[often[top] > 0]
+            assert one.lengths[window] == part.size
+            assert one.rows[window, : top.size].tolist() == top.tolist()
+            assert one.counts[window, : top.size].tolist() == often[top].tolist()
+            assert one.totals[window, : top.size].tolist() == counts[top].tolist()
+            assert np.all(one.rows[window, top.size :] == -1)
+
+
+def test_batches_of_a_file_do_not_matter_and_files_do() -> None:
+    ids, lengths = stream(2_000)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+
+    def found(cuts: list[int], files: list[str]) -> list[list[object]]:
+        counter = BurstCounter()
+        for first, end, file in zip([0, *cuts], [*cuts, 2_000], files, strict=True):
+            counter.add(file, ids[ends[first] : ends[end]], lengths[first:end])
+        bursts = counter.bursts(np.bincount(ids, minlength=300))
+        assert bursts is not None
+        return bursts.encoded()
+
+    assert found([], ["a"]) == found([70, 71, 1_500], ["a"] * 4)
+    in_two = found([1_000], ["a", "b"])
+    assert [number for _, number, _ in in_two] == [30, 6]  # 15 and 3 of each, none across both
+
+
+def test_few_windows_of_long_data() -> None:
+    counter = BurstCounter()
+    counter.add("a", np.arange(64 * 2_000) // 64, None)
+    bursts = counter.bursts(np.full(2_000, 64))
+    assert bursts is not None
+    assert MOST_WINDOWS / 2 <= bursts.windows[0].lengths.size <= MOST_WINDOWS
+    assert set(np.diff(bursts.windows[0].rows[:, 0]).tolist()) == {8}  # evenly spaced
+
+
+def test_saved_loaded_and_added(tmp_path: Path) -> None:
+    ids, lengths = stream(2_000)
+    parts = []
+    for index, half in enumerate((slice(0, 1_000), slice(1_000, 2_000))):
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        own = pa.ListArray.from_arrays(
+            pa.array(ends[half.start : half.stop + 1] - ends[half.start], pa.int32()),
+            pa.array(ids[ends[half.start] : ends[half.stop]]),
+        )
+        pq.write_table(pa.table({"ids": own}), tmp_path / f"{index}.parquet")
+        parts.append(AccessProfile.from_parquet(tmp_path / f"{index}.parquet", column="ids", num_rows=300))
+    whole = AccessProfile.from_parquet(str(tmp_path / "*.parquet"), column="ids", num_rows=300)
+    whole.save(tmp_path / "whole.profile")
+    loaded = AccessProfile.load(tmp_path / "whole.profile")
+    assert whole.bursts is not None
+    assert loaded.bursts is not None
+    assert (parts[0] + parts[1]).bursts is not None
+    assert loaded.bursts.encoded() == whole.bursts.encoded() == (parts[0] + parts[1]).bursts.encoded()  # type: ignore[union-attr]
+    assert loaded.lengths == whole.lengths == LengthMoments.of(lengths)
+
+
+@pytest.mark.parametrize("field", ["bursts", "length_histogram"])
+def test_damaged_metadata_are_named(tmp_path: Path, field: str) -> None:
+    ids, lengths = stream(500)
+    AccessProfile.from_ids(ids, lengths=lengths, num_rows=300).save(tmp_path / "p")
+    table = pq.read_table(tmp_path / "p")
+    metadata = dict(table.schema.metadata)
+    key = next(key for key in metadata if field.encode() in key or field.encode() in metadata[key])
+    import json
+
+    value = json.loads(metadata[key])
+    damaged = [[64, 7, "AAAA"]] if field == "bursts" else [[1, 2, 3]]
+    metadata[key] = json.dumps(damaged if not isinstance(value, dict) else value | {field: damaged})
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "q")
+    with pytest.raises(ProfileError, match=rf"q: metadata field '{field}'"):
+        AccessProfile.load(tmp_path / "q")
+
+
+def test_lengths_in_bins() -> None:
+    random = np.random.default_rng(0)
+    lengths = (random.lognormal(3, 2, 5_000)).astype(np.int64)
+    parts = LengthMoments.of(lengths[:1_000]) + LengthMoments.of(lengths[1_000:])
+    assert parts == LengthMoments.of(lengths)
+    values = parts.values
+    assert values is not None
+    assert values[1].sum() == pytest.approx(1)
+    assert values[0] @ values[1] == pytest.approx(lengths.mean())
+    assert (values[0] ** 2 @ values[1]) == pytest.approx((lengths.astype(float) ** 2).mean(), rel=0.02)
+    assert np.all(np.diff(LENGTH_BINS) > 0)
+    assert LengthMoments.of(np.array([0, 1, 1])).histogram == LengthMoments(3, 2, 2, 1).histogram
