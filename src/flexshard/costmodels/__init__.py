@@ -50,7 +50,12 @@ if TYPE_CHECKING:
         Piece as Piece,
         rows_with_places as rows_with_places,
     )
-    from flexshard.costmodels.overlap import Overlap as Overlap, OverlapLike as OverlapLike, overlap_of as overlap_of
+    from flexshard.costmodels.overlap import (
+        Overlap as Overlap,
+        OverlapLike as OverlapLike,
+        hidden_share as hidden_share,
+        overlap_of as overlap_of,
+    )
     from flexshard.costmodels.placement import (
         column_wise_cost as column_wise_cost,
         placement_cost as placement_cost,
@@ -69,6 +74,16 @@ if TYPE_CHECKING:
         row_lines as row_lines,
     )
     from flexshard.costmodels.step import PhaseCurve as PhaseCurve, StepModel as StepModel
+    from flexshard.costmodels.step_time import (
+        PHASES as PHASES,
+        LocalRates as LocalRates,
+        Phase as Phase,
+        StepWork as StepWork,
+        link_of as link_of,
+        phase_of as phase_of,
+        step_phases as step_phases,
+        step_seconds as step_seconds,
+    )
     from flexshard.costmodels.tensor_train.cost import tensor_train_cost as tensor_train_cost
     from flexshard.costmodels.tensor_train.rates import (
         ShapeRates as ShapeRates,
@@ -93,7 +108,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "own_bytes",
         ],
         "layout": ["Layout", "Piece", "rows_with_places"],
-        "overlap": ["Overlap", "OverlapLike", "overlap_of"],
+        "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "replica_reduction": ["gathered_bytes", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
@@ -112,6 +127,16 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "priced",
             "step_collectives",
             "with_hottest",
+        ],
+        "step_time": [
+            "LocalRates",
+            "PHASES",
+            "Phase",
+            "StepWork",
+            "link_of",
+            "phase_of",
+            "step_phases",
+            "step_seconds",
         ],
         "tensor_train.cost": ["tensor_train_cost"],
         "tensor_train.rates": ["ShapeRates", "TTRates", "fit_rates"],

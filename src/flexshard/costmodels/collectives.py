@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flexshard.costmodels.cost import Collective, CollectiveKind
 from flexshard.costmodels.frames import bundles, expected_padding
 from flexshard.costmodels.layout import Layout
-from flexshard.costmodels.overlap import Overlap
+from flexshard.costmodels.overlap import Overlap, hidden_share
 from flexshard.tables import OPTIMIZERS
 from flexshard.topologies import Cluster, CollectiveRate
 
@@ -279,9 +279,6 @@ def collective(
     content: str,
     calls: int = 1,
 ) -> Collective:
-    """One collective of an iteration at a level's rate. Without a share of its own, as much of an all-gather is hidden
-    as of an all-reduce.
-    """
-    hidden = {} if overlap is None else overlap
-    share = hidden.get((kind, group_size), hidden.get(("all_reduce", group_size), 0.0) if kind == "all_gather" else 0.0)
+    """One collective of an iteration at a level's rate."""
+    share = hidden_share(overlap, kind, group_size, content)
     return Collective(kind, group_size, calls, nbytes, rate.alpha_seconds, rate.bytes_per_s, share, content)

@@ -84,6 +84,7 @@ class Cost:
         fullest_dynamic_bytes: dynamic memory, with the buffers of backward, that the fullest rank exceeds in one step
             of a thousand (:func:`flexshard.costmodels.fullest_bytes`); None where it was not asked for or is not known.
             Does not add.
+        look_up_seconds, update_seconds: of the rank that serves most; 0 where no rates are known.
     """
 
     static_memory_bytes: float = 0.0
@@ -94,6 +95,8 @@ class Cost:
     dynamic_memory_sigma_bytes: float | None = 0.0
     index_dedup_seconds: float = 0.0
     fullest_dynamic_bytes: float | None = None
+    look_up_seconds: float = 0.0
+    update_seconds: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         merged = {c.key: c for c in self.collectives}
@@ -109,6 +112,9 @@ class Cost:
             tuple(merged[key] for key in sorted(merged)),
             None if sigma is None or more is None else sigma + more,
             self.index_dedup_seconds + other.index_dedup_seconds,
+            None,
+            self.look_up_seconds + other.look_up_seconds,
+            self.update_seconds + other.update_seconds,
         )
 
     @property

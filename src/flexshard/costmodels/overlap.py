@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +11,22 @@ from flexshard.costmodels.cost import KINDS, CollectiveKind
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
-__all__ = ["Overlap", "OverlapLike", "overlap_of"]
+__all__ = ["Overlap", "OverlapLike", "hidden_share", "overlap_of"]
 
-Overlap = Mapping[tuple[CollectiveKind, int], float]
+# By kind and group size; or where the contents of these differ, by content as well.
+Overlap = Mapping[tuple[CollectiveKind, int], float] | Mapping[tuple[CollectiveKind, int, str], float]
 OverlapLike = str | Mapping[str, float] | None  # as people write it
+
+
+def hidden_share(overlap: Overlap | None, kind: CollectiveKind, group_size: int, content: str) -> float:
+    """Share of a collective's time that is hidden. Without one of its own, as much of an all-gather as of an
+    all-reduce.
+    """
+    hidden: Mapping[Any, float] = {} if overlap is None else overlap
+    own = hidden.get((kind, group_size, content), hidden.get((kind, group_size)))
+    if own is None:
+        return hidden_share(overlap, "all_reduce", group_size, content) if kind == "all_gather" else 0.0
+    return own
 
 
 def overlap_of(overlap: OverlapLike, cluster: Cluster) -> dict[tuple[CollectiveKind, int], float]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.costmodels.collectives import RowWidths, WireTable
-from flexshard.costmodels.overlap import Overlap
+from flexshard.costmodels.overlap import Overlap, hidden_share
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -53,17 +53,20 @@ class RowLines:
 
 def row_lines(table: PricedTable, cluster: Cluster, overlap: Overlap | None = None, *, id_bytes: int = 4) -> RowLines:
     """Lines of a table's rows on this cluster."""
-    hidden = {} if overlap is None else overlap
     sizes, world, widths = cluster.group_sizes, cluster.world_size, RowWidths.of_table(table)
     comm_fixed, comm_per_read = [], []
     for level in cluster.levels:
         fixed = per_read = 0.0
         if level.all_reduce is not None:
-            shown = 1.0 - hidden.get(("all_reduce", level.group_size), 0.0)
+            shown = 1.0 - hidden_share(overlap, "all_reduce", level.group_size, "replicas")
             fixed = shown * widths.sum_bytes / (level.group_size * level.all_reduce.bytes_per_s)
         if level.all_to_all is not None:
-            shown = 1.0 - hidden.get(("all_to_all", level.group_size), 0.0)
-            per_read = shown * widths.moved_bytes(id_bytes) / level.all_to_all.bytes_per_s
+            carried = (("ids", id_bytes), ("embeddings", widths.row_bytes), ("gradients", widths.gradient_bytes))
+            shown_bytes = sum(
+                (1.0 - hidden_share(overlap, "all_to_all", level.group_size, content)) * nbytes
+                for content, nbytes in carried
+            )
+            per_read = shown_bytes / level.all_to_all.bytes_per_s
         comm_fixed.append(fixed / table.row_bytes)
         comm_per_read.append(per_read / table.row_bytes)
     kappa = [table.kappa_sharded if g == world else table.kappa_replicated for g in sizes]

@@ -12,6 +12,8 @@ from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.published import solve_published
+from flexshard.planner.solver.solution import Solution
+from flexshard.planner.solver.step_search import solve_step
 
 __all__ = ["METHODS", "Method", "Optimal", "Placement", "Published"]
 
@@ -22,11 +24,12 @@ class Placement:
 
     Attributes:
         allocation: rows per table and tier.
-        lower_bound_seconds: no placement within the budget is faster.
+        lower_bound_seconds: no placement within the budget is faster; of a step without its dense work.
         price: seconds that one more byte of budget saves; 0 where the budget does not bind.
         next_gib_seconds: of the best placement with one GiB more; None if the method does not say.
         alternatives: next best choices of each table; empty if the method does not say.
-        instance: the problem as arrays, with the tables that are deduplicated.
+        instance: the problem as arrays, with the tables that are deduplicated; of a shortest step, under the weights of
+            links with which it was found.
     """
 
     allocation: Allocation
@@ -56,14 +59,14 @@ class Method(Named):
 
 
 class Optimal(Method):
-    """Least exposed communication (docs/model.md)."""
+    """Least exposed communication, or the shortest step (docs/model.md)."""
 
     name = "optimal"
 
     def place(self, variants: Variants, limit_bytes: float, tiers: int) -> Placement:
         """See :meth:`Variants.solve`; what a GiB more would save, and what else each table could have."""
-        instance, best = variants.solve(limit_bytes, tiers)
-        _, more = variants.solve(limit_bytes + units.GIB, tiers, start_price=best.price or None)
+        instance, best = _best(variants, limit_bytes, tiers, None)
+        _, more = _best(variants, limit_bytes + units.GIB, tiers, best.price or None)
         return Placement(
             best.allocation,
             best.lower_bound_seconds,
@@ -72,6 +75,12 @@ class Optimal(Method):
             tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers)),
             instance,
         )
+
+
+def _best(variants: Variants, limit: float, tiers: int, start_price: float | None) -> tuple[Instance, Solution]:
+    if variants.problem.objective == "step":
+        return solve_step(variants, limit, tiers)
+    return variants.solve(limit, tiers, start_price=start_price)
 
 
 class Published(Method):
@@ -83,7 +92,10 @@ class Published(Method):
     def place(self, variants: Variants, limit_bytes: float, tiers: int) -> Placement:
         """See :func:`solve_published`; ids are deduplicated only if the problem says so."""
         instance = variants.fixed
-        best = solve_instance(instance, limit_bytes, tiers)
+        if variants.problem.objective == "step":
+            _, best = solve_step(variants, limit_bytes, tiers)
+        else:
+            best = solve_instance(instance, limit_bytes, tiers)
         allocation = solve_published(instance, limit_bytes, tiers)
         none = ((),) * len(instance.tables)
         return Placement(allocation, best.lower_bound_seconds, best.price, None, none, instance)

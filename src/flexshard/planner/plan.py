@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
-from flexshard.costmodels import Cost
+from flexshard.costmodels import Cost, Phase, StepWork, step_phases
 from flexshard.errors import PlanError
 from flexshard.tables import DATA_TYPES
 from flexshard.topologies import Cluster
@@ -34,6 +34,8 @@ class Settings:
         index_dedup_seconds_per_id: what finding distinct ids was taken to need, per lookup.
         memory: what the budget bounds: "mean" or "p99.9".
         sample_order: order in which training was taken to read samples: "file" or "shuffled".
+        objective: what is least: "communication" or "step".
+        dense_seconds: of a step besides its embeddings; None where it is not known.
     """
 
     batch_size: int
@@ -48,6 +50,8 @@ class Settings:
     index_dedup_seconds_per_id: float = 1e-9
     memory: str = "mean"
     sample_order: str = "file"
+    objective: str = "communication"
+    dense_seconds: float | None = None
 
 
 @renamed_parameters(first_rank="first_position")
@@ -162,9 +166,10 @@ class Plan:
         predicted: the plan's six metrics per rank and iteration.
         baselines: those of "row_wise", "data_parallel", "paper_2_tier" and "paper_3_tier", of those that ``compare``
             added, and of the same job "without_deduplication" where some table is deduplicated.
-        lower_bound_seconds: no plan within the budget has less exposed communication.
+        lower_bound_seconds: no plan within the budget has less exposed communication, or a shorter step, whichever the
+            objective is.
         memory_price_seconds_per_gib: exposed time that one more GiB would save at the margin.
-        next_gib_seconds: exposed time of the best plan with one GiB more; None for method "paper".
+        next_gib_seconds: the same of the best plan with one GiB more; None for method "paper".
         job_digest: SHA-256 of the tables, profiles, cluster and settings that the plan was made from.
     """
 
@@ -189,6 +194,21 @@ class Plan:
             shown = ", ".join(known[:20]) + (f", ... ({len(known)} in all)" if len(known) > 20 else "")
             raise PlanError(f"the plan has no table {name!r}; it has {shown}")
         return self.tables[name]
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What a step is predicted to do, one after the other."""
+        return self.phases_of(self.predicted)
+
+    def phases_of(self, cost: Cost) -> tuple[Phase, ...]:
+        """The same of another placement of these tables, such as a baseline."""
+        return step_phases(cost, self.cluster.world_size, StepWork(self.settings.dense_seconds or 0.0))
+
+    def objective_seconds(self, cost: Cost) -> float:
+        """What was to be least, of the plan or a baseline: exposed communication, or a whole step."""
+        if self.settings.objective == "communication":
+            return cost.exposed_seconds
+        return sum(phase.seconds for phase in self.phases_of(cost))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -17,6 +17,14 @@ FORMAT = DocumentFormat("flexshard.plan", 2, "a plan", "plans", PlanError, "plan
 # Attributes that files have under another name.
 FIELDS = {"first_position": "first_rank"}
 
+# Of costs, with what they are where a file does not say.
+_CAME_LATER: dict[str, Any] = {
+    "index_dedup_seconds": 0.0,
+    "fullest_dynamic_bytes": None,
+    "look_up_seconds": 0.0,
+    "update_seconds": 0.0,
+}
+
 Body = dict[str, Any]
 
 
@@ -53,8 +61,10 @@ def _body(plan: Plan) -> Body:
             index_dedup_seconds_per_id=1e-9,
             memory="mean",
             sample_order="file",
+            objective="communication",
+            dense_seconds=None,
         ),
-        "cluster": asdict(plan.cluster),
+        "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None),
         "predicted": cost_document(plan.predicted),
         "lower_bound_seconds": plan.lower_bound_seconds,
         "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,
@@ -81,7 +91,7 @@ def _without(document: Body, **usual: Any) -> Body:
 def cost_document(cost: Cost) -> Body:
     """A cost's fields, and the seconds that follow from them for whoever reads the file without FlexShard."""
     calls = [_without(one, content="", excess_bytes=0.0) for one in asdict(cost)["collectives"]]
-    return _without(asdict(cost), index_dedup_seconds=0.0, fullest_dynamic_bytes=None) | {
+    return _without(asdict(cost), **_CAME_LATER) | {
         "collectives": calls,
         "dynamic_memory_p999_bytes": cost.dynamic_memory_p999_bytes,
         "dynamic_comm_seconds": cost.dynamic_comm_seconds,
@@ -119,5 +129,4 @@ def _table(body: Body) -> Body:
 
 def _cost(body: Body) -> Body:
     """Without the seconds that follow."""
-    came_later = {"index_dedup_seconds": 0.0, "fullest_dynamic_bytes": None}
-    return {field.name: (came_later | body)[field.name] for field in fields(Cost)}
+    return {field.name: (_CAME_LATER | body)[field.name] for field in fields(Cost)}

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, cast
 import numpy as np
 
 from flexshard._internal import check_finite, check_int, first_repeated
-from flexshard.costmodels import Overlap, OverlapLike, overlap_of
+from flexshard.costmodels import CollectiveKind, LocalRates, OverlapLike, StepWork, overlap_of
 from flexshard.errors import JobError
 from flexshard.planner.budget import Budget, BudgetLike, parse_budget
 from flexshard.planner.methods import METHODS, Method
@@ -42,6 +42,8 @@ class ProblemOptions(FrontierOptions, total=False):
     reduction: str | Reduction
     memory: Literal["mean", "p99.9"]
     sample_order: Literal["file", "shuffled"]
+    objective: Literal["communication", "step"] | None
+    step: StepWork | None
 
 
 @dataclass(frozen=True, init=False)
@@ -72,6 +74,9 @@ class Problem:
             "neutral" is then what row-wise needs so. The proof holds for the mean, which is less.
         sample_order: in which training reads samples, for that quantile: "file", as the profiles were counted, so that
             rows that are hot for a while weigh on the rank that holds them; or "shuffled".
+        objective: what is least: "step" (a whole step, in each phase of which links work at once; the default where
+            ``step`` is given) or "communication" (all collectives one after the other, the default otherwise).
+        step: what else a step does; None where it is not known.
 
     Raises:
         JobError: an option that cannot be used, no tables, or two of one name.
@@ -90,6 +95,8 @@ class Problem:
     translation: Translation
     memory: Literal["mean", "p99.9"]
     sample_order: Literal["file", "shuffled"]
+    objective: Literal["communication", "step"]
+    step: StepWork | None
 
     def __init__(
         self,
@@ -106,6 +113,8 @@ class Problem:
         index_dedup_seconds_per_id: float = 1e-9,
         memory: Literal["mean", "p99.9"] = "mean",
         sample_order: Literal["file", "shuffled"] = "file",
+        objective: Literal["communication", "step"] | None = None,
+        step: StepWork | None = None,
     ) -> None:
         chosen = parse(method, METHODS, Method, "method")
         values: dict[str, Any] = {
@@ -118,7 +127,14 @@ class Problem:
             "overlap": overlap,
             "memory": _one_of(memory, ("mean", "p99.9"), "memory"),
             "sample_order": _one_of(sample_order, ("file", "shuffled"), "sample_order"),
+            "step": step,
         }
+        if step is not None and not isinstance(step, StepWork):
+            raise JobError(f"step must be a StepWork, found {step!r}; StepWork(dense_seconds=...) makes one")
+        chosen_by = ("step" if step is not None else "communication") if objective is None else objective
+        values["objective"] = _one_of(chosen_by, ("communication", "step"), "objective")
+        if chosen_by == "communication" and step is not None:
+            raise JobError("step decides nothing where the objective is 'communication'; leave one of them out")
         if not isinstance(cluster, Cluster):
             raise JobError(f"cluster must be a Cluster, found {cluster!r}; Cluster.preset and Cluster.load make one")
         if not isinstance(index_dedup, (bool, np.bool_)) and index_dedup != "auto":
@@ -179,9 +195,19 @@ class Problem:
         return cls(tables, cast("Cluster", cluster), **given)
 
     @cached_property
-    def hidden(self) -> Overlap:
+    def hidden(self) -> Mapping[tuple[CollectiveKind, int], float]:
         """Share of each collective's time that other work hides, by (kind, group size)."""
         return overlap_of(self.overlap, self.cluster)
+
+    @property
+    def rates(self) -> LocalRates | None:
+        """Of lookups and updates, where they count: as given, or as the cluster's memory has them."""
+        if self.objective == "communication":
+            return None
+        if self.step is not None and self.step.rates is not None:
+            return self.step.rates
+        bandwidth = self.cluster.hbm_bytes_per_s
+        return None if bandwidth is None else LocalRates.of_bandwidth(bandwidth)
 
     @property
     def is_deduplicated(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard.costmodels import Cost
+from flexshard.costmodels import Cost, StepWork, step_seconds
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.assembly import closed_form_baselines, table_plans, with_fullest_rank
 from flexshard.planner.digest import job_digest
@@ -37,7 +37,7 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         cluster: to train on, with tables.
         options: ``batch_size``, and ``budget="neutral"``, ``tiers=3``, ``method="optimal"``, ``overlap=None``,
             ``index_dedup="auto"``, ``reduction="dense"``, ``translation="loader"``, ``memory="mean"``,
-            ``sample_order="file"``: see :class:`Problem`.
+            ``sample_order="file"``, ``objective``, ``step``: see :class:`Problem`.
 
     Raises:
         JobError: an argument that cannot be used.
@@ -58,9 +58,11 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         predicted=decision.predicted,
         baselines=baselines,
         # Two orders of one sum may differ in the last bit; a bound above the cost would read as a contradiction.
-        lower_bound_seconds=min(placement.lower_bound_seconds, decision.predicted.exposed_seconds),
+        lower_bound_seconds=min(placement.lower_bound_seconds + decision.dense_seconds, decision.seconds),
         memory_price_seconds_per_gib=placement.price * units.GIB,
-        next_gib_seconds=placement.next_gib_seconds,
+        next_gib_seconds=(
+            None if placement.next_gib_seconds is None else placement.next_gib_seconds + decision.dense_seconds
+        ),
         job_digest=job_digest(decision.variants.plain, settings),
     )
 
@@ -117,6 +119,18 @@ class Decision:
     sparse: npt.NDArray[np.bool_]
     predicted: Cost
 
+    @property
+    def dense_seconds(self) -> float:
+        """Dense work of a step, where steps are planned."""
+        return 0.0 if self.problem.step is None else self.problem.step.dense_seconds
+
+    @property
+    def seconds(self) -> float:
+        """What the problem's objective is of the placement."""
+        if self.problem.objective == "communication":
+            return self.predicted.exposed_seconds
+        return step_seconds(self.predicted, self.problem.cluster.world_size, StepWork(self.dense_seconds))
+
     def table_plans(self) -> dict[str, TablePlan]:
         """Tiers of every table."""
         return table_plans(self.placement.instance, self.placement.allocation, self.sparse, self.placement.alternatives)
@@ -142,6 +156,8 @@ class Decision:
             index_dedup_seconds_per_id=problem.index_dedup_seconds_per_id,
             memory=problem.memory,
             sample_order=problem.sample_order,
+            objective=problem.objective,
+            dense_seconds=None if problem.step is None else problem.step.dense_seconds,
         )
 
 
@@ -154,10 +170,11 @@ def decide(problem: Problem) -> Decision:
     variants = Variants(problem)
     limit = limit_of(problem, variants.plain)
     placement, mean = _within(problem, variants, limit)
-    sparse = problem.reduction.sparse_tiers(placement.instance, placement.allocation)
+    instance = variants.of(placement.instance.deduplicated)
+    sparse = problem.reduction.sparse_tiers(instance, placement.allocation)
     predicted = with_fullest_rank(
-        cost_with_reductions(placement.instance, placement.allocation, sparse),
-        placement.instance,
+        cost_with_reductions(instance, placement.allocation, sparse),
+        instance,
         placement.allocation,
         in_order=problem.sample_order == "file",
     )
@@ -179,7 +196,7 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
         above = bounded_memory(problem, placement.instance, placement.allocation)
         mean = placement.instance.memory_bytes(placement.allocation)
         if above <= memory_limit(limit):
-            found.append((placement.instance.exposed_seconds(placement.allocation), within, placement))
+            found.append((_seconds(problem, variants, placement), within, placement))
         else:
             most = min(most, within)
         moved = limit - (above - mean)
@@ -209,6 +226,14 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
         )
     _, within, best = min(found, key=lambda one: one[0])
     return replace(best, lower_bound_seconds=min(bound, best.lower_bound_seconds)), within
+
+
+def _seconds(problem: Problem, variants: Variants, placement: Placement) -> float:
+    """What the problem's objective is, dense work aside."""
+    if problem.objective == "communication":
+        return placement.instance.exposed_seconds(placement.allocation)
+    cost = variants.of(placement.instance.deduplicated).cost(placement.allocation)
+    return step_seconds(cost, problem.cluster.world_size, StepWork(0.0))
 
 
 def _beside(placed: Mapping[str, TablePlan], undeduplicated: Mapping[str, TablePlan]) -> dict[str, TablePlan]:

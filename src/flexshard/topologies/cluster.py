@@ -83,6 +83,7 @@ class Cluster:
         hbm_bytes: memory of one rank.
         reserve_bytes: the part of it that embeddings must leave to everything else.
         levels: innermost first; group sizes 1, ..., U, each dividing the next, W among them.
+        hbm_bytes_per_s: bandwidth of a rank's memory; None where it is not known.
 
     Raises:
         ClusterError: the fields contradict each other; the message names the level.
@@ -94,6 +95,7 @@ class Cluster:
     hbm_bytes: float
     reserve_bytes: float
     levels: tuple[Level, ...]
+    hbm_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
@@ -101,6 +103,9 @@ class Cluster:
             object.__setattr__(self, name, check_int(getattr(self, name), name, ClusterError, least=0))
         for name in ("hbm_bytes", "reserve_bytes"):
             object.__setattr__(self, name, check_finite(getattr(self, name), name, ClusterError))
+        if self.hbm_bytes_per_s is not None:
+            bandwidth = check_finite(self.hbm_bytes_per_s, "hbm_bytes_per_s", ClusterError)
+            object.__setattr__(self, "hbm_bytes_per_s", bandwidth)
         problem = problem_of(self)
         if problem is not None:
             raise ClusterError(f"cluster {self.name!r}: {problem[1]}")
@@ -171,6 +176,8 @@ def problem_of(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
         return ("ranks_per_node",), f"ranks_per_node must be at least 1, found {cluster.ranks_per_node}"
     if cluster.hbm_bytes <= 0:
         return ("memory",), f"memory must be above 0 bytes, found {cluster.hbm_bytes}"
+    if cluster.hbm_bytes_per_s is not None and cluster.hbm_bytes_per_s <= 0:
+        return ("memory_bandwidth",), f"memory_bandwidth must be above 0 B/s, found {cluster.hbm_bytes_per_s}"
     if not 0 <= cluster.reserve_bytes < cluster.hbm_bytes:
         return ("reserve",), f"reserve must be at least 0 and below memory, found {cluster.reserve_bytes:.0f} bytes"
     return _level_problem(cluster)

@@ -73,6 +73,7 @@ class ClusterSpec(StrictModel):
     ranks_per_node: int
     memory: Bytes
     reserve: Bytes
+    memory_bandwidth: Bandwidth | None = None
     levels: list[LevelSpec]
 
 
@@ -82,11 +83,11 @@ def load_cluster(path: PathLike) -> Cluster:
     fields = (spec.name, spec.nodes, spec.ranks_per_node, spec.memory, spec.reserve)
     levels = tuple(_level(path, tree, index, level) for index, level in enumerate(spec.levels))
     try:
-        return Cluster(*fields, levels)
+        return Cluster(*fields, levels, spec.memory_bandwidth)
     except ClusterError:
         # Check again without the constructor, to know which field to point at.
         draft = object.__new__(Cluster)
-        for field, value in zip(Cluster.__dataclass_fields__, (*fields, levels), strict=True):
+        for field, value in zip(Cluster.__dataclass_fields__, (*fields, levels, spec.memory_bandwidth), strict=True):
             object.__setattr__(draft, field, value)
         problem = problem_of(draft)
         assert problem is not None
@@ -118,6 +119,7 @@ def _body(cluster: Cluster) -> dict[str, Any]:
         "ranks_per_node": cluster.ranks_per_node,
         "memory": f"{cluster.hbm_bytes!r} B",
         "reserve": f"{cluster.reserve_bytes!r} B",
+        **({} if cluster.hbm_bytes_per_s is None else {"memory_bandwidth": f"{cluster.hbm_bytes_per_s!r} B/s"}),
         "levels": [
             {"group_size": level.group_size}
             | {

@@ -50,6 +50,7 @@ class HardwareSpec(StrictModel):
 
     gpus_per_node: Figure
     memory: Figure
+    memory_bandwidth: Figure | None = None
     scale_up_bandwidth: Figure
     domain_nodes: Figure | None = None
     domain_bandwidth: Figure | None = None
@@ -139,6 +140,11 @@ class Preset:
             hbm_bytes=units.parse_bytes(str(self.spec.hardware.memory.value)),
             reserve_bytes=units.parse_bytes(str(self.spec.reserve.value)),
             levels=levels,
+            hbm_bytes_per_s=(
+                None
+                if self.spec.hardware.memory_bandwidth is None
+                else units.parse_bandwidth(str(self.spec.hardware.memory_bandwidth.value))
+            ),
         )
 
     def _level(self, hardware: Hardware, size: int) -> Level:

@@ -71,6 +71,10 @@ def plan_compression(
     problem = Problem.of(tables, cluster, how)
     if problem.method != Optimal.name:
         raise JobError(f"tables are compressed with method 'optimal', the job has {problem.method.name!r}")
+    if problem.objective != "communication":
+        raise JobError(
+            f"tables are compressed for the least communication, the job's objective is {problem.objective!r}"
+        )
     if problem.memory != "mean":
         raise JobError(f"tables are compressed within a budget of the mean memory, the job bounds {problem.memory!r}")
     if problem.index_dedup == "auto":

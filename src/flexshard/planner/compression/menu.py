@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard.costmodels import TTRates, TTReads, tensor_train_cost
+from flexshard.costmodels import TTRates, TTReads, hidden_share, tensor_train_cost
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.compression.decision import TTOption
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
@@ -116,7 +116,7 @@ def choice_problem(
     reads_of = instance.total_reads
     lookups = [rates.dense_seconds(float(n), t.dim) for n, t in zip(reads_of, instance.tables, strict=True)]
     all_reduce = instance.cluster.level(1).all_reduce
-    hidden = instance.overlap.get(("all_reduce", 1), 0.0)
+    hidden = hidden_share(instance.overlap, "all_reduce", 1, "replicas")
     return ChoiceProblem(
         instance,
         Options(np.array(of, np.int64), *(np.array(v, np.float64) for v in (memory, compute, comm, loss))),

@@ -153,12 +153,13 @@ def _cells(cost: Cost, row_wise: Cost) -> list[str]:
 
 
 def _proof(plan: Plan) -> list[Text]:
-    cost = plan.predicted.exposed_seconds
+    cost = plan.objective_seconds(plan.predicted)
     gap = (cost - plan.lower_bound_seconds) / cost if cost else 0.0
-    proof = (
-        f"Proof: no plan within the budget has less than {_exact(plan.lower_bound_seconds)} of exposed communication;"
-        f" this one has {_exact(cost)} (relative gap {gap:.2g})."
-    )
+    if plan.settings.objective == "step":
+        least = f"a step of less than {_exact(plan.lower_bound_seconds)}"
+    else:
+        least = f"less than {_exact(plan.lower_bound_seconds)} of exposed communication"
+    proof = f"Proof: no plan within the budget has {least}; this one has {_exact(cost)} (relative gap {gap:.2g})."
     lines = [proof]
     if plan.settings.method == "optimal":
         saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
@@ -183,7 +184,7 @@ def _proof(plan: Plan) -> list[Text]:
 
 def worth_of_memory(plan: Plan, saved_by_a_gib: float) -> str:
     """What more memory would save, in words."""
-    if saved_by_a_gib <= 1e-9 * plan.predicted.exposed_seconds:
+    if saved_by_a_gib <= 1e-9 * plan.objective_seconds(plan.predicted):
         return "one more GiB per rank would save nothing"
     price = plan.memory_price_seconds_per_gib
     margin = f"at the margin {units.format_seconds(price)} per GiB" if price else "a little more would save nothing"

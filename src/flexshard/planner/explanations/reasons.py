@@ -91,7 +91,7 @@ def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation:
         raise PlanError(f"which of the plan's {len(plan.tables)} tables? name one")
     table = plan.table(next(iter(plan.tables)) if name is None else name)
     boundaries = _boundaries(plan, table)
-    saved = None if plan.next_gib_seconds is None else plan.predicted.exposed_seconds - plan.next_gib_seconds
+    saved = None if plan.next_gib_seconds is None else plan.objective_seconds(plan.predicted) - plan.next_gib_seconds
     text = "\n".join([table_heading(table), "", *_tier_lines(plan, table, boundaries), "", *_rest(plan, table, saved)])
     return TableExplanation(table, boundaries, plan.memory_price_seconds_per_gib, saved, text)
 

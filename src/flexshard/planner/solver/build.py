@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Overlap, RowWidths, idle_seconds, kind_of, row_lines
+from flexshard.costmodels import LocalRates, Overlap, RowWidths, idle_seconds, kind_of, row_lines
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.translations import Translation
 from flexshard.tables import Table
@@ -37,14 +37,21 @@ class ToPlan(Protocol):
     def index_dedup(self) -> bool | str: ...  # noqa: D102 - as a Problem has it
     @property
     def index_dedup_seconds_per_id(self) -> float: ...  # noqa: D102 - as a Problem has it
+    @property
+    def rates(self) -> LocalRates | None: ...  # noqa: D102 - as a Problem has them, where they count
+    @property
+    def objective(self) -> str: ...  # noqa: D102 - as a Problem has it
 
 
-def build_instance(problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None = None) -> Instance:
+def build_instance(
+    problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None = None, order: IntArray | None = None
+) -> Instance:
     """Arrays of a planning problem.
 
     Args:
         problem: what to plan.
         deduplicated: tables whose ids are sent once per batch, shape (T,); none by default.
+        order: of the cluster's levels; by their time per read by default.
     """
     tables, cluster, batch_size = problem.tables, problem.cluster, problem.batch_size
     hidden, translation, world_size = problem.hidden, problem.translation, cluster.world_size
@@ -54,7 +61,7 @@ def build_instance(problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None =
     sizes = np.array(cluster.group_sizes, np.int64)
     # Data-parallel reads nothing from others, so it leads even where an overlap hides all of another's traffic.
     per_read = row_lines(tables[0], cluster, hidden, id_bytes=id_bytes).comm_per_read
-    order = np.lexsort((sizes, per_read, sizes > 1))
+    order = np.lexsort((sizes, per_read, sizes > 1)) if order is None else order
     # Row-wise rows are dealt by id where they come last: then only the others need places.
     by_id = bool(sizes[order[-1]] == world_size)
     members: dict[tuple[Any, ...], int] = {}
@@ -67,6 +74,9 @@ def build_instance(problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None =
             first.append(table)
         table_class.append(members[key])
     lines = [row_lines(table, cluster, hidden, id_bytes=id_bytes) for table in first]
+    # All rows with copies are updated, whichever were read.
+    sweep = 0.0 if problem.rates is None else problem.rates.sweep
+    swept = np.where(sizes < world_size, sweep / sizes, 0.0)
     places = [translation.place_bytes(table.rows) / table.row_bytes if by_id else 0.0 for table in first]
     fixed = [line.memory_fixed + place * (sizes < world_size) for line, place in zip(lines, places, strict=True)]
     kinds = {kind: index for index, kind in enumerate(dict.fromkeys(kind_of(table) for table in tables))}
@@ -83,7 +93,7 @@ def build_instance(problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None =
         sizes[order],
         np.stack(fixed)[:, order],
         lines[0].memory_per_read[order],
-        np.stack([line.comm_fixed for line in lines])[:, order],
+        np.stack([line.comm_fixed + swept for line in lines])[:, order],
         np.stack([line.comm_per_read for line in lines])[:, order],
         np.array([idle_seconds(cluster, [size], shared, hidden) - always for size in sizes[order].tolist()]),
         always,
@@ -95,6 +105,7 @@ def build_instance(problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None =
         np.array([table.rows for table in tables], np.int64),
         *_concatenated(tables, batch_size, once),
         np.array([translation.held_bytes(table.rows, dealt_by_id=by_id) for table in tables], np.float64),
+        problem.rates,
     )
 
 

@@ -38,19 +38,21 @@ class Variants:
 
     Attributes:
         problem: what to plan.
+        order: of the cluster's levels; by their time per read by default.
     """
 
     problem: ToPlan
+    order: IntArray | None = None
 
     @cached_property
     def plain(self) -> Instance:
         """Every lookup sent: what "neutral" means, and what the published algorithm plans."""
-        return build_instance(self.problem)
+        return build_instance(self.problem, None, self.order)
 
     @cached_property
     def once(self) -> Instance:
         """Every table's distinct ids."""
-        return build_instance(self.problem, np.ones(len(self.problem.tables), np.bool_))
+        return build_instance(self.problem, np.ones(len(self.problem.tables), np.bool_), self.order)
 
     @property
     def are_chosen(self) -> bool:
@@ -132,7 +134,8 @@ class Variants:
             (seconds, memory), (less_seconds, less_memory) = (
                 instance.per_table(*allocate(instance, levels, price)) for instance in (self.plain, self.once)
             )
-            less_seconds = less_seconds + self.once.once_seconds
+            # Rows that are not sent are not looked up either.
+            less_seconds = less_seconds + self.once.once_seconds + self.once.local_seconds - self.plain.local_seconds
             better = less_seconds + price * less_memory < seconds + price * memory
             held = self.plain.held_bytes
             return (

@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import Collective, Cost, Overlap, RowWidths, collectives_between, priced, with_hottest
+from flexshard.costmodels import (
+    Collective,
+    Cost,
+    LocalRates,
+    Overlap,
+    RowWidths,
+    collectives_between,
+    priced,
+    with_hottest,
+)
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -58,6 +67,7 @@ class Instance:
             deduplicated tables, w itself); shape (K,).
         unit_reads: w per unit of each table; shape (T,).
         table_held_bytes: static memory of a rank for each table in every placement of its rows; shape (T,).
+        rates: of lookups and updates, where they count.
         most_reads: w above which a row may not be at a level; shape (T, G), or None.
     """
 
@@ -86,6 +96,7 @@ class Instance:
     cum_units: npt.NDArray[np.int64] | FloatArray
     unit_reads: FloatArray
     table_held_bytes: FloatArray
+    rates: LocalRates | None = None
     most_reads: FloatArray | None = None
 
     # -- looking rows up
@@ -128,6 +139,11 @@ class Instance:
             low = np.where(right, middle + 1, low)
             high = np.where(right, high, middle)
         return low - self.starts[:-1, None]
+
+    @property
+    def level_order(self) -> IntArray:
+        """Indices of the cluster's levels in tier order; shape (G,)."""
+        return np.array([self.cluster.group_sizes.index(size) for size in self.group_sizes.tolist()])
 
     @cached_property
     def table_of_count(self) -> IntArray:
@@ -198,11 +214,33 @@ class Instance:
         return self.row_bytes * seconds, self.row_bytes * memory
 
     @cached_property
+    def local_seconds_per_read(self) -> FloatArray:
+        """Time to look a row up, and to update it, of each table; shape (T, 2)."""
+        if self.rates is None:
+            return np.zeros((len(self.tables), 2))
+        per_row = np.array([self.rates.look_up[1], self.rates.update[1]])
+        per_byte = np.array([self.rates.look_up[2], self.rates.update[2]])
+        return np.asarray(per_row + self.row_bytes[:, None] * per_byte)
+
+    @cached_property
+    def local_seconds(self) -> FloatArray:
+        """Time to look up and to update what each table reads, wherever its rows are; shape (T,)."""
+        return np.asarray(self.total_reads * self.local_seconds_per_read.sum(axis=1))
+
+    @property
+    def local_call_seconds(self) -> tuple[float, float]:
+        """Time of the calls that look up and that update, whatever they read."""
+        if self.rates is None:
+            return 0.0, 0.0
+        return len(self.widths) * self.rates.look_up[0], len(self.widths) * self.rates.update[0]
+
+    @cached_property
     def hot_seconds_per_read(self) -> FloatArray:
         """How much longer a level's all-to-alls take for each lookup of a tier's hottest row, since its owner answers
         all of its group; shape (T, G).
         """
-        return (self.group_sizes - 1) * self.table_comm_per_read * self.row_bytes[:, None]
+        per_read = self.table_comm_per_read * self.row_bytes[:, None] + self.local_seconds_per_read.sum(axis=1)[:, None]
+        return np.asarray((self.group_sizes - 1) * per_read)
 
     def hottest_reads(self, allocation: Allocation) -> FloatArray:
         """W of the first row of each tier, 0 where there is none; shape (T, G)."""
@@ -223,8 +261,11 @@ class Instance:
         return replace(self, most_reads=most)
 
     def latency_seconds(self, levels: npt.NDArray[Any]) -> float:
-        """Exposed time of what is called whatever the rows, where these levels hold any, and to find distinct ids."""
-        return float(self.alpha_seconds[levels].sum()) + self.always_seconds + self.index_dedup_seconds
+        """Exposed time of what does not depend on where rows are, where these levels hold any: of calls, to find
+        distinct ids, and to look up and update where rates are known.
+        """
+        local = float(self.local_seconds.sum()) + sum(self.local_call_seconds)
+        return float(self.alpha_seconds[levels].sum()) + self.always_seconds + self.index_dedup_seconds + local
 
     @property
     def index_dedup_seconds(self) -> float:
@@ -232,7 +273,9 @@ class Instance:
         return float(self.once_seconds[self.deduplicated].sum())
 
     def exposed_seconds(self, allocation: Allocation) -> float:
-        """Exposed communication of the busiest rank: what the solver minimises."""
+        """Exposed communication of the busiest rank, with lookups and updates where rates are known: what the solver
+        minimises.
+        """
         even = self.variable_seconds(allocation) + self.latency_seconds(np.any(allocation, axis=0))
         return even + float(self.excess_seconds(allocation).sum())
 
@@ -259,6 +302,7 @@ class Instance:
             per_table = self.row_bytes * (tier_reads @ self.memory_per_read)
             sigma = float(per_table @ np.array(known))
         static = float(self.row_bytes @ (allocation * self.table_memory_fixed).sum(axis=1))
+        look_up, update = self._local(allocation, tier_reads)
         dynamic = float(self.row_bytes @ (tier_reads @ self.memory_per_read))
         return Cost(
             static_memory_bytes=static + self.held_bytes,
@@ -268,7 +312,24 @@ class Instance:
             collectives=self.collectives(allocation, tier_reads),
             dynamic_memory_sigma_bytes=sigma,
             index_dedup_seconds=self.index_dedup_seconds,
+            look_up_seconds=look_up,
+            update_seconds=update,
         )
+
+    def _local(self, allocation: Allocation, reads: FloatArray) -> tuple[float, float]:
+        """Time of lookups and updates on the busiest rank, which holds each level's hottest row."""
+        if self.rates is None:
+            return 0.0, 0.0
+        served = reads.sum(axis=1)
+        hottest = self.hottest_reads(allocation)
+        busiest = (self.hot_seconds_per_read * hottest).argmax(axis=0)
+        levels = np.arange(self.group_sizes.size)
+        more = (self.group_sizes - 1) * hottest[busiest, levels]
+        look_up, update = served @ self.local_seconds_per_read + more @ self.local_seconds_per_read[busiest]
+        copied = np.where(self.group_sizes < self.cluster.world_size, allocation / self.group_sizes, 0.0).sum(axis=1)
+        swept = float(copied @ self.row_bytes) * self.rates.sweep
+        calls = self.local_call_seconds
+        return float(look_up) + calls[0], float(update) + calls[1] + swept
 
     def collectives(
         self,

@@ -1,0 +1,142 @@
+"""What a training step takes: phases one after the other, in each of which links work at once.
+
+A step finds out who needs which rows (counts, ids), looks rows up, exchanges them, trains everything else, exchanges
+gradients and sums those of copies, and updates. What crosses different links runs at once, as the executor starts it:
+an all-to-all inside groups of g ranks stays on the links of its level, all else crosses the outermost ones. A phase
+takes as long as the link, and on it the rank, that takes longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexshard._internal import check_finite
+from flexshard.costmodels.cost import Collective, Cost
+from flexshard.errors import JobError
+
+__all__ = ["PHASES", "LocalRates", "Phase", "StepWork", "link_of", "phase_of", "step_phases", "step_seconds"]
+
+# Of every content, the phase it belongs to.
+PHASES: Mapping[str, str] = {
+    "counts": "counts",
+    "ids": "ids",
+    "embeddings": "embeddings",
+    "": "embeddings and gradients",  # in plans of format 1
+    "gradients": "gradients",
+    "replicas": "gradients",
+    "touched": "gradients",
+    "touched_rows": "gradients",
+}
+
+
+@dataclass(frozen=True)
+class LocalRates:
+    """How fast a rank looks rows up and updates them.
+
+    Attributes:
+        look_up: seconds per call, row and byte of rows looked up.
+        update: seconds per call, row and byte of rows whose gradients are summed and applied.
+        sweep: seconds per byte of weights with copies, all of which are updated.
+        source: where the figures come from.
+    """
+
+    look_up: tuple[float, float, float]
+    update: tuple[float, float, float]
+    sweep: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name, values in (("look_up", self.look_up), ("update", self.update), ("sweep", (self.sweep,))):
+            if any(check_finite(value, name, JobError) < 0 for value in values):
+                raise JobError(f"{name} must be rates of at least 0 s, found {values}")
+
+    @classmethod
+    def of_bandwidth(cls, bytes_per_s: float) -> LocalRates:
+        """Of a device that does nothing but move bytes through its memory: a lookup reads and writes a row; an update
+        reads the gradient twice, to sort and to sum it, and reads and writes the row; a sweep reads gradient and row
+        and writes the row.
+        """
+        one = 1.0 / bytes_per_s
+        return cls((0.0, 0.0, 2 * one), (0.0, 0.0, 4 * one), 3 * one, "memory bandwidth")
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a rank does in a step besides communicating for its embeddings.
+
+    Attributes:
+        dense_seconds: forward and backward of all but the embeddings, with what else a step waits for.
+        rates: of lookups and updates; None for those of the cluster's memory bandwidth, or for nothing where it is not
+            known.
+    """
+
+    dense_seconds: float
+    rates: LocalRates | None = None
+
+    def __post_init__(self) -> None:
+        seconds = check_finite(self.dense_seconds, "dense_seconds", JobError)
+        if seconds < 0:
+            raise JobError(f"dense_seconds is a time of at least 0 s, found {seconds}")
+        object.__setattr__(self, "dense_seconds", seconds)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Part of a step.
+
+    Attributes:
+        name: what it does.
+        links: seconds of each link by name, or of the rank itself ("rank").
+        collectives: those that run in it.
+    """
+
+    name: str
+    links: Mapping[str, float]
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of the link that takes longest."""
+        return max(self.links.values(), default=0.0)
+
+
+def phase_of(one: Collective) -> str:
+    """Name of the phase that a collective belongs to."""
+    return PHASES[one.content]
+
+
+def link_of(one: Collective, world_size: int) -> int:
+    """Group size of the level whose links a collective crosses."""
+    return one.group_size if one.kind == "all_to_all" else world_size
+
+
+def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...]:
+    """Phases of a step in the order in which they come; of what other work hides, only what it does not."""
+    found: list[Phase] = []
+    if cost.index_dedup_seconds:
+        found.append(Phase("find distinct ids", {"rank": cost.index_dedup_seconds}))
+    found += _of_collectives(cost, world_size, ("counts", "ids"))
+    found.append(Phase("look up", {"rank": cost.look_up_seconds}))
+    found += _of_collectives(cost, world_size, ("embeddings", "embeddings and gradients"))
+    found.append(Phase("dense", {"rank": work.dense_seconds}))
+    found += _of_collectives(cost, world_size, ("gradients",))
+    found.append(Phase("update", {"rank": cost.update_seconds}))
+    return tuple(phase for phase in found if phase.seconds)
+
+
+def _of_collectives(cost: Cost, world: int, names: tuple[str, ...]) -> list[Phase]:
+    phases = []
+    for name in names:
+        mine = tuple(one for one in cost.collectives if phase_of(one) == name)
+        links: dict[str, float] = {}
+        for one in mine:
+            link = f"links@{link_of(one, world)}"
+            links[link] = links.get(link, 0.0) + one.exposed_seconds
+        phases.append(Phase(name, links, mine))
+    return phases
+
+
+def step_seconds(cost: Cost, world_size: int, work: StepWork) -> float:
+    """Of a whole step."""
+    return sum(phase.seconds for phase in step_phases(cost, world_size, work))

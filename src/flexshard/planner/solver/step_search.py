@@ -1,0 +1,188 @@
+"""The placement whose training step is shortest, where links work at once.
+
+A phase takes as long as its slowest link, which is the largest weighted sum of its links' times with weights that add
+up to 1. With given weights a step is a sum over rows again, as if the rest of every link's time were hidden; the least
+such sum bounds every step from below. The weights with the greatest bound are found by cutting planes: every placement
+met so far says what its links take under any weights (Kelley's method). The best step among these is the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import (
+    CollectiveKind,
+    Cost,
+    LocalRates,
+    Overlap,
+    StepWork,
+    hidden_share,
+    link_of,
+    phase_of,
+    step_seconds,
+)
+from flexshard.planner.solver.build import ToPlan
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solver.solution import Solution
+from flexshard.planner.translations import Translation
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["solve_step"]
+
+FloatArray = npt.NDArray[np.float64]
+
+_PHASES = ("ids", "embeddings", "gradients")
+_ROUNDS, _CLOSE = 10, 1e-4
+_NOTHING = StepWork(0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Met:
+    """A placement: its step, what its links take in each phase (shape (phases, links)), and all else."""
+
+    seconds: float
+    instance: Instance
+    solution: Solution
+    links: FloatArray
+    rest: float
+
+
+def solve_step(
+    variants: Variants, limit_bytes: float, tiers: int, *, start_price: float | None = None
+) -> tuple[Instance, Solution]:
+    """The placement within a budget with the shortest step but for dense work; its seconds and bound are of that.
+
+    Returns:
+        The problem under the weights with which the placement was found, and the placement.
+
+    Raises:
+        BudgetError: nothing fits; its ``least_bytes`` would.
+    """
+    problem, world = variants.problem, variants.problem.cluster.world_size
+    sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
+    found: list[_Met] = []
+
+    def keep(instance: Instance, solution: Solution) -> None:
+        cost = variants.of(instance.deduplicated).cost(solution.allocation)
+        found.append(_Met(step_seconds(cost, world, _NOTHING), instance, solution, *_by_link(cost, sizes, world)))
+
+    # As if one link came after another: the shortest step that is not the least communication is shorter still.
+    keep(*variants.solve(limit_bytes, tiers, start_price=start_price))
+    bounds = [found[0].solution.lower_bound_seconds] if len(sizes) < 2 else []
+    weights = np.zeros((len(_PHASES), len(sizes)))
+    weights[:, sizes.index(world)] = 1.0
+    for _ in range(_ROUNDS if len(sizes) > 1 else 0):
+        weights = _in_order(variants.plain, weights)
+        view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)
+        instance, solution = view.solve(limit_bytes, tiers, start_price=start_price)
+        bounds.append(solution.lower_bound_seconds)
+        keep(instance, solution)
+        weights, most = _highest(found, weights.shape)
+        if min(most, *(one.seconds for one in found)) <= max(bounds) * (1 + _CLOSE):
+            break
+    best = min(found, key=lambda one: one.seconds)
+    bound = min(best.seconds, *bounds) if len(sizes) < 2 else min(best.seconds, max(bounds))
+    return best.instance, replace(best.solution, seconds=best.seconds, lower_bound_seconds=bound)
+
+
+@dataclass(frozen=True, eq=False)
+class _Weighted:
+    """A problem with other shares hidden; fields as of :class:`ToPlan`."""
+
+    tables: tuple[Table, ...]
+    cluster: Cluster
+    batch_size: int
+    hidden: Overlap
+    translation: Translation
+    index_dedup: bool | str
+    index_dedup_seconds_per_id: float
+    rates: LocalRates | None
+    objective: str
+
+
+def _under(problem: ToPlan, hidden: Overlap) -> _Weighted:
+    others = {one.name: getattr(problem, one.name) for one in fields(_Weighted) if one.name != "hidden"}
+    return _Weighted(hidden=hidden, **others)
+
+
+def _by_link(cost: Cost, sizes: Sequence[int], world: int) -> tuple[FloatArray, float]:
+    """Seconds of each phase with several links on each of them, shape (phases, links), and of everything else."""
+    seconds = np.zeros((len(_PHASES), len(sizes)))
+    rest = cost.index_dedup_seconds + cost.look_up_seconds + cost.update_seconds
+    for one in cost.collectives:
+        if phase_of(one) in _PHASES:
+            seconds[_PHASES.index(phase_of(one)), sizes.index(link_of(one, world))] += one.exposed_seconds
+        else:
+            rest += one.exposed_seconds
+    return seconds, rest
+
+
+# Contents of a step's collectives; those of the second are one phase of them.
+_CONTENTS: tuple[tuple[CollectiveKind, str, str | None], ...] = (
+    ("all_to_all", "counts", None),
+    ("all_to_all", "ids", "ids"),
+    ("all_to_all", "embeddings", "embeddings"),
+    ("all_to_all", "gradients", "gradients"),
+    ("all_reduce", "replicas", "gradients"),
+    ("all_reduce", "touched", "gradients"),
+    ("all_gather", "touched_rows", "gradients"),
+)
+
+
+def _weighted(
+    problem: ToPlan, sizes: Sequence[int], weights: FloatArray
+) -> dict[tuple[CollectiveKind, int, str], float]:
+    """What is hidden of each collective, where each link's weight is the share of its time that counts."""
+    shares = {}
+    for kind, content, phase in _CONTENTS:
+        for size in problem.cluster.group_sizes:
+            link = size if kind == "all_to_all" else problem.cluster.world_size
+            if link > 1:
+                weight = 1.0 if phase is None else float(weights[_PHASES.index(phase), sizes.index(link)])
+                shares[kind, size, content] = 1 - weight * (1 - hidden_share(problem.hidden, kind, size, content))
+    return shares
+
+
+def _in_order(instance: Instance, weights: FloatArray) -> FloatArray:
+    """Weights under which a lookup still takes no longer at an inner level than at the next, which tiers in order of
+    time need; less weight on a link only makes the bound less.
+
+    Args:
+        instance: the problem, whose levels with g > 1 are the links.
+        weights: of each phase and link, in the instance's order; shape (phases, links).
+    """
+    bytes_ = np.array([[instance.id_bytes, one.row_bytes, one.gradient_bytes] for one in instance.widths], np.float64)
+    levels = [instance.cluster.level(size) for size in instance.group_sizes.tolist() if size > 1]
+    rates = np.array([0.0 if one.all_to_all is None else one.all_to_all.bytes_per_s for one in levels])
+    ordered = weights.copy()
+    for link in range(len(levels) - 2, -1, -1):
+        mine, next_ = (bytes_ @ ordered[:, at] / rates[at] for at in (link, link + 1))
+        ordered[:, link] *= min(1.0, float((next_ / np.maximum(mine, 1e-300)).min()))
+    return ordered
+
+
+def _highest(found: Sequence[_Met], shape: tuple[int, int]) -> tuple[FloatArray, float]:
+    """The weights under which the least of the placements met is greatest, and that least."""
+    from scipy.optimize import linprog
+
+    phases, links = shape
+    # Maximise t, where t <= rest + weights . seconds of each placement, and a phase's weights add up to 1 at most.
+    cuts = np.array([[*(-one.links.ravel()), 1.0] for one in found])
+    sums = np.zeros((phases, phases * links + 1))
+    for phase in range(phases):
+        sums[phase, phase * links : (phase + 1) * links] = 1.0
+    result = linprog(
+        np.append(np.zeros(phases * links), -1.0),
+        A_ub=np.concatenate([cuts, sums]),
+        b_ub=np.concatenate([[one.rest for one in found], np.ones(phases)]),
+        bounds=[(0.0, 1.0)] * (phases * links) + [(None, None)],
+        method="highs",
+    )
+    assert result.x is not None  # the best placement met bounds it
+    return result.x[:-1].reshape(shape), float(result.x[-1])

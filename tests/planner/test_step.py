@@ -1,0 +1,189 @@
+"""Whole steps: phases by hand, bounds against every placement, and what the default objective is."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from flexshard import AccessProfile, Cluster, Plan, Problem, Table, pareto, solve
+from flexshard.costmodels import Collective, Cost, LocalRates, StepWork, step_phases, step_seconds
+from flexshard.errors import BudgetError, JobError
+from flexshard.planner.solver.build import build_instance
+from flexshard.planner.solver.instance import Instance
+from flexshard.topologies import CollectiveRate, Level
+from tests.planner.instances import clusters, table_lists
+
+WORK = StepWork(2e-3, LocalRates((0.0, 1e-9, 1e-12), (0.0, 3e-9, 2e-12), 5e-12))
+
+
+def test_phases_by_hand() -> None:
+    def call(kind: str, size: int, content: str, nbytes: float, overlap: float = 0.0, calls: int = 1) -> Collective:
+        return Collective(kind, size, calls, nbytes, 1.0, 10.0, overlap, content)  # type: ignore[arg-type]
+
+    cost = Cost(
+        collectives=(
+            call("all_to_all", 8, "counts", 10),  # 2 s
+            call("all_to_all", 2, "ids", 20),  # 3 s
+            call("all_to_all", 8, "ids", 40),  # 5 s
+            call("all_to_all", 2, "embeddings", 190, calls=2),  # 40 s
+            call("all_to_all", 8, "embeddings", 290),  # 30 s
+            call("all_to_all", 2, "gradients", 290),  # 30 s
+            call("all_to_all", 8, "gradients", 190),  # 20 s
+            call("all_reduce", 2, "replicas", 90),  # 10 s, on the outer links too
+            call("all_reduce", 1, "replicas", 190, overlap=0.5),  # 10 s that show
+        ),
+        index_dedup_seconds=1.5,
+        look_up_seconds=4.0,
+        update_seconds=6.0,
+    )
+    phases = step_phases(cost, 8, StepWork(100.0))
+    assert [(phase.name, phase.seconds) for phase in phases] == [
+        ("find distinct ids", 1.5),
+        ("counts", 2.0),
+        ("ids", 5.0),
+        ("look up", 4.0),
+        ("embeddings", 40.0),
+        ("dense", 100.0),
+        ("gradients", 40.0),
+        ("update", 6.0),
+    ]
+    gradients = next(phase for phase in phases if phase.name == "gradients")
+    assert gradients.links == {"links@2": 30.0, "links@8": 40.0}
+    assert {one.key for phase in phases for one in phase.collectives} == {one.key for one in cost.collectives}
+    assert step_seconds(cost, 8, StepWork(100.0)) == 198.5
+
+
+def placements(instance: Instance, tiers: int) -> list[np.ndarray]:
+    """Every placement in ranges of rows, of at most so many levels."""
+    levels = instance.group_sizes.size
+    per_table = []
+    for rows in instance.num_rows.tolist():
+        cuts = combinations_with_replacement(range(rows + 1), levels - 1)
+        per_table.append([np.diff([0, *cut, rows]) for cut in cuts])
+    every = [np.stack(choice) for choice in product(*per_table)]
+    return [one for one in every if one.any(axis=0).sum() <= tiers]
+
+
+def rows_of(plan: Plan, instance: Instance) -> np.ndarray:
+    """Rows per table and level of a plan."""
+    found = np.zeros((len(plan.tables), instance.group_sizes.size), np.int64)
+    for index, table in enumerate(plan.tables.values()):
+        for tier in table.tiers:
+            found[index, instance.group_sizes.tolist().index(tier.group_size)] = tier.rows
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    clusters(max_levels=3),
+    table_lists(max_tables=2, max_rows=4),
+    st.sampled_from([50, 1000]),
+    st.integers(1, 3),
+    st.floats(0.0, 1.0),
+    st.booleans(),
+)
+def test_no_placement_beats_the_bound(
+    cluster: Cluster, tables: list[Table], batch: int, tiers: int, generosity: float, local: bool
+) -> None:
+    work = WORK if local else StepWork(1e-3)
+    how = {"batch_size": batch, "tiers": tiers, "index_dedup": False, "step": work}
+    problem = Problem(tables, cluster, **how)
+    instance = build_instance(problem)
+    every = placements(instance, tiers)
+    memory = np.array([instance.memory_bytes(one) for one in every])
+    neutral = instance.memory_bytes(instance.uniform(cluster.world_size))
+    budget = memory.min() + generosity * (max(memory.max(), neutral) - memory.min())
+    step = np.array([step_seconds(instance.cost(one), cluster.world_size, work) for one in every])
+    least = step[memory <= budget * (1 + 1e-12)].min()
+    try:
+        plan = solve(tables, cluster, budget=float(budget - neutral), **how)
+    except BudgetError:
+        assert budget < memory.min() * (1 + 1e-9)
+        return
+    found = plan.objective_seconds(plan.predicted)
+    assert plan.predicted.memory_bytes <= budget * (1 + 1e-9)
+    assert plan.lower_bound_seconds <= least * (1 + 1e-9)
+    assert found >= least * (1 - 1e-9)
+    assert found <= step[[one.any(axis=0).sum() == 1 for one in every] & (memory <= budget * (1 + 1e-12))].min(
+        initial=np.inf
+    ) * (1 + 1e-6)
+    by_sum = solve(tables, cluster, budget=float(budget - neutral), batch_size=batch, tiers=tiers, index_dedup=False)
+    same = instance.cost(rows_of(by_sum, instance))
+    assert found <= step_seconds(same, cluster.world_size, work) * (1 + 1e-9)
+
+
+def two_links(nodes: int = 4, width: int = 8) -> Cluster:
+    world = nodes * width
+    fast, slow = CollectiveRate(1e-5, 3e10), CollectiveRate(3e-5, 1e10)
+    levels = (Level(1, None, slow), Level(width, fast, slow), Level(world, slow, None))
+    return Cluster("two links", nodes, width, 4e10, 0.0, levels, 2e12)
+
+
+def zipf(name: str, rows: int = 100_000, dim: int = 64, exponent: float = 1.0, length: float = 20.0) -> Table:
+    p = np.arange(1.0, rows + 1) ** -exponent
+    return Table(name, rows, dim, AccessProfile.from_probabilities(p * (length / p.sum())))
+
+
+@pytest.mark.parametrize("overlap", [None, {"all_to_all@8": 0.5}])
+@pytest.mark.parametrize("dedup", [False, "auto"])
+def test_bounds_are_close_on_large_tables(dedup: bool | str, overlap: dict[str, float] | None) -> None:
+    tables = [zipf("a"), zipf("b", 30_000, 128, 0.8), zipf("c", 10_000, 32, 1.2, 5.0)]
+    how = {"batch_size": 2048, "index_dedup": dedup, "overlap": overlap}
+    plan = solve(tables, two_links(), step=StepWork(1e-3), **how)
+    found = plan.objective_seconds(plan.predicted)
+    assert plan.lower_bound_seconds <= found <= plan.lower_bound_seconds * (1 + 1e-3)
+    # The least sum of all links' times is not the shortest step.
+    by_sum = solve(tables, two_links(), **how)
+    mask = np.array([table.index_dedup for table in by_sum.tables.values()])
+    instance = build_instance(Problem(tables, two_links(), step=StepWork(1e-3), **how), mask)
+    assert plan.objective_seconds(instance.cost(rows_of(by_sum, instance))) > 1.01 * found
+    assert plan.baselines["row_wise"].look_up_seconds > 0
+
+
+def test_the_objective_follows_from_what_is_known(tmp_path: Path) -> None:
+    tables, cluster = [zipf("a", 1000)], two_links()
+    known = solve(tables, cluster, batch_size=512, step=StepWork(1e-3))
+    unknown = solve(tables, cluster, batch_size=512)
+    asked = solve(tables, cluster, batch_size=512, objective="step")
+    assert (known.settings.objective, known.settings.dense_seconds) == ("step", 1e-3)
+    assert (unknown.settings.objective, unknown.settings.dense_seconds) == ("communication", None)
+    assert (asked.settings.objective, asked.settings.dense_seconds) == ("step", None)
+    # What the rest takes changes no placement.
+    assert asked.lower_bound_seconds + 1e-3 == pytest.approx(known.lower_bound_seconds)
+    assert [t.rows for t in asked.tables["a"].tiers] == [t.rows for t in known.tables["a"].tiers]
+    known.save(tmp_path / "p.json")
+    loaded = Plan.load(tmp_path / "p.json")
+    assert loaded.fingerprint == known.fingerprint
+    assert loaded.phases == known.phases
+    assert "a step of less than" in str(known)
+    with pytest.raises(JobError, match="step decides nothing"):
+        solve(tables, cluster, batch_size=512, objective="communication", step=StepWork(1e-3))
+    with pytest.raises(JobError, match="objective must be 'communication' or 'step', found 'time'"):
+        solve(tables, cluster, batch_size=512, objective="time")  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="dense_seconds is a time of at least 0 s"):
+        StepWork(-1.0)
+    with pytest.raises(JobError, match="step must be a StepWork"):
+        solve(tables, cluster, batch_size=512, step=1e-3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="decides nothing here: 'step'"):
+        pareto(tables, cluster, batch_size=512, step=StepWork(1e-3))  # type: ignore[call-arg]
+
+
+def test_lookups_are_of_the_rank_that_serves_most() -> None:
+    rate = CollectiveRate(1e-5, 1e10)
+    cluster = Cluster("one", 1, 4, 4e10, 0.0, (Level(1, None, rate), Level(4, rate, None)), 2e12)
+    counts = np.array([5000, 3000, 1000, 1000])
+    table = Table("t", 4, 16, AccessProfile.from_counts(counts, 10_000))
+    instance = build_instance(Problem([table], cluster, 100, step=WORK))
+    cost = instance.cost(instance.uniform(4))
+    # Reads: 100 per rank, of which row 0 has 50; its owner serves 3 x 50 more than the mean.
+    assert cost.look_up_seconds == pytest.approx(250 * (1e-9 + 64e-12))
+    assert cost.update_seconds == pytest.approx(250 * (3e-9 + 128e-12))
+    copies = instance.cost(instance.uniform(1))
+    assert copies.look_up_seconds == pytest.approx(100 * (1e-9 + 64e-12))
+    assert copies.update_seconds == pytest.approx(100 * (3e-9 + 128e-12) + 4 * 64 * 5e-12)
+    assert Problem([table], cluster, 100, objective="step").rates == LocalRates.of_bandwidth(2e12)
+    assert Problem([table], cluster, 100).rates is None
