@@ -33,7 +33,9 @@ COMMANDS = {
     "clusters": {"--output", "--json"},
     "measure": {"--memory", "--reserve", "--ranks-per-node", "--sizes", "--repeats", "--output", "--json"},
     "job": {"--cluster", "--batch-size", "--dim", "--output", "--json"},
-    "plan": {"--output", "--tiers", "--budget", "--method", "--json"},
+    "plan": {"--output", "--tiers", "--budget", "--method", "--objective", "--dense", "--observed", "--json"},
+    "replan": {"--output", "--json"},
+    "timeline": {"--output", "--json"},
     "pareto": {"--output", "--tiers", "--json"},
     "plot": {"--output", "--table", "--json"},
     "explain": {"--json"},
@@ -506,6 +508,55 @@ def test_replay_counts_what_a_plan_would_move(project: Path) -> None:
     assert "5,000 samples are less than one step" in bad(project, "replay", "plan.json", *replay[2:], "items")
     (project / "small.yaml").unlink()
     (project / "small.json").unlink()
+
+
+def test_steps_are_planned_and_drawn(project: Path, tmp_path: Path) -> None:
+    out = good(project, "plan", "job.yaml", "-o", tmp_path / "step.json", "--dense", "20 ms")
+    assert "a step of less than" in out
+    plan = Plan.load(tmp_path / "step.json")
+    assert (plan.settings.objective, plan.settings.dense_seconds) == ("step", 0.02)
+    job = yaml.safe_load((project / "job.yaml").read_text()) | {"dense": "20 ms"}
+    job["tables"][0]["profile"] = str(project / "items.parquet")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    good(tmp_path, "plan", "job.yaml", "-o", "same.json")
+    same = Plan.load(tmp_path / "same.json")
+    assert (same.predicted, same.lower_bound_seconds) == (plan.predicted, plan.lower_bound_seconds)
+    observed_file(project, Plan.load(project / "plan.json"), "observed.json")
+    ran = ("--observed", "plan.json", "observed.json")
+    good(project, "plan", "job.yaml", "-o", tmp_path / "seen.json", *ran)
+    waited = 0.004 * len(json.loads((project / "observed.json").read_text())["collectives"])
+    assert Plan.load(tmp_path / "seen.json").settings.dense_seconds == pytest.approx(0.2 - waited)
+    assert "give one of them" in bad(project, "plan", "job.yaml", "-o", tmp_path / "x.json", *ran, "--dense", "1 ms")
+    assert "objective must be" in bad(project, "plan", "job.yaml", "-o", tmp_path / "x.json", "--objective", "speed")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job | {"dense": "20"}))
+    assert "dense" in bad(tmp_path, "plan", "job.yaml", "-o", "x.json")
+
+    out = good(tmp_path, "timeline", "step.json", "-o", "trace.json")
+    assert "dense: 20 ms (rank 20 ms)" in out
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    phases = [e for e in spans if e["pid"] == 1 and e["tid"] == 0]
+    assert sum(e["dur"] for e in phases) == pytest.approx(1e6 * sum(p.seconds for p in plan.phases), abs=0.01)
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
+    assert "keeps no single step" in bad(project, "timeline", "plan.json", "observed.json", "-o", tmp_path / "t.json")
+    assert "is a plan, not a trace" in bad(tmp_path, "timeline", "step.json", "-o", "same.json")
+    (project / "observed.json").unlink()
+
+
+def test_a_plan_is_planned_again(project: Path, tmp_path: Path) -> None:
+    good(tmp_path, "generate", "-o", "later.parquet", "--rows", 20_000, "--samples", 5000, "--length", 60, "--seed", 5)
+    good(tmp_path, "profile", "later.parquet", "--column", "items", "--rows", 20_000, "-o", "later.profile")
+    out = good(project, "replan", "plan.json", tmp_path / "later.profile", "-o", tmp_path / "new.json")
+    assert "paid back after" in out or "nothing is saved" in out
+    found = json.loads(good(project, "replan", "plan.json", f"items={tmp_path / 'later.profile'}", "--json"))
+    assert found["after"] == Plan.load(tmp_path / "new.json").fingerprint
+    assert found["saved_seconds_per_step"] == pytest.approx(found["seconds_before"] - found["seconds_after"])
+    same = json.loads(good(project, "replan", "plan.json", "items.parquet", "--json"))
+    assert same["moved_bytes"] == 0
+    assert same["saved_seconds_per_step"] == pytest.approx(0, abs=1e-9)
+    assert "x=items.parquet: no such file" in bad(project, "replan", "plan.json", "x=items.parquet")
+    assert "no such file" in bad(project, "replan", "plan.json", "nothing.profile")
+    assert "would be lost" in bad(project, "replan", "plan.json", "items.parquet", "-o", "items.parquet")
 
 
 def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:

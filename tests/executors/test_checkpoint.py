@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ pytest.importorskip("torchrec")
 import torch
 import torch.distributed.checkpoint as dcp
 
+from flexshard import units
 from flexshard.errors import CheckpointError, OutputError, PlanError
 from flexshard.executors import load_checkpoint, save_checkpoint
 from flexshard.executors.state import live_tensors
@@ -147,20 +150,23 @@ def test_a_truncated_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     assert all(isinstance(error, CheckpointError) and file.name in str(error) for error in found), found
 
 
-def resharded(rank: int, optimizer: str) -> tuple[dict[str, float], Any, Any]:
+def resharded(rank: int, optimizer: str) -> tuple[dict[str, float], Any, Any, str]:
     from flexshard.executors import reshard
+
+    said = io.StringIO()
 
     cluster = models.small_cluster(2, 2)
     parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 21)), optimizer)
     outputs = models.train(parallel, optim, rank, range(5))
     other = models.plan_of(cluster, split_for(cluster, 22), seed=5)
     profiles = {name: models.profile_of(name, 5) for _, name in models.table_names()}
-    moved = reshard(parallel, other, profiles=profiles)
+    with contextlib.redirect_stdout(said):
+        moved = reshard(parallel, other, profiles=profiles)
     outputs += models.train(parallel, optim, rank, range(5, 10))
-    again = reshard(parallel, other, profiles=profiles)
+    again = reshard(parallel, other, profiles=profiles, quiet=True)
     assert parallel.module.wide.fingerprint == other.fingerprint
     expected = models.reference(optimizer, 10, 4)
-    return models.differences(parallel, outputs, rank, expected), moved, again
+    return models.differences(parallel, outputs, rank, expected), moved, again, said.getvalue()
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
@@ -168,7 +174,13 @@ def test_resharding_a_running_job(optimizer: str) -> None:
     found = ranks.run(2, 2, resharded, optimizer)
     for key, difference in largest([rank[0] for rank in found]).items():
         assert difference <= TOLERANCE[optimizer][key]
-    _, moved, again = found[0]
+    _, moved, again, said = found[0]
+    # What is said before is what moves; rank 0 says it alone.
+    assert said.startswith(
+        f"reshard: {moved.rows:,} copies of rows ({units.format_bytes(moved.nbytes)}) come from other"
+    )
+    assert f"{moved.kept:,} stay; about " in said
+    assert [rank[3] for rank in found[1:]] == ["", "", ""]
     assert moved.rows > 0
     assert moved.kept > 0
     assert (again.rows, again.nbytes) == (0, 0)  # the same plan moves nothing

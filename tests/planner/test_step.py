@@ -140,7 +140,7 @@ def test_bounds_are_close_on_large_tables(dedup: bool | str, overlap: dict[str, 
     by_sum = solve(tables, two_links(), **how)
     mask = np.array([table.index_dedup for table in by_sum.tables.values()])
     instance = build_instance(Problem(tables, two_links(), step=StepWork(1e-3), **how), mask)
-    assert plan.objective_seconds(instance.cost(rows_of(by_sum, instance))) > 1.01 * found
+    assert plan.objective_seconds(instance.cost(rows_of(by_sum, instance))) > 1.001 * found
     assert plan.baselines["row_wise"].look_up_seconds > 0
 
 

@@ -26,6 +26,7 @@ _NOUNS = {
     "flexshard.plan": "a plan",
     "flexshard.profile": "a profile",
     "flexshard.rates": "a file of rates",
+    "flexshard.timeline": "a trace",
     "parquet": "a Parquet file of data",
     "picture": "a picture",
 }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flexshard.executors.stores.memory import MemoryStore as MemoryStore
     from flexshard.executors.traffic.observation import (
         Observation as Observation,
+        ObservedCall as ObservedCall,
         ObservedCollective as ObservedCollective,
     )
     from flexshard.executors.traffic.observer import Observer as Observer
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
         compare_observed as compare_observed,
         predicted_bytes as predicted_bytes,
     )
+    from flexshard.executors.traffic.replayed import Replay as Replay, Traffic as Traffic
     from flexshard.executors.traffic.replaying import (
         Lookups as Lookups,
-        Replay as Replay,
-        Traffic as Traffic,
         replay as replay,
         split_by_rank as split_by_rank,
     )
+    from flexshard.executors.traffic.timeline import save_timeline as save_timeline, timeline as timeline
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -58,10 +59,12 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "state.resharding": ["Resharded", "reshard"],
         "stores.base": ["RowStore"],
         "stores.memory": ["MemoryStore"],
-        "traffic.observation": ["Observation", "ObservedCollective"],
+        "traffic.observation": ["Observation", "ObservedCall", "ObservedCollective"],
         "traffic.observer": ["Observer"],
         "traffic.predicted": ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"],
-        "traffic.replaying": ["Lookups", "Replay", "Traffic", "replay", "split_by_rank"],
+        "traffic.replayed": ["Replay", "Traffic"],
+        "traffic.replaying": ["Lookups", "replay", "split_by_rank"],
+        "traffic.timeline": ["save_timeline", "timeline"],
     },
     deprecated={
         "Layout": "flexshard.costmodels:Layout",
@@ -73,6 +76,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
 
 # Methods of values whose bodies stand in files that know the value.
 VALUE_METHODS = {
+    "Observation.step_work": "traffic.predicted:step_work",
     "Observation.document": "traffic.observation_file:observation_document",
     "Observation.save": "traffic.observation_file:save_observation",
     "Observation.load": "traffic.observation_file:load_observation",

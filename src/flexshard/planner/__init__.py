@@ -1,7 +1,7 @@
 """Which placement to choose: problems, methods, plans and their proofs, the frontier, baselines, compression; the
 planner that TorchRec's DistributedModelParallel takes (torchrec/).
 
-May import: errors, units, _internal, topologies, profiling, tables, costmodels. No torch but in torchrec/.
+May import: embeddings, errors, units, _internal, topologies, profiling, tables, costmodels. No torch but in torchrec/.
 """
 
 from typing import TYPE_CHECKING
@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     from flexshard.planner.plan_file import cost_document as cost_document, plan_document as plan_document
     from flexshard.planner.problem import Problem as Problem
     from flexshard.planner.reductions import REDUCTIONS as REDUCTIONS
+    from flexshard.planner.replanning import (
+        Replan as Replan,
+        TableMoves as TableMoves,
+        moving_seconds as moving_seconds,
+        replan as replan,
+        row_moves as row_moves,
+    )
     from flexshard.planner.solving import solve as solve
     from flexshard.planner.torchrec.adaptor import FlexShardPlanner as FlexShardPlanner
     from flexshard.planner.torchrec.left_to_torchrec import part_of as part_of
@@ -73,6 +80,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "plan": ["Alternative", "Plan", "Settings", "TablePlan", "Tier"],
         "plan_file": ["cost_document", "plan_document"],
         "problem": ["Problem"],
+        "replanning": ["Replan", "TableMoves", "moving_seconds", "replan", "row_moves"],
         "reductions": ["REDUCTIONS"],
         "solving": ["solve"],
         "torchrec.adaptor": ["FlexShardPlanner"],

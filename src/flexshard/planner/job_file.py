@@ -11,8 +11,9 @@ from typing import Literal, TypeVar
 
 from pydantic import Field
 
+from flexshard import units
 from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, located, replacing, save_yaml
-from flexshard.costmodels import overlap_of
+from flexshard.costmodels import StepWork, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
 from flexshard.planner.budget import parse_budget
 from flexshard.planner.compression.decision import TTOption
@@ -67,6 +68,8 @@ class JobSpec(StrictModel):
     translation: Literal["loader", "device"] = "loader"
     memory: Literal["mean", "p99.9"] = "mean"
     sample_order: Literal["file", "shuffled"] = "file"
+    objective: Literal["communication", "step"] | None = None
+    dense: str | None = None
     loss_limit: float | None = None
 
 
@@ -105,8 +108,12 @@ def load_job(path: PathLike) -> Job:
         for index, table in enumerate(tables)
         if spec.tables[index].compress
     }
-    others = spec.model_dump(exclude={"tables", "cluster"})
-    return at([], lambda: Job(tables, cluster, options=options, **others))
+    step = None
+    if spec.dense is not None:
+        text = spec.dense
+        step = at(["dense"], lambda: StepWork(units.parse_seconds(text)))
+    others = spec.model_dump(exclude={"tables", "cluster", "dense"})
+    return at([], lambda: Job(tables, cluster, options=options, step=step, **others))
 
 
 def _option(table: Table, spec: CompressSpec) -> TTOption:

@@ -21,7 +21,9 @@ COMMANDS = (
     "explain",
     "compare",
     "diff",
+    "replan",
     "replay",
+    "timeline",
     "cluster_sessions",
     "duplication",
 )

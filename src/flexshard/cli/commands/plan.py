@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from flexshard import planner
+from flexshard import costmodels, executors, planner, units
 from flexshard.cli.app import AsJson, JobFile, app
 from flexshard.cli.job_options import Budget, Method, Tiers, job_with
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say, working
+from flexshard.errors import JobError
 
 
 @app.command("plan")
@@ -21,13 +22,31 @@ def plan_command(
     tiers: Tiers = None,
     budget: Budget = None,
     method: Method = None,
+    objective: Annotated[str | None, typer.Option(help="communication or step, instead of the job's.")] = None,
+    dense: Annotated[
+        str | None,
+        typer.Option(help="Time of a step besides its embeddings, such as '120 ms'; then the objective is step."),
+    ] = None,
+    observed: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="PLAN OBSERVED: a plan that ran and what was observed of it, to take that time from."),
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Decide where every row lives, and prove it."""
-    check_output(output, "flexshard.plan", inputs=[job], force=force)
+    check_output(output, "flexshard.plan", inputs=[job, *(observed or ())], force=force)
+    step = None
+    if dense is not None and observed is not None:
+        raise JobError("--dense and --observed both say what a step does besides its embeddings; give one of them")
+    if dense is not None:
+        step = costmodels.StepWork(units.parse_seconds(dense))
+    elif observed is not None:
+        step = executors.Observation.load(observed[1]).step_work(planner.Plan.load(observed[0]))
+    chosen = "step" if step is not None and objective is None else objective
     with working("planning"):
-        plan = job_with(job, tiers=tiers, budget=budget, method=method).solve()
+        options = {"tiers": tiers, "budget": budget, "method": method, "objective": chosen, "step": step}
+        plan = job_with(job, **options).solve()
     plan.save(output)
     emit(planner.plan_document(plan), as_json=as_json, text=planner.plan_renderable(plan))
     if not as_json:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flexshard import units
 from flexshard._internal import PathLike, host_waits_for, on_all_ranks, to_device
 from flexshard.errors import PlanError
 from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.sharder import check_world, placement_of
 from flexshard.executors.state.rows_by_id import parts_of, transfer_of
-from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan
+from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan, moving_seconds, row_moves
 from flexshard.profiling import AccessProfile
 
 __all__ = ["Resharded", "reshard"]
@@ -48,6 +49,7 @@ def reshard(
     *,
     profiles: Mapping[str, AccessProfile | PathLike] | None = None,
     base: PathLike = ".",
+    quiet: bool = False,
 ) -> Resharded:
     """Move every planned table of a running model to where another plan has it; every rank must call it.
 
@@ -60,6 +62,8 @@ def reshard(
         model: with modules sharded by :class:`FlexShardEmbeddingCollectionSharder`.
         new_plan: for the same tables and ranks.
         profiles, base: rankings of its rows, as :class:`flexshard.FlexShardPlanner` takes them.
+        quiet: rank 0 does not print, before anything moves, what will and how long it takes over the plan's links
+            (:func:`flexshard.planner.replan` says beforehand whether it pays).
 
     Raises:
         PlanError: the plan is for other tables, rows or ranks, or differs between ranks, or ids are translated ahead of
@@ -85,6 +89,8 @@ def reshard(
         check_world(shardings, module.tables.process_group, name)
         changes.append((module, shardings))
     rows = kept = nbytes = 0
+    if not quiet and dist.get_rank(process_group) == 0:
+        print(_forecast(changes, new_plan), flush=True)
     for module, shardings in changes:
         module.finish_writes()
         tables, moved = _moved(module.tables, shardings)
@@ -93,6 +99,29 @@ def reshard(
     totals = torch.tensor([rows, nbytes, kept], device=changes[0][0].tables.device)
     dist.all_reduce(totals, group=process_group)
     return Resharded(*totals.tolist())
+
+
+def _forecast(
+    changes: list[tuple[ShardedFlexShardEmbeddingCollection, dict[str, FlexShardParameterSharding]]], plan: Plan
+) -> str:
+    """What will move, and how long that takes, in a sentence."""
+    moved = kept = nbytes = 0
+    for module, shardings in changes:
+        now = module.tables
+        planned = {name: shardings[name] for name in now.names}
+        layout, bijections = placement_of(planned, now.layout.world_size)
+        for index, name in enumerate(now.names):
+            traits = now.group_of(index).traits
+            numbers = sum(now.group_of(index).store.part(one).shape[1] for one in ("weight", *traits.spec.state_names))
+            found = row_moves(
+                (now.layout, index), (layout, index), now.bijections[index], bijections[index], numbers, table=name
+            )
+            moved, kept, nbytes = moved + found.moved, kept + found.kept, nbytes + found.nbytes
+    seconds = moving_seconds(plan.cluster, nbytes)
+    return (
+        f"reshard: {moved:,} copies of rows ({units.format_bytes(nbytes)}) come from other ranks, {kept:,} stay; about"
+        f" {units.format_seconds(seconds)} over {plan.cluster.name}'s links"
+    )
 
 
 def _check(modules: Mapping[str, ShardedFlexShardEmbeddingCollection], plan: Plan) -> None:

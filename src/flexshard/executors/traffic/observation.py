@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexshard._internal import PathLike, bound, check_finite, check_int
 from flexshard.errors import DataError
 
-__all__ = ["Observation", "ObservedCollective"]
+if TYPE_CHECKING:
+    from flexshard.costmodels import StepWork
+    from flexshard.planner import Plan
+
+__all__ = ["Observation", "ObservedCall", "ObservedCollective"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,35 @@ class ObservedCollective:
 
 
 @dataclass(frozen=True)
+class ObservedCall:
+    """One collective of one step on one rank.
+
+    Attributes:
+        rank: that called it.
+        kind, group_size, content: as in :class:`ObservedCollective`.
+        bytes: of the buffer that is sent.
+        start_seconds: from the beginning of the rank's step; with NCCL from its first collective.
+        seconds: until it was over.
+        waits: when Python began to wait for it, from the same moment, and how long it did.
+    """
+
+    rank: int
+    kind: str
+    group_size: int
+    content: str
+    bytes: int
+    start_seconds: float
+    seconds: float
+    waits: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        check_int(self.rank, "rank", DataError, least=0)
+        check_int(self.group_size, "group_size", DataError)
+        for name in ("start_seconds", "seconds"):
+            check_finite(getattr(self, name), name, DataError)
+
+
+@dataclass(frozen=True)
 class Observation:
     """Steps that ran.
 
@@ -54,12 +88,14 @@ class Observation:
         world_size: U.
         step_seconds: of each step, the slowest rank's.
         collectives: sorted by kind, group size and content.
+        calls: of every rank in the step of median length, in the order in which they started.
     """
 
     fingerprint: str
     world_size: int
     step_seconds: tuple[float, ...]
     collectives: tuple[ObservedCollective, ...]
+    calls: tuple[ObservedCall, ...] = ()
 
     def __post_init__(self) -> None:
         check_int(self.world_size, "world_size", DataError)
@@ -80,6 +116,22 @@ class Observation:
     def comm_seconds(self) -> float:
         """All collectives of a step, one after the other."""
         return sum(c.seconds for c in self.collectives)
+
+    @property
+    def median_step_seconds(self) -> float:
+        """Of the slowest rank."""
+        return statistics.median(self.step_seconds)
+
+    def step_work(self, plan: Plan) -> StepWork:
+        """What a step does besides communicating for its embeddings, as ``Problem(step=...)`` takes it: what is left of
+        the median step without the times in which ranks stood waiting, and without the lookups and updates that the
+        plan prices.
+
+        Raises:
+            DataError: the observation is of another plan; or ranks did nothing but wait.
+        """
+        work: StepWork = bound("flexshard.executors", "Observation.step_work")(self, plan)
+        return work
 
     def document(self) -> dict[str, Any]:
         """As the mapping that its file holds."""

@@ -21,7 +21,10 @@ def save_observation(observation: Observation, path: PathLike) -> None:
 
 def observation_document(observation: Observation) -> dict[str, Any]:
     """See :meth:`Observation.document`."""
-    return FORMAT.stamped(asdict(observation))
+    document = asdict(observation)
+    if not observation.calls:
+        del document["calls"]
+    return FORMAT.stamped(document)
 
 
 def load_observation(path: PathLike) -> Observation:

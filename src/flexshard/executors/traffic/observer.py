@@ -17,7 +17,7 @@ import torch.distributed as dist
 from flexshard._internal import Moment, device_of_group, moment, seconds_between
 from flexshard.errors import DataError
 from flexshard.executors.comm.collectives import label_of_call
-from flexshard.executors.traffic.observation import Observation, ObservedCollective
+from flexshard.executors.traffic.observation import Observation, ObservedCall, ObservedCollective
 
 __all__ = ["Observer"]
 
@@ -55,6 +55,7 @@ class _Call:
 class _Step:
     calls: list[_Call] = field(default_factory=list)
     seconds: float = 0.0
+    begun: Moment = field(default_factory=moment)
 
 
 class _Timed(dist.Work):
@@ -121,6 +122,7 @@ class Observer:
         for name, original in self._saved.items():
             setattr(dist, name, self._watch(name, original))
         self._start = time.perf_counter()
+        self._now.begun = moment()
         return self
 
     def __exit__(
@@ -218,7 +220,12 @@ class Observer:
                 )
             )
         lengths = [max(steps[i][0] for steps in every) for i in range(len(observed))]
-        return Observation(fingerprint, len(every), tuple(lengths), tuple(collectives))
+        median = sorted(range(len(lengths)), key=lambda index: lengths[index])[len(lengths) // 2]
+        shown: list[Any] = [None] * dist.get_world_size(process_group)
+        rank = dist.get_rank(process_group)
+        dist.all_gather_object(shown, _calls_of(observed[median], rank), group=process_group)
+        calls = tuple(call for own in shown for call in own)
+        return Observation(fingerprint, len(every), tuple(lengths), tuple(collectives), calls)
 
     def calls(self) -> list[dict[Key, tuple[int, int, int]]]:
         """Of this rank, by step: (calls, bytes sent, bytes received) of each (kind, group size, content)."""
@@ -244,6 +251,19 @@ def _note_end(work: Any, noted: _Call, device: torch.device) -> None:
 
     with suppress(RuntimeError, AttributeError):  # a backend without futures: until someone has waited
         work.get_future().add_done_callback(over)
+
+
+def _calls_of(step: _Step, rank: int) -> list[ObservedCall]:
+    """A step's calls; times from its beginning, or on a device from its first collective."""
+    found = []
+    zero: dict[bool, Moment] = {False: step.begun}
+    for call in step.calls:
+        on_device = call.start.event is not None
+        begin = zero.setdefault(on_device, call.start)
+        waits = tuple((seconds_between(begin, start), seconds_between(start, end)) for start, end in call.waits)
+        start = seconds_between(begin, call.start)
+        found.append(ObservedCall(rank, *call.key, call.sent, start, call.seconds, waits))
+    return found
 
 
 def _sums(step: _Step) -> tuple[float, dict[Key, tuple[int, int, int, float, float]]]:

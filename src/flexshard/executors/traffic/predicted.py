@@ -11,13 +11,13 @@ from rich.table import Table as Grid
 
 from flexshard import units
 from flexshard._internal import new_grid
-from flexshard.costmodels import Cost, Layout, classes_of, step_collectives
+from flexshard.costmodels import Cost, Layout, StepWork, classes_of, step_collectives
 from flexshard.errors import DataError
 from flexshard.executors.traffic.observation import Observation
 from flexshard.executors.traffic.replaying import together
 from flexshard.planner import Plan, TablePlan
 
-__all__ = ["Comparison", "ComparisonLine", "compare_observed", "predicted_bytes"]
+__all__ = ["Comparison", "ComparisonLine", "check_observed", "compare_observed", "predicted_bytes", "step_work"]
 
 Key = tuple[str, int, str]
 _ROWS = ("embeddings", "gradients")
@@ -135,6 +135,36 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
     Raises:
         DataError: the observation is of another plan or number of ranks.
     """
+    check_observed(plan, observed)
+    if row_wise is not None and row_wise.world_size != observed.world_size:
+        raise DataError(
+            f"row-wise sharding was observed on {row_wise.world_size} ranks, the plan on {observed.world_size}; observe"
+            " both on the same"
+        )
+    return _compared(plan, observed, row_wise)
+
+
+def step_work(observed: Observation, plan: Plan) -> StepWork:
+    """See :meth:`Observation.step_work`."""
+    check_observed(plan, observed)
+    waited = sum(one.exposed_seconds for one in observed.collectives)
+    local = plan.predicted.look_up_seconds + plan.predicted.update_seconds
+    left = observed.median_step_seconds - waited - local
+    if left < 0:
+        raise DataError(
+            f"of a step of {units.format_seconds(observed.median_step_seconds)} ranks waited"
+            f" {units.format_seconds(waited)} and looked up and updated {units.format_seconds(local)}; nothing is left"
+            " for dense work: give it, or other rates"
+        )
+    return StepWork(left)
+
+
+def check_observed(plan: Plan, observed: Observation) -> None:
+    """Whether an observation is of a plan.
+
+    Raises:
+        DataError: it is of another, or of another number of ranks.
+    """
     if observed.fingerprint and observed.fingerprint != plan.fingerprint:
         raise DataError(
             f"the observation is of plan {observed.fingerprint[:12]}, this plan is {plan.fingerprint[:12]};"
@@ -145,11 +175,9 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
             f"the observation is of {observed.world_size} ranks, the plan is for {plan.cluster.world_size}; compare it"
             " with the plan that ran"
         )
-    if row_wise is not None and row_wise.world_size != observed.world_size:
-        raise DataError(
-            f"row-wise sharding was observed on {row_wise.world_size} ranks, the plan on {observed.world_size}; observe"
-            " both on the same"
-        )
+
+
+def _compared(plan: Plan, observed: Observation, row_wise: Observation | None) -> Comparison:
     expected = predicted_bytes(plan)
     seen = {(c.kind, c.group_size, c.content): c.bytes for c in observed.collectives}
     lines = [

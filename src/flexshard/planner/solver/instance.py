@@ -294,7 +294,10 @@ class Instance:
         """The six metrics of an allocation, all tables together: the sum of their tiers' ``placement_cost``, and what
         every placement holds.
         """
-        tier_reads = self.tier_reads(allocation)
+        return self.cost_of(allocation, self.tier_reads(allocation), self.hottest_reads(allocation))
+
+    def cost_of(self, allocation: Allocation, tier_reads: FloatArray, hottest: FloatArray) -> Cost:
+        """The same where tiers have these reads, and their hottest rows these; shape (T, G) each."""
         variations = [table.length_variation(self.batch_size) for table in self.tables]
         known = [variation for variation in variations if variation is not None]
         sigma = None
@@ -302,26 +305,25 @@ class Instance:
             per_table = self.row_bytes * (tier_reads @ self.memory_per_read)
             sigma = float(per_table @ np.array(known))
         static = float(self.row_bytes @ (allocation * self.table_memory_fixed).sum(axis=1))
-        look_up, update = self._local(allocation, tier_reads)
+        look_up, update = self._local(allocation, tier_reads, hottest)
         dynamic = float(self.row_bytes @ (tier_reads @ self.memory_per_read))
         return Cost(
             static_memory_bytes=static + self.held_bytes,
             dynamic_memory_bytes=dynamic,
             input_ids=float(tier_reads[:, self.group_sizes > 1].sum()),
             rows_read=float(tier_reads.sum()),
-            collectives=self.collectives(allocation, tier_reads),
+            collectives=self.collectives(allocation, tier_reads, hottest=hottest),
             dynamic_memory_sigma_bytes=sigma,
             index_dedup_seconds=self.index_dedup_seconds,
             look_up_seconds=look_up,
             update_seconds=update,
         )
 
-    def _local(self, allocation: Allocation, reads: FloatArray) -> tuple[float, float]:
+    def _local(self, allocation: Allocation, reads: FloatArray, hottest: FloatArray) -> tuple[float, float]:
         """Time of lookups and updates on the busiest rank, which holds each level's hottest row."""
         if self.rates is None:
             return 0.0, 0.0
         served = reads.sum(axis=1)
-        hottest = self.hottest_reads(allocation)
         busiest = (self.hot_seconds_per_read * hottest).argmax(axis=0)
         levels = np.arange(self.group_sizes.size)
         more = (self.group_sizes - 1) * hottest[busiest, levels]
@@ -337,6 +339,7 @@ class Instance:
         reads: FloatArray,
         sparse: npt.NDArray[np.bool_] | None = None,
         gathered_bytes: Mapping[int, float] | None = None,
+        hottest: FloatArray | None = None,
     ) -> tuple[Collective, ...]:
         """All that a step calls.
 
@@ -344,6 +347,7 @@ class Instance:
             allocation, reads: rows and reads per table and tier; shape (T, G).
             sparse: tiers whose gradients are gathered; shape (T, G); none by default.
             gathered_bytes: expected buffer of each level's all-gather, by group size.
+            hottest: reads of each tier's hottest row, where it is not its first; shape (T, G).
         """
         gathers = np.zeros(allocation.shape, np.bool_) if sparse is None else sparse & (allocation > 0)
         used = sorted(np.flatnonzero(allocation.any(axis=0)).tolist(), key=lambda level: self.group_sizes[level])
@@ -365,12 +369,12 @@ class Instance:
         )
         lookups = dict(zip(sizes.tolist(), by_kind(reads), strict=True))
         found = priced(calls, lookups, self.cluster, self.overlap, gathered_bytes)
-        reads_of_hottest = self.hottest_reads(allocation)
+        reads_of_hottest = self.hottest_reads(allocation) if hottest is None else hottest
         busiest = (self.hot_seconds_per_read * reads_of_hottest).argmax(axis=0)
         for level, size in zip(used, sizes.tolist(), strict=True):
             table = int(busiest[level])
-            hottest, widths = float(reads_of_hottest[table, level]), self.widths[self.table_kind[table]]
-            found = with_hottest(found, size, hottest, widths, self.id_bytes)
+            widths = self.widths[self.table_kind[table]]
+            found = with_hottest(found, size, float(reads_of_hottest[table, level]), widths, self.id_bytes)
         return found
 
 

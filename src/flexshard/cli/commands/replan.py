@@ -1,0 +1,66 @@
+"""``flexshard replan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexshard import planner, profiling, units
+from flexshard._internal import new_grid
+from flexshard.cli.app import AsJson, PlanFile, app
+from flexshard.cli.outputs import Force, check_output
+from flexshard.cli.terminal import emit, say, working
+from flexshard.errors import JobError
+
+
+@app.command("replan")
+def replan_command(
+    plan: PlanFile,
+    profiles: Annotated[list[str], typer.Argument(help="Newer profiles: FILE, or TABLE=FILE where there are several.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Plan file to write (JSON).")] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan again with newer profiles: what moves, what that costs, what it saves per step."""
+    loaded = planner.Plan.load(plan)
+    files = {}
+    for text in profiles:
+        name, equals, file = text.partition("=")
+        if not equals or (name not in loaded.tables and len(loaded.tables) == 1):
+            if len(loaded.tables) > 1:
+                raise JobError(f"{text}: the plan has {len(loaded.tables)} tables; write TABLE={text}")
+            name, file = next(iter(loaded.tables)), text
+        loaded.table(name)
+        files[name] = Path(file)
+    if output is not None:
+        check_output(output, "flexshard.plan", inputs=[plan, *files.values()], force=force)
+    with working("planning"):
+        newer = {name: profiling.AccessProfile.load(path) for name, path in files.items()}
+        found = planner.replan(loaded, newer, base=plan.parent)
+    if output is not None:
+        found.after.save(output)
+    grid = new_grid("Moves", ["table"], ["copies of rows that move", "that stay", "bytes"])
+    for table in found.moves:
+        grid.add_row(table.table, f"{table.moved:,}", f"{table.kept:,}", units.format_bytes(table.nbytes))
+    show = units.format_seconds
+    what = "a step" if loaded.settings.objective == "step" else "exposed communication"
+    grid.caption = (
+        f"With the newer profiles {what} takes {show(found.seconds_before)} under this plan,"
+        f" {show(found.seconds_after)} under the new one.\n"
+        f"Moving {units.format_bytes(found.nbytes)} takes {show(found.moving_seconds)} over"
+        f" {loaded.cluster.name}'s links: {_advice(found)}"
+    )
+    emit(found.document(), as_json=as_json, text=grid)
+    if output is not None and not as_json:
+        say(f"written to {output}, fingerprint {found.after.fingerprint[:16]}")
+
+
+def _advice(found: planner.Replan) -> str:
+    if found.saved_seconds <= 0:
+        return "nothing is saved; stay with this plan."
+    if not found.nbytes:
+        return "nothing moves."
+    steps = found.steps_to_pay
+    return f"paid back after {max(steps, 1):,.0f} steps; do it if as many are still to come."

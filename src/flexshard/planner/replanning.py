@@ -1,0 +1,271 @@
+"""A plan for newer access profiles beside the one that runs: what moves, what that costs, what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard._internal import PathLike
+from flexshard.costmodels import Cost, Layout, StepWork, rows_with_places
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import PlanError
+from flexshard.planner.plan import Plan, TablePlan
+from flexshard.planner.problem import Problem
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solving import solve
+from flexshard.profiling import AccessProfile
+from flexshard.tables import OPTIMIZERS, Table
+from flexshard.topologies import Cluster
+
+__all__ = ["Replan", "TableMoves", "moving_seconds", "replan", "row_moves"]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+_PART = 1 << 22
+
+
+@dataclass(frozen=True)
+class TableMoves:
+    """What moves of a table, over all ranks.
+
+    Attributes:
+        table: its name.
+        moved, kept: copies of rows that come from another rank, and that the rank has already.
+        nbytes: weights and optimizer states of the former, as they travel (float32).
+    """
+
+    table: str
+    moved: int
+    kept: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Replan:
+    """Another plan, and whether to move to it.
+
+    Attributes:
+        before: the plan that runs.
+        after: the plan for the newer profiles, under the same budget and settings.
+        cost_before: of the plan that runs, under the newer profiles.
+        moves: of each table.
+        moving_seconds: to move them over the cluster's links.
+    """
+
+    before: Plan
+    after: Plan
+    cost_before: Cost
+    moves: tuple[TableMoves, ...]
+    moving_seconds: float
+
+    @property
+    def seconds_before(self) -> float:
+        """What the settings' objective is of the plan that runs, under the newer profiles."""
+        return self.before.objective_seconds(self.cost_before)
+
+    @property
+    def seconds_after(self) -> float:
+        """The same of the plan for them."""
+        return self.after.objective_seconds(self.after.predicted)
+
+    @property
+    def saved_seconds(self) -> float:
+        """Per step, once all rows are where the new plan has them; below 0 where it is no better."""
+        return self.seconds_before - self.seconds_after
+
+    @property
+    def steps_to_pay(self) -> float:
+        """Steps after which what was saved is what moving took; infinite where nothing is saved."""
+        return self.moving_seconds / self.saved_seconds if self.saved_seconds > 0 else float("inf")
+
+    @property
+    def nbytes(self) -> int:
+        """That move, over all ranks."""
+        return sum(table.nbytes for table in self.moves)
+
+    def document(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "seconds_before": self.seconds_before,
+            "seconds_after": self.seconds_after,
+            "saved_seconds_per_step": self.saved_seconds,
+            "moving_seconds": self.moving_seconds,
+            "moved_bytes": self.nbytes,
+            "steps_to_pay": self.steps_to_pay if np.isfinite(self.steps_to_pay) else None,
+            "tables": [vars(table) for table in self.moves],
+            "before": self.before.fingerprint,
+            "after": self.after.fingerprint,
+        }
+
+
+def replan(
+    plan: Plan,
+    newer: Mapping[str, AccessProfile],
+    *,
+    older: Mapping[str, AccessProfile] | None = None,
+    base: PathLike = ".",
+) -> Replan:
+    """Plan again with newer profiles, within the same budget, and say what moving there takes and saves.
+
+    Args:
+        plan: that runs.
+        newer: profiles by table; tables that are not named keep theirs.
+        older: the plan's own profiles by table; by default those that it names, from the folder ``base``.
+
+    Raises:
+        PlanError: a table that the plan does not have, or a profile that is not the plan's.
+        ProfileError: a profile that cannot be read, or that is a histogram.
+        BudgetError: with the newer profiles nothing fits.
+    """
+    for name in newer:
+        plan.table(name)
+    old = {name: _older(table, (older or {}).get(name), Path(base)) for name, table in plan.tables.items()}
+    tables = [_table(table, newer.get(name, old[name])) for name, table in plan.tables.items()]
+    problem = _problem(plan, tables)
+    after = solve(problem)
+    moves = []
+    for name, table in plan.tables.items():
+        then = after.tables[name]
+        orders = _ranking(table, old[name], plan.cluster), _ranking(then, _of(tables, name), plan.cluster)
+        layouts = [Layout.of_tables({name: one}, plan.cluster.world_size) for one in (table, then)]
+        width = table.dim + OPTIMIZERS[table.optimizer].state_bytes(table.dim) // 4
+        moves.append(row_moves((layouts[0], 0), (layouts[1], 0), *orders, width, table=name))
+    cost = _under_newer(plan, problem, old)
+    nbytes = sum(one.nbytes for one in moves)
+    return Replan(plan, after, cost, tuple(moves), moving_seconds(plan.cluster, nbytes))
+
+
+def moving_seconds(cluster: Cluster, nbytes: float) -> float:
+    """Time of so many bytes of rows, of all ranks together, between all ranks, which each move as many."""
+    rate = cluster.level(cluster.world_size).all_to_all
+    return 0.0 if rate is None or not nbytes else rate.seconds(nbytes / cluster.world_size)
+
+
+def row_moves(
+    before: tuple[Layout, int],
+    after: tuple[Layout, int],
+    ranking: IndexBijection,
+    newer: IndexBijection,
+    width: int,
+    *,
+    table: str,
+) -> TableMoves:
+    """Copies of rows that come from another rank when a table goes from one layout to another.
+
+    Args:
+        before, after: both, and the table's index in them.
+        ranking, newer: its rows' order in both, as the executor has it.
+        width: numbers of a row, with those of its optimizer's state.
+        table: its name.
+    """
+    rows, world, moved, kept = int(before[0].num_rows[before[1]]), before[0].world_size, 0, 0
+    for start in range(0, rows, _PART):
+        ids = np.arange(start, min(start + _PART, rows))
+        (size_before, local_before), (size_after, local_after) = (
+            _holders(*layout, np.asarray(order.positions(ids), np.int64))
+            for layout, order in ((before, ranking), (after, newer))
+        )
+        # Group sizes divide each other: ranks that are both k mod g and l mod h are U / max(g, h), if there are any.
+        smaller, larger = np.minimum(size_before, size_after), np.maximum(size_before, size_after)
+        both = np.where(local_before % smaller == local_after % smaller, world // larger, 0)
+        kept += int(both.sum())
+        moved += int((world // size_after - both).sum())
+    return TableMoves(table, moved, kept, 4 * moved * width)
+
+
+def _holders(layout: Layout, table: int, positions: IntArray) -> tuple[IntArray, IntArray]:
+    """Group size and local rank of each row's holders; shape (n,) each."""
+    bucket = np.asarray(layout.locations(table, positions)) // max(layout.num_slots, 1)
+    first = np.array(layout.first_bucket)
+    level = np.searchsorted(first, bucket, side="right") - 1
+    return np.array(layout.group_sizes)[level], bucket - first[level]
+
+
+def _of(tables: Sequence[Table], name: str) -> AccessProfile:
+    return next(table.profile for table in tables if table.name == name)
+
+
+def _older(table: TablePlan, given: AccessProfile | None, base: Path) -> AccessProfile:
+    if given is None and table.profile_path is None:
+        raise PlanError(f"table {table.name!r}: the plan does not say where its profile lies; give it")
+    profile = AccessProfile.load(base / str(table.profile_path)) if given is None else given
+    if profile.digest != table.profile_digest:
+        raise PlanError(f"table {table.name!r}: its older profile is not the one that the plan was made from")
+    return replace(profile, path=table.profile_path)
+
+
+def _table(table: TablePlan, profile: AccessProfile) -> Table:
+    return Table(
+        table.name,
+        table.rows,
+        table.dim,
+        profile,
+        table.dtype,
+        table.optimizer,
+        table.kappa_replicated,
+        table.features,
+        table.dedup_factor,
+    )
+
+
+def _problem(plan: Plan, tables: Sequence[Table]) -> Problem:
+    """What the plan was asked for, of these tables."""
+    asked = plan.settings
+    return Problem(
+        tables,
+        plan.cluster,
+        asked.batch_size,
+        asked.budget,
+        asked.tiers,
+        asked.method,
+        dict(asked.overlap) or None,
+        asked.index_dedup,
+        asked.reduction,
+        asked.translation,
+        asked.index_dedup_seconds_per_id,
+        memory="p99.9" if asked.memory == "p99.9" else "mean",
+        sample_order="shuffled" if asked.sample_order == "shuffled" else "file",
+        objective="step" if asked.objective == "step" else "communication",
+        step=None if asked.dense_seconds is None else StepWork(asked.dense_seconds),
+    )
+
+
+def _ranking(table: TablePlan, profile: AccessProfile, cluster: Cluster) -> IndexBijection:
+    """Order of a table's rows, as the executor has it."""
+    return IndexBijection(profile.hottest_rows(rows_with_places(table, cluster.world_size)), table.rows)
+
+
+def _under_newer(plan: Plan, problem: Problem, old: Mapping[str, AccessProfile]) -> Cost:
+    """Cost of the plan's placement when rows are read as the problem's profiles say."""
+    mask = np.array([table.index_dedup for table in plan.tables.values()])
+    instance = Variants(problem).of(mask)
+    sizes = instance.group_sizes.tolist()
+    shape = len(plan.tables), len(sizes)
+    allocation, reads, hottest = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape)
+    for index, (name, table) in enumerate(plan.tables.items()):
+        levels = np.array([sizes.index(tier.group_size) for tier in table.tiers])
+        allocation[index, levels] = [tier.rows for tier in table.tiers]
+        found = _reads_of_tiers(instance, index, table, _ranking(table, old[name], plan.cluster))
+        reads[index, levels], hottest[index, levels] = found
+    return instance.cost_of(allocation, reads, hottest)
+
+
+def _reads_of_tiers(
+    instance: Instance, index: int, table: TablePlan, ranking: IndexBijection
+) -> tuple[FloatArray, FloatArray]:
+    """Reads of a table's tiers, and of the hottest row of each, where the order of rows is an older one's."""
+    profile = instance.tables[index].profile
+    first = int(instance.starts[index])
+    reads = np.repeat(instance.reads[first : first + profile.counts.size], profile.rows)
+    position = np.asarray(ranking.positions(profile.ranked_rows), np.int64)
+    tier = np.searchsorted([one.first_position for one in table.tiers], position, side="right") - 1
+    hottest = np.zeros(len(table.tiers))
+    np.maximum.at(hottest, tier, reads)
+    return np.asarray(np.bincount(tier, weights=reads, minlength=len(table.tiers)), np.float64), hottest

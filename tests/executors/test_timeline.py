@@ -1,0 +1,92 @@
+"""A step as a trace: what ran, on every rank, beside what was predicted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+
+from flexshard.costmodels import StepWork
+from flexshard.errors import DataError
+from flexshard.executors import Observation, timeline
+from flexshard.planner import Plan
+from tests.executors import models, ranks
+
+STEPS = 5
+
+
+def observed(rank: int, plan: Any) -> Observation:
+    from flexshard.executors import Observer
+
+    parallel, optim = models.shard(plan, "sgd")
+    with Observer() as observer:
+        for step in range(STEPS):
+            optim.zero_grad()
+            parallel(models.make_batch(step, rank))[0].backward()
+            optim.step()
+            observer.step()
+    return observer.result(fingerprint=plan.fingerprint)
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[Plan, Observation]:
+    cluster = models.small_cluster(2, 2)
+    plan = models.plan_of(cluster, models.random_split(cluster, np.random.default_rng(4)))
+    found = ranks.run(2, 2, observed, plan)
+    assert all(one.calls == found[0].calls for one in found)
+    return plan, found[0]
+
+
+def test_every_call_of_one_step_is_kept(ran: tuple[Plan, Observation], tmp_path: Path) -> None:
+    _, seen = ran
+    per_step = {(c.kind, c.group_size, c.content): c.calls for c in seen.collectives}
+    for rank in range(4):
+        mine = [call for call in seen.calls if call.rank == rank]
+        counted = {key: sum((c.kind, c.group_size, c.content) == key for c in mine) for key in per_step}
+        assert counted == per_step
+        assert [call.start_seconds for call in mine] == sorted(call.start_seconds for call in mine)
+        assert all(0 <= call.start_seconds <= max(seen.step_seconds) for call in mine)
+        assert all(begin >= call.start_seconds for call in mine for begin, _ in call.waits)
+    seen.save(tmp_path / "o.json")
+    assert Observation.load(tmp_path / "o.json") == seen
+
+
+def test_a_trace_has_a_track_per_rank_and_link(ran: tuple[Plan, Observation]) -> None:
+    plan, seen = ran
+    events = timeline(plan, seen)["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(processes.values()) == [
+        "predicted, average rank",
+        "predicted, busiest rank",
+        *(f"observed, rank {rank}" for rank in range(4)),
+    ]
+    tracks = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {(e["pid"], e["tid"]) for e in spans} <= tracks
+    assert sum(e["pid"] >= 2 and not e["name"].startswith("wait") for e in spans) == len(seen.calls)
+    # On one track nothing runs at once; the phases are the step.
+    for process in (0, 1):
+        for thread in {e["tid"] for e in spans if e["pid"] == process}:
+            mine = sorted((e["ts"], e["dur"]) for e in spans if (e["pid"], e["tid"]) == (process, thread))
+            assert all(a + d <= b + 0.01 for (a, d), (b, _) in pairwise(mine))
+    step = sum(phase.seconds for phase in plan.phases)
+    assert max(e["ts"] + e["dur"] for e in spans if e["pid"] == 1) == pytest.approx(1e6 * step, abs=0.1)
+
+
+def test_what_is_left_of_a_step_is_dense_work(ran: tuple[Plan, Observation]) -> None:
+    plan, seen = ran
+    waited = sum(one.exposed_seconds for one in seen.collectives)
+    work = seen.step_work(plan)
+    assert work == StepWork(seen.median_step_seconds - waited)
+    assert 0 < work.dense_seconds < seen.median_step_seconds
+    other = Observation("f" * 64, 4, seen.step_seconds, seen.collectives)
+    with pytest.raises(DataError, match="is of plan ffffffffffff"):
+        other.step_work(plan)
+    idle = Observation(seen.fingerprint, 4, (1e-9,), seen.collectives)
+    with pytest.raises(DataError, match="nothing is left for dense work"):
+        idle.step_work(plan)

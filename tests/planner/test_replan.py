@@ -1,0 +1,102 @@
+"""Plans for newer profiles: what moves, counted row by row, and what the running plan costs under them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexshard import AccessProfile, Cluster, Plan, Table, solve
+from flexshard.costmodels import Layout, StepWork
+from flexshard.embeddings import IndexBijection
+from flexshard.errors import PlanError
+from flexshard.planner import moving_seconds, replan, row_moves
+from flexshard.planner.plan import Tier
+from flexshard.topologies import CollectiveRate, Level
+
+ROWS = 3_000
+
+
+def profile(seed: int, length: int = 8) -> AccessProfile:
+    random = np.random.default_rng(seed)
+    ids = random.permutation(ROWS)[np.minimum(random.zipf(1.3, 20_000 * length) - 1, ROWS - 1)]
+    return AccessProfile.from_ids(ids, lengths=np.full(20_000, length), num_rows=ROWS)
+
+
+def cluster() -> Cluster:
+    fast, slow = CollectiveRate(1e-6, 1e11), CollectiveRate(1e-6, 1e10)
+    return Cluster("two", 2, 4, 1e9, 0.0, (Level(1, None, slow), Level(4, fast, slow), Level(8, slow, None)))
+
+
+def held(tiers: list[tuple[int, int]], ranking: IndexBijection) -> list[set[int]]:
+    """Ids that each of eight ranks holds, row by row."""
+    ids, first, found = np.asarray(ranking.row_at), 0, [set() for _ in range(8)]  # type: ignore[var-annotated]
+    for size, rows in tiers:
+        for offset, row in enumerate(ids[first : first + rows].tolist()):
+            for rank in range(offset % size, 8, size):
+                found[rank].add(row)
+        first += rows
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([(8, 300)], [(8, 300)]),
+        ([(1, 20), (4, 80), (8, 200)], [(1, 35), (4, 30), (8, 235)]),
+        ([(4, 300)], [(1, 50), (8, 250)]),
+        ([(2, 10), (8, 290)], [(4, 10), (8, 290)]),
+        ([(1, 300)], [(8, 300)]),
+    ],
+)
+def test_moves_row_by_row(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
+    random = np.random.default_rng(0)
+    orders = [IndexBijection(random.permutation(300)[:120], 300) for _ in range(2)]
+    layouts = []
+    for tiers in (before, after):
+        firsts = np.cumsum([0, *[rows for _, rows in tiers]])
+        made = [Tier("any", g, rows, int(at), 0, None, 0, 0, 0) for (g, rows), at in zip(tiers, firsts, strict=False)]
+        layouts.append(Layout.of({"t": made}, {"t": 300}, 8))
+    found = row_moves((layouts[0], 0), (layouts[1], 0), *orders, 5, table="t")
+    was, will = held(before, orders[0]), held(after, orders[1])
+    assert found.moved == sum(len(new - old) for old, new in zip(was, will, strict=True))
+    assert found.kept == sum(len(new & old) for old, new in zip(was, will, strict=True))
+    assert found.nbytes == 20 * found.moved
+
+
+@pytest.mark.parametrize("step", [None, StepWork(1e-4)])
+def test_what_a_newer_profile_saves(step: StepWork | None, tmp_path: Path) -> None:
+    old, new = profile(0), profile(1)
+    old.save(tmp_path / "old.profile")
+    table = Table("t", ROWS, 64, replace(old, path="old.profile"))
+    how = {"batch_size": 512, "index_dedup": False, "step": step}
+    plan = solve([table], cluster(), **how)
+    plan.save(tmp_path / "plan.json")
+    found = replan(Plan.load(tmp_path / "plan.json"), {"t": new}, base=tmp_path)
+    fresh = solve([Table("t", ROWS, 64, new)], cluster(), **how)
+    assert found.seconds_after == pytest.approx(fresh.objective_seconds(fresh.predicted))
+    assert found.after.tables["t"].tiers == fresh.tables["t"].tiers
+    # The old plan's tiers hold what were the hottest rows, and now are any.
+    w = 512 * new.dense_counts() / new.num_samples
+    order = np.asarray(IndexBijection(old.ranked_rows, ROWS).row_at)
+    reads = [float(w[order[t.first_position : t.first_position + t.rows]].sum()) for t in plan.tables["t"].tiers]
+    sent = sum(r for r, t in zip(reads, plan.tables["t"].tiers, strict=True) if t.group_size > 1)
+    assert found.cost_before.input_ids == pytest.approx(sent)
+    assert found.cost_before.static_memory_bytes == plan.predicted.static_memory_bytes
+    assert found.saved_seconds > 0
+    assert found.moving_seconds == moving_seconds(plan.cluster, found.nbytes) > 0
+    assert found.steps_to_pay == pytest.approx(found.moving_seconds / found.saved_seconds)
+    # Its own profile changes nothing.
+    same = replan(plan, {"t": old}, older={"t": old})
+    assert same.nbytes == 0
+    for mine, planned in zip(same.cost_before.collectives, plan.predicted.collectives, strict=True):
+        assert mine.key == planned.key
+        assert (mine.nbytes, mine.excess_bytes) == pytest.approx((planned.nbytes, planned.excess_bytes))
+    assert same.saved_seconds == pytest.approx(0, abs=1e-12)
+    assert same.steps_to_pay == float("inf") or same.moving_seconds == 0
+    with pytest.raises(PlanError, match="not the one that the plan was made from"):
+        replan(plan, {"t": new}, older={"t": new})
+    with pytest.raises(PlanError, match="no table 'x'"):
+        replan(plan, {"x": new}, older={"t": old})
