@@ -133,7 +133,7 @@ def test_the_whole_flow_and_its_json(project: Path) -> None:
     out = good(project, "pareto", "job.yaml", "-o", "pareto.png")
     assert "memory_neutral" in out
     assert (project / "pareto.png").stat().st_size > 10_000
-    for what in ("costs", "skew", "marginal"):
+    for what in ("costs", "skew", "marginal", "step"):
         good(project, "plot", what, "job.yaml", "-o", f"{what}.svg")
         assert (project / f"{what}.svg").read_text().startswith("<?xml")
     assert "100.0%" in good(project, "drift", "items.parquet", "items.parquet")

@@ -16,14 +16,14 @@ from flexshard.errors import JobError
 
 @app.command("plot")
 def plot_command(
-    what: Annotated[str, typer.Argument(help="costs (Figure 3), skew (Figure 4) or marginal (Figure 5).")],
+    what: Annotated[str, typer.Argument(help="costs (Figure 3), skew (Figure 4), marginal (Figure 5), or step.")],
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
     table: Annotated[str | None, typer.Option(help="One table of the job; all, or the first, by default.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a figure of the FlexShard paper for the job's own profiles."""
+    """Draw a figure of the FlexShard paper for the job's own profiles, or the phases of a step of its plan."""
     check_output(output, "picture", inputs=[job], force=force)
     spec = planner.load_job(job)
     tables = [t for t in spec.tables if table in (None, t.name)]
@@ -37,6 +37,8 @@ def plot_command(
         plots.plot_skew({t.name: t.profile for t in tables}, output)
     elif what == "marginal":
         plots.plot_marginal(planner.marginal_curve(replace(spec, tables=tuple(tables))), output)
+    elif what == "step":
+        plots.plot_step(planner.solve(replace(spec, tables=tuple(tables))), output)
     else:
-        raise JobError(f"there is no plot {what!r}; draw costs, skew or marginal")
+        raise JobError(f"there is no plot {what!r}; draw costs, skew, marginal or step")
     written(output, as_json)

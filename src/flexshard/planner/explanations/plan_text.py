@@ -13,7 +13,15 @@ from flexshard._internal import as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.plan import Plan, TablePlan
 
-__all__ = ["calls_grid", "costs_grid", "plan_renderable", "plan_text", "table_heading", "worth_of_memory"]
+__all__ = [
+    "calls_grid",
+    "costs_grid",
+    "phases_grid",
+    "plan_renderable",
+    "plan_text",
+    "table_heading",
+    "worth_of_memory",
+]
 
 _MOST_TABLES = 40
 
@@ -28,6 +36,8 @@ def plan_renderable(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [_heading(plan), _tiers_grid(plan), costs_grid(plan)]
     if any(one.content for one in plan.predicted.collectives):
         parts.append(calls_grid(plan))
+    if plan.settings.objective == "step":
+        parts.append(phases_grid(plan))
     if any(table.undeduplicated for table in plan.tables.values()):
         parts.append(_dedup_grid(plan))
     return Group(*parts, *_proof(plan))
@@ -129,6 +139,21 @@ def calls_grid(plan: Plan) -> Grid:
     if plan.predicted.index_dedup_seconds:
         found = units.format_seconds(plan.predicted.index_dedup_seconds)
         grid.caption = f"Finding the distinct ids of a batch takes {found} besides."
+    return grid
+
+
+def phases_grid(plan: Plan) -> Grid:
+    """What a step takes, phase by phase, under the plan and row-wise."""
+    grid = new_grid("A step, links at once in each phase", ["phase"], ["this plan", "waits for", "row_wise"])
+    row_wise = {phase.name: phase.seconds for phase in plan.phases_of(plan.baselines["row_wise"])}
+    for phase in plan.phases:
+        slowest = max(phase.links, key=lambda link: phase.links[link])
+        before = units.format_seconds(row_wise.get(phase.name, 0.0))
+        grid.add_row(phase.name, units.format_seconds(phase.seconds), slowest, before)
+    total = (sum(phase.seconds for phase in plan.phases), sum(row_wise.values()))
+    grid.add_row("step", units.format_seconds(total[0]), "", units.format_seconds(total[1]))
+    if plan.settings.dense_seconds is None:
+        grid.caption = "Dense work is not known, and not in it."
     return grid
 
 
