@@ -13,9 +13,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    PoolingMode,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -23,16 +30,20 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.cluster.workloads import WORKLOADS, Workload
-from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan, Table, solve
+from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan, Problem, Table, solve
 from flexshard._internal import write_text
 from flexshard.calibration import measure_cluster
-from flexshard.costmodels import Cost
+from flexshard.costmodels import Cost, LocalRates, StepWork, fit_rates, step_seconds
 from flexshard.executors import Observation, Observer
 from flexshard.planner import Tier
+from flexshard.planner.reductions import cost_with_reductions
+from flexshard.planner.solver.deduplication import Variants
 
 DIM = 32
 INPUTS = ("ids", "other ids", "counts")
-ROW_WISE, ROW_WISE_OURS = "row-wise (TorchRec)", "row-wise (dealt by rank)"
+ROW_WISE, ROW_WISE_OURS, ROW_WISE_ONCE = "row-wise (TorchRec)", "row-wise (dealt by id)", "row-wise, ids once"
+FITTED = "paper, 2 tiers"
+PER_ID = 60e-9  # to find distinct ids, on a CPU that eight ranks share
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 
 
@@ -53,8 +64,9 @@ def main() -> None:
         found = measure_cluster(
             name="namespaces", memory_bytes=1e9, reserve_bytes=0.0, ranks_per_node=width, sizes=args.sizes, repeats=5
         )
+        # Ranks of a node share its link.
         if dist.get_rank() == 0:
-            found.save(args.cluster)
+            replace(found, ranks_per_link=width).save(args.cluster)
     else:
         results = train(WORKLOADS[args.workload](), Cluster.load(args.cluster), args.rounds)
         if dist.get_rank() == 0:
@@ -63,11 +75,60 @@ def main() -> None:
     os._exit(0)  # without the wait of groups for each other's sockets
 
 
-def plans_of(workload: Workload, cluster: Cluster) -> dict[str, Plan]:
+def measured_rates(rows: int) -> LocalRates:
+    """How fast rows are looked up and updated while all ranks of the machine do so: the slowest rank's rates."""
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.05,
+        pooling_mode=PoolingMode.NONE,
+        device=torch.device("cpu"),
+    )
+    work, forward, backward = [], [], []
+    for number in (4_000, 20_000, 60_000):
+        ids = torch.from_numpy(np.random.default_rng(dist.get_rank()).integers(0, rows, number))
+        offsets, times = torch.tensor([0, number]), []
+        for _ in range(6):
+            dist.barrier()
+            start = time.perf_counter()
+            found = table(ids, offsets)
+            middle = time.perf_counter()
+            found.backward(torch.ones_like(found))
+            times.append((middle - start, time.perf_counter() - middle))
+        work.append([1.0, number])
+        forward.append(statistics.median(one for one, _ in times[1:]))
+        backward.append(statistics.median(one for _, one in times[1:]))
+    fitted = torch.tensor([*fit_rates(work, forward), *fit_rates(work, backward)], dtype=torch.float64)
+    dist.all_reduce(fitted, op=dist.ReduceOp.MAX)
+    a, b, c, d = fitted.tolist()
+    return LocalRates((a, b, 0.0), (c, d, 0.0), 0.0, "measured, all ranks at once")
+
+
+def with_rates(workload: Workload, cluster: Cluster, plan: Plan, rates: LocalRates) -> Cost:
+    """What a plan is predicted to cost, with its lookups and updates."""
+    table = plan.tables["t"]
+    problem = Problem(
+        [Table("t", workload.rows, DIM, workload.profile)],
+        cluster,
+        workload.batch_size,
+        step=StepWork(0.0, rates),
+        index_dedup_seconds_per_id=PER_ID,
+    )
+    instance = Variants(problem).of(np.array([table.index_dedup]))
+    sizes = instance.group_sizes.tolist()
+    allocation, sparse = np.zeros((1, len(sizes)), np.int64), np.zeros((1, len(sizes)), bool)
+    for tier in table.tiers:
+        level = sizes.index(tier.group_size)
+        allocation[0, level], sparse[0, level] = tier.rows, tier.reduction == "sparse"
+    return cost_with_reductions(instance, allocation, sparse)
+
+
+def plans_of(workload: Workload, cluster: Cluster, rates: LocalRates) -> dict[str, Plan]:
     """The paper's, ours, and ours with gathered rows where the model says that they pay, and everywhere."""
     tables = [Table("t", workload.rows, DIM, workload.profile)]
     how: dict[str, Any] = {"batch_size": workload.batch_size, "index_dedup": False}
-    optimal = solve(tables, cluster, **how)
+    once = how | {"index_dedup": True, "index_dedup_seconds_per_id": PER_ID}
+    optimal, deduplicated = solve(tables, cluster, **how), solve(tables, cluster, **once)
     whole = Tier("row_wise", cluster.world_size, workload.rows, 0, 1.0, None, 0.0, 0.0, 0.0)
     row_wise_plan = replace(optimal, tables={"t": replace(optimal.tables["t"], tiers=(whole,))})
     return {
@@ -75,21 +136,31 @@ def plans_of(workload: Workload, cluster: Cluster) -> dict[str, Plan]:
         "paper, 2 tiers": solve(tables, cluster, tiers=2, method="paper", **how),
         "paper, 3 tiers": solve(tables, cluster, tiers=3, method="paper", **how),
         "optimal": optimal,
+        "optimal, shortest step": solve(tables, cluster, **how, step=StepWork(0.0, rates)),
+        ROW_WISE_ONCE: replace(
+            deduplicated,
+            tables={"t": replace(deduplicated.tables["t"], tiers=(whole,))},
+            predicted=deduplicated.baselines["row_wise_dedup"],
+        ),
+        "optimal, ids once": deduplicated,
         "optimal, all sparse": solve(tables, cluster, reduction="sparse", **how),
     }
 
 
 def train(workload: Workload, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """Every plan's steps and communication; then once more, planned for what was seen to overlap."""
-    plans = plans_of(workload, cluster)
+    rates = measured_rates(workload.rows // dist.get_world_size())
+    plans = plans_of(workload, cluster, rates)
     models = {ROW_WISE: row_wise_model(workload)}
     models |= {name: planned_model(workload, plan) for name, plan in plans.items()}
-    costs = {ROW_WISE: plans["optimal"].baselines["row_wise"]} | {name: plan.predicted for name, plan in plans.items()}
-    results = run(models, costs, plans, workload, rounds)
+    costs = {name: with_rates(workload, cluster, plan, rates) for name, plan in plans.items()}
     # A plan's rows are dealt in turn by rank, so that all serve as much; TorchRec's are blocks of ids, which do not.
-    busiest = workload.busiest_node(cluster.nodes, cluster.ranks_per_node)
-    for key in ("predicted_comm_seconds", "predicted_bottleneck_seconds"):
-        results[ROW_WISE][key] *= busiest
+    busiest, even = workload.busiest_node(cluster.nodes, cluster.ranks_per_node), costs[ROW_WISE_OURS]
+    scaled = tuple(
+        replace(one, excess_bytes=0.0).scaled(1.0 if one.content == "counts" else busiest) for one in even.collectives
+    )
+    costs = {ROW_WISE: replace(even, collectives=scaled)} | costs
+    results = run(models, costs, plans, workload, rounds)
     hidden = {name: share for name, share in overlap_of(results["paper, 3 tiers"]).items() if share > 0}
     table = Table("t", workload.rows, DIM, workload.profile)
     again = {
@@ -104,7 +175,14 @@ def train(workload: Workload, cluster: Cluster, rounds: int) -> dict[str, Any]:
         for reduction in ("dense", "auto")
     }
     models = {name: planned_model(workload, plan) for name, plan in again.items()}
-    return results | run(models, {name: plan.predicted for name, plan in again.items()}, again, workload, rounds)
+    costs = {name: with_rates(workload, cluster, plan, rates) for name, plan in again.items()}
+    results |= run(models, costs, again, workload, rounds)
+    # What else a step does is fitted to one plan, and all others predicted.
+    fitted = results[FITTED]["step_seconds"] - results[FITTED]["predicted_step_seconds"]
+    for name, found in results.items():
+        found["fitted"] = name == FITTED
+        found["predicted_step_seconds"] += fitted
+    return results
 
 
 def run(
@@ -134,17 +212,25 @@ def run(
             "step_seconds": statistics.median(seconds[name]),
             "blocking_step_seconds": statistics.median(blocking[name]),
             "predicted_comm_seconds": costs[name].comm_seconds,
-            "predicted_bottleneck_seconds": costs[name].bottleneck_seconds(dist.get_world_size()),
+            "predicted_step_seconds": step_seconds(costs[name], dist.get_world_size(), StepWork(0.0)),
+            "predicted_local_seconds": costs[name].look_up_seconds + costs[name].update_seconds,
             "observed_comm_seconds": planned_seconds(observed[name]),
             "observed_exposed_seconds": exposed_seconds(free_observed[name]),
             "observed_input_seconds": input_seconds(observed[name]),
             "predicted": [asdict(c) | {"seconds": c.seconds} for c in costs[name].collectives],
             "observed": asdict(observed[name])["collectives"],
             "free": asdict(free_observed[name])["collectives"],
+            "distinct": 1.0 if name not in plans else _distinct(plans[name]),
             "rows": {} if name not in plans else {t.group_size: t.rows for t in plans[name].tables["t"].tiers},
         }
         for name in models
     }
+
+
+def _distinct(plan: Plan) -> float:
+    """Share of a batch's ids that travel, or are read."""
+    table = plan.tables["t"]
+    return sum(tier.reads for tier in table.tiers) / (plan.settings.batch_size * table.avg_length)
 
 
 def overlap_of(result: dict[str, Any]) -> dict[str, float]:

@@ -237,14 +237,20 @@ def priced(
 
 
 def with_hottest(
-    collectives: Sequence[Collective], group_size: int, reads: float, widths: RowWidths, id_bytes: int = 4
+    collectives: Sequence[Collective],
+    group_size: int,
+    reads: float,
+    widths: RowWidths,
+    id_bytes: int = 4,
+    sharing: int = 1,
 ) -> tuple[Collective, ...]:
     """Collectives of a step in which one row takes so many of a rank's lookups: all of its group ask the rank that
     holds it, which so sends and receives ``(g - 1) · reads`` more than the mean, the others' rows being dealt evenly.
+    Where ranks share a link, so many of them spread it over what each has of it.
     """
     item_bytes = {"ids": id_bytes, "embeddings": widths.row_bytes, "gradients": widths.gradient_bytes}
     return tuple(
-        replace(one, excess_bytes=(group_size - 1) * reads * item_bytes[one.content] / one.calls)
+        replace(one, excess_bytes=(group_size - 1) * reads * item_bytes[one.content] / one.calls / sharing)
         if one.name == f"all_to_all@{group_size}" and one.content in item_bytes
         else one
         for one in collectives

@@ -64,7 +64,7 @@ def _body(plan: Plan) -> Body:
             objective="communication",
             dense_seconds=None,
         ),
-        "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None),
+        "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None, ranks_per_link=1),
         "predicted": cost_document(plan.predicted),
         "lower_bound_seconds": plan.lower_bound_seconds,
         "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,

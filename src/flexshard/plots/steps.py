@@ -38,6 +38,7 @@ def plot_step(plan: Plan, path: PathLike) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 1.4 + 0.42 * len(bars)), layout="constrained")
         axes = figure.add_subplot()
+        axes.set_axisbelow(True)
         places = np.arange(len(bars))[::-1]
         left = np.zeros(len(bars))
         for name in present:

@@ -84,6 +84,7 @@ class Cluster:
         reserve_bytes: the part of it that embeddings must leave to everything else.
         levels: innermost first; group sizes 1, ..., U, each dividing the next, W among them.
         hbm_bytes_per_s: bandwidth of a rank's memory; None where it is not known.
+        ranks_per_link: ranks of a node that share a link to other nodes: the busiest of them has what others leave.
 
     Raises:
         ClusterError: the fields contradict each other; the message names the level.
@@ -96,10 +97,11 @@ class Cluster:
     reserve_bytes: float
     levels: tuple[Level, ...]
     hbm_bytes_per_s: float | None = None
+    ranks_per_link: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
-        for name in ("nodes", "ranks_per_node"):
+        for name in ("nodes", "ranks_per_node", "ranks_per_link"):
             object.__setattr__(self, name, check_int(getattr(self, name), name, ClusterError, least=0))
         for name in ("hbm_bytes", "reserve_bytes"):
             object.__setattr__(self, name, check_finite(getattr(self, name), name, ClusterError))
@@ -119,6 +121,10 @@ class Cluster:
     def group_sizes(self) -> tuple[int, ...]:
         """Group sizes of the levels, innermost (1) first."""
         return tuple(level.group_size for level in self.levels)
+
+    def ranks_on_link(self, group_size: int) -> int:
+        """Ranks whose all-to-alls inside groups of this size share a link."""
+        return self.ranks_per_link if group_size > self.ranks_per_node else 1
 
     def level(self, group_size: int) -> Level:
         """The level with this group size.
@@ -176,6 +182,9 @@ def problem_of(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
         return ("ranks_per_node",), f"ranks_per_node must be at least 1, found {cluster.ranks_per_node}"
     if cluster.hbm_bytes <= 0:
         return ("memory",), f"memory must be above 0 bytes, found {cluster.hbm_bytes}"
+    if not 1 <= cluster.ranks_per_link <= cluster.ranks_per_node:
+        of_node = f"the {cluster.ranks_per_node} of a node"
+        return ("ranks_per_link",), f"ranks_per_link must be 1 to {of_node}, found {cluster.ranks_per_link}"
     if cluster.hbm_bytes_per_s is not None and cluster.hbm_bytes_per_s <= 0:
         return ("memory_bandwidth",), f"memory_bandwidth must be above 0 B/s, found {cluster.hbm_bytes_per_s}"
     if not 0 <= cluster.reserve_bytes < cluster.hbm_bytes:

@@ -74,6 +74,7 @@ class ClusterSpec(StrictModel):
     memory: Bytes
     reserve: Bytes
     memory_bandwidth: Bandwidth | None = None
+    ranks_per_link: int = 1
     levels: list[LevelSpec]
 
 
@@ -83,11 +84,13 @@ def load_cluster(path: PathLike) -> Cluster:
     fields = (spec.name, spec.nodes, spec.ranks_per_node, spec.memory, spec.reserve)
     levels = tuple(_level(path, tree, index, level) for index, level in enumerate(spec.levels))
     try:
-        return Cluster(*fields, levels, spec.memory_bandwidth)
+        return Cluster(*fields, levels, spec.memory_bandwidth, spec.ranks_per_link)
     except ClusterError:
         # Check again without the constructor, to know which field to point at.
         draft = object.__new__(Cluster)
-        for field, value in zip(Cluster.__dataclass_fields__, (*fields, levels, spec.memory_bandwidth), strict=True):
+        for field, value in zip(
+            Cluster.__dataclass_fields__, (*fields, levels, spec.memory_bandwidth, spec.ranks_per_link), strict=True
+        ):
             object.__setattr__(draft, field, value)
         problem = problem_of(draft)
         assert problem is not None
@@ -120,6 +123,7 @@ def _body(cluster: Cluster) -> dict[str, Any]:
         "memory": f"{cluster.hbm_bytes!r} B",
         "reserve": f"{cluster.reserve_bytes!r} B",
         **({} if cluster.hbm_bytes_per_s is None else {"memory_bandwidth": f"{cluster.hbm_bytes_per_s!r} B/s"}),
+        **({} if cluster.ranks_per_link == 1 else {"ranks_per_link": cluster.ranks_per_link}),
         "levels": [
             {"group_size": level.group_size}
             | {

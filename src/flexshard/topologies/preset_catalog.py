@@ -145,6 +145,9 @@ class Preset:
                 if self.spec.hardware.memory_bandwidth is None
                 else units.parse_bandwidth(str(self.spec.hardware.memory_bandwidth.value))
             ),
+            ranks_per_link=max(1, hardware.gpus_per_node // hardware.nics_per_node)
+            if self.spec.hardware.nics_per_node
+            else 1,
         )
 
     def _level(self, hardware: Hardware, size: int) -> Level:

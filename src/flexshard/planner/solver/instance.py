@@ -239,7 +239,9 @@ class Instance:
         """How much longer a level's all-to-alls take for each lookup of a tier's hottest row, since its owner answers
         all of its group; shape (T, G).
         """
-        per_read = self.table_comm_per_read * self.row_bytes[:, None] + self.local_seconds_per_read.sum(axis=1)[:, None]
+        sharing = np.array([self.cluster.ranks_on_link(size) for size in self.group_sizes.tolist()])
+        local = self.local_seconds_per_read.sum(axis=1)[:, None]
+        per_read = self.table_comm_per_read * self.row_bytes[:, None] / sharing + local
         return np.asarray((self.group_sizes - 1) * per_read)
 
     def hottest_reads(self, allocation: Allocation) -> FloatArray:
@@ -374,7 +376,8 @@ class Instance:
         for level, size in zip(used, sizes.tolist(), strict=True):
             table = int(busiest[level])
             widths = self.widths[self.table_kind[table]]
-            found = with_hottest(found, size, float(reads_of_hottest[table, level]), widths, self.id_bytes)
+            hot, sharing = float(reads_of_hottest[table, level]), self.cluster.ranks_on_link(size)
+            found = with_hottest(found, size, hot, widths, self.id_bytes, sharing)
         return found
 
 
