@@ -19,8 +19,7 @@ import torch
 from benchmarks.timing import machine
 from flexshard import AccessProfile, Table
 from flexshard._internal import as_text, new_grid
-from flexshard.calibration import calibrate
-from flexshard.calibration.lookup_rates import least_seconds, train_step
+from flexshard.calibration import calibrate, least_seconds, train_step
 from flexshard.costmodels import TTReads
 from flexshard.embeddings import TTShape
 

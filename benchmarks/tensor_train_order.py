@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.timing import machine
 from flexshard._internal import as_text, new_grid
-from flexshard.calibration.lookup_rates import least_seconds, train_step
+from flexshard.calibration import least_seconds, train_step
 from flexshard.costmodels import TTReads
 from flexshard.embeddings import IndexBijection, TTEmbeddingBag, TTShape
 

@@ -189,8 +189,16 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
     options = ("--cluster", "dgx-a100:1", "--batch-size", 64, "--dim", 16, "-o", "job.yaml")
     good(tmp_path, "job", "users.profile", "ads.profile", *options)
     job = tmp_path / "job.yaml"
-    without = bad(tmp_path, "calibrate", "job.yaml", "-o", "rates.yaml")
-    assert "no table has 'compress'; offer ranks, such as compress: [{ranks: 32}]" in without
+    good(tmp_path, "calibrate", "job.yaml", "-o", "dense.yaml", "--rounds", 1)  # tables alone, for planning steps
+    (tmp_path / "step.yaml").write_text(job.read_text() + "dense: 5 ms\nrates: dense.yaml\n")
+    good(tmp_path, "plan", "step.yaml", "-o", "step.json")
+    planned, measured = Plan.load(tmp_path / "step.json"), yaml.safe_load((tmp_path / "dense.yaml").read_text())
+    per_row = {one["rows"]: one["look_up"] for one in measured["tables"]}[200_000]
+    assert planned.predicted.look_up_seconds > 0
+    assert len(measured["tables"]) == 1  # both tables are of one size
+    assert per_row[1] > 0
+    (tmp_path / "step.yaml").write_text(job.read_text() + "rates: dense.yaml\n")
+    assert "rates decide nothing without dense" in bad(tmp_path, "plan", "step.yaml", "-o", "x.json")
     text = job.read_text().replace(
         "profile: users.profile\n", "profile: users.profile\n  compress: [{ranks: 8, loss: 0.1}]\n"
     )

@@ -31,6 +31,23 @@ PHASES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
+class TableRates:
+    """A dense table, as measured.
+
+    Attributes:
+        rows, dim: of the table.
+        pooled: seconds per call and id of a step with pooling: lookup, backward and update.
+        look_up, update: as of :class:`LocalRates`, without pooling.
+    """
+
+    rows: int
+    dim: int
+    pooled: tuple[float, ...]
+    look_up: tuple[float, float, float]
+    update: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
 class LocalRates:
     """How fast a rank looks rows up and updates them.
 
@@ -39,12 +56,19 @@ class LocalRates:
         update: seconds per call, row and byte of rows whose gradients are summed and applied.
         sweep: seconds per byte of weights with copies, all of which are updated.
         source: where the figures come from.
+        tables: those that were measured themselves, which have rates of their own.
     """
 
     look_up: tuple[float, float, float]
     update: tuple[float, float, float]
     sweep: float
     source: str = ""
+    tables: tuple[TableRates, ...] = ()
+
+    def of(self, rows: int, dim: int) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """To look up, and to update, rows of a table."""
+        own = next((one for one in self.tables if (one.rows, one.dim) == (rows, dim)), None)
+        return (self.look_up, self.update) if own is None else (own.look_up, own.update)
 
     def __post_init__(self) -> None:
         for name, values in (("look_up", self.look_up), ("update", self.update), ("sweep", (self.sweep,))):

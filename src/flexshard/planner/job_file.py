@@ -13,7 +13,7 @@ from pydantic import Field
 
 from flexshard import units
 from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, located, replacing, save_yaml
-from flexshard.costmodels import StepWork, overlap_of
+from flexshard.costmodels import StepWork, TTRates, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
 from flexshard.planner.budget import parse_budget
 from flexshard.planner.compression.decision import TTOption
@@ -70,6 +70,7 @@ class JobSpec(StrictModel):
     sample_order: Literal["file", "shuffled"] = "file"
     objective: Literal["communication", "step"] | None = None
     dense: str | None = None
+    rates: str | None = None
     loss_limit: float | None = None
 
 
@@ -112,7 +113,14 @@ def load_job(path: PathLike) -> Job:
     if spec.dense is not None:
         text = spec.dense
         step = at(["dense"], lambda: StepWork(units.parse_seconds(text)))
-    others = spec.model_dump(exclude={"tables", "cluster", "dense"})
+    if spec.rates is not None:
+        if step is None:
+            raise JobError(
+                f"{located(path, tree, ['rates'])}: rates decide nothing without dense; say what a step takes"
+            )
+        file, known = folder / spec.rates, step
+        step = at(["rates"], lambda: replace(known, rates=TTRates.load(file).local))
+    others = spec.model_dump(exclude={"tables", "cluster", "dense", "rates"})
     return at([], lambda: Job(tables, cluster, options=options, step=step, **others))
 
 

@@ -11,7 +11,6 @@ from flexshard import calibration, planner
 from flexshard.cli.app import AsJson, JobFile, app, written
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import counting_progress
-from flexshard.errors import JobError
 
 
 @app.command("calibrate")
@@ -23,17 +22,22 @@ def calibrate_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time lookups of the tensor trains that a job offers, and of dense tables, on this machine."""
+    """Time lookups and updates of a job's tables on this machine, and of the tensor trains that it offers for them."""
     check_output(output, "flexshard.rates", inputs=[job], force=force)
     spec = planner.load_job(job)
     length_of = {table.name: table.profile.avg_length for table in spec.tables}
     shapes = [option.shape for options in spec.options.values() for option in options]
     lengths = [length_of[name] for name, options in spec.options.items() for _ in options]
-    if not shapes:
-        raise JobError(f"{job}: no table has 'compress'; offer ranks, such as compress: [{{ranks: 32}}]")
+    tables = [(table.rows, table.dim, table.profile.avg_length) for table in spec.tables]
     with counting_progress("calibrating", "shapes") as progress:
         rates = calibration.calibrate(
-            shapes, lengths=lengths, batch_size=spec.batch_size, rounds=rounds, device=device, progress=progress
+            shapes,
+            lengths=lengths,
+            tables=tables,
+            batch_size=spec.batch_size,
+            rounds=rounds,
+            device=device,
+            progress=progress,
         )
     rates.save(output)
     written(output, as_json)

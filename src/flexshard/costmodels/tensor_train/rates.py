@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
+from flexshard.costmodels.step_time import LocalRates, TableRates
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.costmodels.tensor_train.work import TTWork
 from flexshard.errors import DataError
@@ -68,18 +69,23 @@ class TTRates:
 
     Attributes:
         machine: what it is, and when it was measured.
-        step: seconds per unit of :class:`TTWork`, fitted to all shapes measured: for shapes that were not.
+        step: seconds per unit of :class:`TTWork`, fitted to all shapes measured: for shapes that were not; empty where
+            none were.
         dense: seconds per call, id, and number of the rows read, of a dense table's step.
         shapes: rates of the shapes measured.
+        tables: dense tables measured.
     """
 
     machine: str
     step: tuple[float, ...]
     dense: tuple[float, ...]
     shapes: tuple[ShapeRates, ...] = ()
+    tables: tuple[TableRates, ...] = ()
 
     def __post_init__(self) -> None:
-        fitted = [(self.step, WORK), (self.dense, DENSE), *((shape.step, WORK) for shape in self.shapes)]
+        fitted = [(self.dense, DENSE), *((shape.step, WORK) for shape in self.shapes)]
+        if self.step or self.shapes:
+            fitted.append((self.step, WORK))
         for rates, names in fitted:
             if len(rates) != len(names):
                 raise DataError(f"rates are of {', '.join(names)}; found {len(rates)} numbers")
@@ -88,10 +94,36 @@ class TTRates:
         """Forward, backward and update of one batch."""
         wanted = (shape.row_factors, shape.dim_factors, shape.tt_ranks)
         rates = next((r.step for r in self.shapes if (r.row_factors, r.dim_factors, r.tt_ranks) == wanted), self.step)
+        if not rates:
+            raise DataError(f"{self.machine}: no tensor train was measured; calibrate a job that offers some")
         return float(TTWork.of(shape, reads).array @ np.array(rates))
 
-    def dense_seconds(self, reads: float, dim: int) -> float:
-        """Forward, backward and update of ``reads`` rows of a dense table."""
+    @property
+    def local(self) -> LocalRates:
+        """Of lookups and updates of dense tables without pooling, for planning steps. Tables that were not measured
+        have the mean of those that were. Copies are swept as fast as so many rows are updated, slower than they are.
+
+        Raises:
+            DataError: the rates are of an earlier release, which did not measure this.
+        """
+        if not self.tables:
+            raise DataError(f"{self.machine}: no dense table was measured by itself; calibrate again")
+
+        def mean(of: Callable[[TableRates], tuple[float, float, float]]) -> tuple[float, float, float]:
+            call = [of(table)[0] for table in self.tables]
+            per_byte = [of(table)[2] + of(table)[1] / (4 * table.dim) for table in self.tables]
+            return sum(call) / len(call), 0.0, sum(per_byte) / len(per_byte)
+
+        look_up, update = mean(lambda table: table.look_up), mean(lambda table: table.update)
+        return LocalRates(look_up, update, update[2], self.machine, self.tables)
+
+    def dense_seconds(self, reads: float, dim: int, rows: int | None = None) -> float:
+        """Forward, backward and update of ``reads`` rows of a dense table, with pooling; of one that was measured, by
+        its own rates.
+        """
+        own = next((one.pooled for one in self.tables if (one.rows, one.dim) == (rows, dim)), None)
+        if own is not None:
+            return float(np.array([1.0, reads]) @ np.array(own))
         return float(np.array([1.0, reads, reads * dim]) @ np.array(self.dense))
 
     def save(self, path: PathLike) -> None:

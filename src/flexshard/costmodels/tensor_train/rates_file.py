@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import ConfigDict, NonNegativeFloat
+from pydantic import ConfigDict, Field, NonNegativeFloat
 
 from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, save_yaml
+from flexshard.costmodels.step_time import TableRates
 from flexshard.costmodels.tensor_train.rates import DENSE, WORK, ShapeRates, TTRates
 from flexshard.errors import DataError
 
@@ -26,6 +27,18 @@ class ShapeSpec(StrictModel):
     step: dict[str, NonNegativeFloat]
 
 
+class TableSpec(StrictModel):
+    """Rates of one dense table: with pooling per call and id, without per call, row and byte."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    rows: int
+    dim: int
+    pooled: tuple[NonNegativeFloat, NonNegativeFloat]
+    look_up: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]
+    update: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]
+
+
 class RatesSpec(StrictModel):
     """A file of rates, in seconds per unit."""
 
@@ -35,6 +48,7 @@ class RatesSpec(StrictModel):
     dense: dict[str, NonNegativeFloat]
     step: dict[str, NonNegativeFloat]
     shapes: list[ShapeSpec]
+    tables: list[TableSpec] = Field(default_factory=list)
 
 
 def save_rates(rates: TTRates, path: PathLike) -> None:
@@ -51,9 +65,14 @@ def save_rates(rates: TTRates, path: PathLike) -> None:
     body = {
         "machine": rates.machine,
         "dense": _named(rates.dense, DENSE),
-        "step": _named(rates.step, WORK),
+        "step": _named(rates.step, WORK) if rates.step else {},
         "shapes": shapes,
     }
+    if rates.tables:
+        body["tables"] = [
+            {key: list(value) if isinstance(value, tuple) else value for key, value in vars(one).items()}
+            for one in rates.tables
+        ]
     save_yaml(path, FORMAT, body)
 
 
@@ -73,4 +92,6 @@ def load_rates(path: PathLike) -> TTRates:
     shapes = (
         ShapeRates(tuple(one.rows), tuple(one.dims), tuple(one.ranks), rates(one.step, WORK)) for one in spec.shapes
     )
-    return TTRates(spec.machine, rates(spec.step, WORK), rates(spec.dense, DENSE), tuple(shapes))
+    tables = tuple(TableRates(one.rows, one.dim, one.pooled, one.look_up, one.update) for one in spec.tables)
+    step = rates(spec.step, WORK) if spec.step or spec.shapes else ()
+    return TTRates(spec.machine, step, rates(spec.dense, DENSE), tuple(shapes), tables)

@@ -218,9 +218,8 @@ class Instance:
         """Time to look a row up, and to update it, of each table; shape (T, 2)."""
         if self.rates is None:
             return np.zeros((len(self.tables), 2))
-        per_row = np.array([self.rates.look_up[1], self.rates.update[1]])
-        per_byte = np.array([self.rates.look_up[2], self.rates.update[2]])
-        return np.asarray(per_row + self.row_bytes[:, None] * per_byte)
+        rates = np.array([self.rates.of(table.rows, table.dim) for table in self.tables])  # (T, 2, 3)
+        return np.asarray(rates[:, :, 1] + self.row_bytes[:, None] * rates[:, :, 2])
 
     @cached_property
     def local_seconds(self) -> FloatArray:
