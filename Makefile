@@ -86,12 +86,16 @@ bench: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.replay
 	$(VENV)/bin/python -m benchmarks.calls
 	$(VENV)/bin/python -m benchmarks.distinct_rows
+	$(VENV)/bin/python -m benchmarks.memory
+	$(VENV)/bin/python -m benchmarks.step_gain
 
 bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.torchrec_planner
 	$(VENV)/bin/python -m benchmarks.torchrec_row_wise
 	$(VENV)/bin/python -m benchmarks.table_groups
 	$(VENV)/bin/python -m benchmarks.translation
+	$(VENV)/bin/python -m benchmarks.step_memory
+	$(VENV)/bin/python -m benchmarks.lookups
 	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_sharding_tests "$(CHECKOUT)")
 	$(if $(CHECKOUT),$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) pandas && $(VENV)/bin/python -m benchmarks.bert4rec "$(CHECKOUT)")
 

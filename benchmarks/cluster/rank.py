@@ -43,7 +43,6 @@ DIM = 32
 INPUTS = ("ids", "other ids", "counts")
 ROW_WISE, ROW_WISE_OURS, ROW_WISE_ONCE = "row-wise (TorchRec)", "row-wise (dealt by id)", "row-wise, ids once"
 FITTED = "paper, 2 tiers"
-PER_ID = 60e-9  # to find distinct ids, on a CPU that eight ranks share
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 
 
@@ -104,6 +103,19 @@ def measured_rates(rows: int) -> LocalRates:
     return LocalRates((a, b, 0.0), (c, d, 0.0), 0.0, "measured, all ranks at once")
 
 
+def measured_per_id(workload: Workload) -> float:
+    """Seconds per id to find a batch's distinct ones, while all ranks of the machine do so."""
+    ids, times = torch.from_numpy(workload.batch(dist.get_rank(), 0)[0]), []
+    for _ in range(5):
+        dist.barrier()
+        start = time.perf_counter()
+        torch.unique(ids, return_inverse=True)
+        times.append((time.perf_counter() - start) / len(ids))
+    found = torch.tensor(statistics.median(times), dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
 def with_rates(workload: Workload, cluster: Cluster, plan: Plan, rates: LocalRates) -> Cost:
     """What a plan is predicted to cost, with its lookups and updates."""
     table = plan.tables["t"]
@@ -112,7 +124,7 @@ def with_rates(workload: Workload, cluster: Cluster, plan: Plan, rates: LocalRat
         cluster,
         workload.batch_size,
         step=StepWork(0.0, rates),
-        index_dedup_seconds_per_id=PER_ID,
+        index_dedup_seconds_per_id=plan.settings.index_dedup_seconds_per_id,
     )
     instance = Variants(problem).of(np.array([table.index_dedup]))
     sizes = instance.group_sizes.tolist()
@@ -127,7 +139,7 @@ def plans_of(workload: Workload, cluster: Cluster, rates: LocalRates) -> dict[st
     """The paper's, ours, and ours with gathered rows where the model says that they pay, and everywhere."""
     tables = [Table("t", workload.rows, DIM, workload.profile)]
     how: dict[str, Any] = {"batch_size": workload.batch_size, "index_dedup": False}
-    once = how | {"index_dedup": True, "index_dedup_seconds_per_id": PER_ID}
+    once = how | {"index_dedup": True, "index_dedup_seconds_per_id": measured_per_id(workload)}
     optimal, deduplicated = solve(tables, cluster, **how), solve(tables, cluster, **once)
     whole = Tier("row_wise", cluster.world_size, workload.rows, 0, 1.0, None, 0.0, 0.0, 0.0)
     row_wise_plan = replace(optimal, tables={"t": replace(optimal.tables["t"], tiers=(whole,))})

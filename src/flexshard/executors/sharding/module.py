@@ -222,10 +222,11 @@ class ShardedFlexShardEmbeddingCollection(
     ) -> dict[str, JaggedTensor]:
         """The module's output from the rows of each group's lookups, and that of the tables that TorchRec shards."""
         lengths = dict(zip(features.keys(), features.length_per_key(), strict=True))
-        parts = [
-            iter(values.split([lengths[lookup.feature] for lookup in self._lookups_of if lookup.group == index]))
-            for index, values in enumerate(rows)
-        ]
+        parts = []
+        for index, values in enumerate(rows):
+            sizes = [lengths[lookup.feature] for lookup in self._lookups_of if lookup.group == index]
+            # Backward of a split copies gradients together, which one part does not need.
+            parts.append(iter(values.split(sizes) if len(sizes) > 1 else (values,)))
         samples = None
         if features.variable_stride_per_key():
             samples = dict(zip(*features.inverse_indices(), strict=True))
