@@ -135,7 +135,7 @@ def main() -> None:
                 rates.append(exceeded / seen.size)
                 in_order_rates.append(late / ordered.size)
                 print(f"{name}, {kind}, {ranks} ranks: {time.perf_counter() - start:.1f} s", flush=True)
-    print(as_text(grid))
+    print(as_text(grid, 170))
     print(f"shuffled: p99.9 over the observed one {min(ratios):.3f} to {max(ratios):.3f}")
     print(f"shuffled: exceeded in {1000 * min(rates):.2f} to {1000 * max(rates):.2f} of 1,000 steps")
     print(f"in order: exceeded in {100 * min(in_order_rates):.2f} to {100 * max(in_order_rates):.2f} of 100 steps")

@@ -172,6 +172,24 @@ def test_the_objective_follows_from_what_is_known(tmp_path: Path) -> None:
         pareto(tables, cluster, batch_size=512, step=StepWork(1e-3))  # type: ignore[call-arg]
 
 
+def test_ranks_that_share_a_link_share_what_the_hottest_row_adds() -> None:
+    counts = np.array([5000, 3000, 1000, 1000])
+    table = Table("t", 4, 16, AccessProfile.from_counts(counts, 10_000))
+    slow, fast = CollectiveRate(1e-5, 1e9), CollectiveRate(1e-5, 1e10)
+    levels = (Level(1, None, slow), Level(2, fast, slow), Level(4, slow, None))
+    excess = []
+    for sharing in (1, 2):
+        cluster = Cluster("two", 2, 2, 1e9, 0.0, levels, ranks_per_link=sharing)
+        instance = build_instance(Problem([table], cluster, 100))
+        for size in (2, 4):
+            cost = instance.cost(instance.uniform(size))
+            rows = next(c for c in cost.collectives if c.content == "embeddings")
+            excess.append(rows.excess_bytes)
+            assert cost.exposed_seconds == pytest.approx(instance.exposed_seconds(instance.uniform(size)))
+    # The hottest row has half of 100 lookups; within a node nothing is shared.
+    assert excess == [50 * 64.0, 3 * 50 * 64.0, 50 * 64.0, 3 * 50 * 64.0 / 2]
+
+
 def test_lookups_are_of_the_rank_that_serves_most() -> None:
     rate = CollectiveRate(1e-5, 1e10)
     cluster = Cluster("one", 1, 4, 4e10, 0.0, (Level(1, None, rate), Level(4, rate, None)), 2e12)

@@ -46,6 +46,23 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert outer.seconds(25e9) == pytest.approx(1.00005)
 
 
+def test_memory_bandwidth_and_shared_links(tmp_path: Path) -> None:
+    plain = Cluster.load(write(tmp_path, GOOD))
+    assert (plain.hbm_bytes_per_s, plain.ranks_per_link) == (None, 1)
+    more = GOOD.replace("reserve: 4 GB", "reserve: 4 GB\nmemory_bandwidth: 2039 GB/s\nranks_per_link: 2")
+    cluster = Cluster.load(write(tmp_path, more))
+    assert (cluster.hbm_bytes_per_s, cluster.ranks_per_link) == (2.039e12, 2)
+    assert (cluster.ranks_on_link(4), cluster.ranks_on_link(8)) == (1, 2)
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster
+    for wrong in ("ranks_per_link: 5", "ranks_per_link: 0"):
+        with pytest.raises(ClusterError, match="ranks_per_link must be 1 to the 4 of a node"):
+            Cluster.load(write(tmp_path, more.replace("ranks_per_link: 2", wrong)))
+    assert Cluster.preset("aws-p4d").ranks_per_link == 2  # 8 GPUs, 4 NICs
+    assert Cluster.preset("dgx-h100").ranks_per_link == 1
+    assert Cluster.preset("gloo-localhost").hbm_bytes_per_s is None
+
+
 def test_a_stored_file_of_version_1_still_loads(tmp_path: Path) -> None:
     assert Cluster.load(Path(__file__).parent / "cluster_v1.yaml") == Cluster.load(write(tmp_path, GOOD))
 

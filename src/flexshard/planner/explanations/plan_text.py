@@ -112,11 +112,13 @@ def _tiers_grid(plan: Plan) -> Grid:
 
 def costs_grid(plan: Plan) -> Grid:
     """Predicted costs of the plan and of the baselines, per rank and iteration."""
-    columns = ("memory", "static", "dynamic", "p99.9", "ids sent", "all-to-all", "all-reduce", "exposed", "vs row-wise")
+    whole = ("step",) if plan.settings.objective == "step" else ()
+    times = ("all-to-all", "all-reduce", "exposed", *whole, "vs row-wise")
+    columns = ("memory", "static", "dynamic", "p99.9", "ids sent", *times)
     grid = new_grid("Predicted per rank and iteration", [""], columns)
     grid.columns[0].no_wrap = True
     for name, cost in _rows(plan).items():
-        grid.add_row(name, *_cells(cost, plan.baselines["row_wise"]))
+        grid.add_row(name, *_cells(plan, cost))
     return grid
 
 
@@ -161,9 +163,10 @@ def _rows(plan: Plan) -> Mapping[str, Cost]:
     return {"this plan": plan.predicted, **plan.baselines}
 
 
-def _cells(cost: Cost, row_wise: Cost) -> list[str]:
+def _cells(plan: Plan, cost: Cost) -> list[str]:
     p999 = cost.dynamic_memory_p999_bytes
-    faster = row_wise.exposed_seconds / cost.exposed_seconds if cost.exposed_seconds else None
+    seconds, row_wise = (plan.objective_seconds(one) for one in (cost, plan.baselines["row_wise"]))
+    faster = row_wise / seconds if seconds else None
     return [
         units.format_bytes(cost.memory_bytes),
         units.format_bytes(cost.static_memory_bytes),
@@ -173,6 +176,7 @@ def _cells(cost: Cost, row_wise: Cost) -> list[str]:
         units.format_seconds(cost.dynamic_comm_seconds),
         units.format_seconds(cost.static_comm_seconds),
         units.format_seconds(cost.exposed_seconds),
+        *([units.format_seconds(seconds)] if plan.settings.objective == "step" else []),
         "-" if faster is None else f"{faster:.2f}x",
     ]
 
