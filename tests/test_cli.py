@@ -534,6 +534,8 @@ def test_steps_are_planned_and_drawn(project: Path, tmp_path: Path) -> None:
     good(project, "plan", "job.yaml", "-o", tmp_path / "seen.json", *ran)
     waited = 0.004 * len(json.loads((project / "observed.json").read_text())["collectives"])
     assert Plan.load(tmp_path / "seen.json").settings.dense_seconds == pytest.approx(0.2 - waited)
+    good(tmp_path, "plan", "job.yaml", "-o", "sum.json", "--objective", "communication")
+    assert Plan.load(tmp_path / "sum.json").settings.dense_seconds is None
     assert "give one of them" in bad(project, "plan", "job.yaml", "-o", tmp_path / "x.json", *ran, "--dense", "1 ms")
     assert "objective must be" in bad(project, "plan", "job.yaml", "-o", tmp_path / "x.json", "--objective", "speed")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job | {"dense": "20"}))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flexshard.costmodels import BATCH_SHARES, Loads, ServedRows, batch_lengths, fullest_bytes, own_bytes
+from flexshard.costmodels import BATCH_SHARES, Loads, ServedRows, batch_lengths, fullest_bytes
 
 
 @pytest.mark.parametrize("samples", [1, 7, 64, 1000])
@@ -48,7 +48,12 @@ def test_quantile_of_draws(skew: float, size: int) -> None:
     p = np.arange(1.0, 401) ** -skew
     reads, holder = 100 * p / p.sum(), np.arange(400) % size
     loads = Loads(
-        np.array([1000.0]), np.array([4.0]), np.ones((1, BATCH_SHARES.size)), np.ones(1), [served(reads, holder, size)]
+        np.array([1000.0]),
+        np.array([0.0]),
+        np.array([4.0]),
+        np.ones((1, BATCH_SHARES.size)),
+        np.ones(1),
+        [served(reads, holder, size)],
     )
     said = fullest_bytes(loads, size, 0.999, in_order=False)
     drawn = random.poisson(size * reads, (20_000, 400))
@@ -61,7 +66,9 @@ def test_quantile_of_draws(skew: float, size: int) -> None:
 def test_nothing_varies_nothing_is_added() -> None:
     still = served(np.full(8, 3.0), np.arange(8) % 4, 4)
     still = ServedRows(**{**vars(still), "hot_variance": np.zeros((1, 8)), "hot_third": np.zeros((1, 8))})
-    loads = Loads(np.array([50.0]), np.array([2.0]), np.ones((1, BATCH_SHARES.size)), np.ones(1), [still])
+    loads = Loads(
+        np.array([50.0]), np.array([0.0]), np.array([2.0]), np.ones((1, BATCH_SHARES.size)), np.ones(1), [still]
+    )
     assert fullest_bytes(loads, 4, 0.999, in_order=False) == pytest.approx(50 + 2 * 4 * 6.0)
 
 
@@ -70,7 +77,9 @@ def test_bursts_fall_to_one_rank() -> None:
     burst = ServedRows(**{**vars(loads), "burst_hottest": np.array([60.0])})
     said = [
         fullest_bytes(
-            Loads(np.array([50.0]), np.array([2.0]), np.ones((1, BATCH_SHARES.size)), np.ones(1), [one]),
+            Loads(
+                np.array([50.0]), np.array([0.0]), np.array([2.0]), np.ones((1, BATCH_SHARES.size)), np.ones(1), [one]
+            ),
             4,
             0.999,
             in_order=True,
@@ -80,8 +89,25 @@ def test_bursts_fall_to_one_rank() -> None:
     assert said[1] > 50 + 2 * 24 + 2 * 60 > said[0]
 
 
-def test_what_the_model_keeps() -> None:
-    # 10 lookups of 8-byte rows and gradients: all of them travel, or 2 do and the gradients put together are more.
-    ten, eight, per = np.array([10.0]), np.array([8.0]), (np.array([16.0]), np.array([8.0]))
-    assert own_bytes(ten, ten, eight, *per).tolist() == [240.0]
-    assert own_bytes(ten, np.array([2.0]), eight, *per).tolist() == [160.0 + 80 - 16]
+def test_gradients_put_together_may_be_more_than_rows_that_travel() -> None:
+    none = np.zeros((1, 8))
+    still = ServedRows(**{**vars(served(np.zeros(8), np.arange(8) % 4, 4)), "hot_variance": none, "hot_third": none})
+    shares = np.linspace(0.5, 2.0, BATCH_SHARES.size)[None]
+    loads = Loads(np.array([50.0]), np.array([80.0]), np.array([2.0]), shares, np.ones(1), [still])
+    most = np.interp(1 - 0.0005 / 4, BATCH_SHARES, shares[0])
+    assert fullest_bytes(loads, 4, 0.999, in_order=False) == pytest.approx(80 * most, rel=0.03)
+
+
+@pytest.mark.parametrize("samples", [0.25, 0.5, 1.7, 2.5])
+def test_parts_of_a_sample_count_as_whole_ones(samples: float) -> None:
+    found = batch_lengths(np.array([1.0, 21.0]), np.array([0.5, 0.5]), samples)
+    whole = batch_lengths(np.array([1.0, 21.0]), np.array([0.5, 0.5]), float(np.ceil(samples)))
+    assert found == pytest.approx(whole * np.ceil(samples) / samples)
+    mean = found @ np.diff(BATCH_SHARES, prepend=0.0)
+    assert 1.0 <= mean <= 1.25 * np.ceil(samples) / samples
+
+
+def test_many_samples_are_nearly_normal() -> None:
+    found = batch_lengths(np.array([1.0, 21.0]), np.array([0.5, 0.5]), 65_536)
+    at = np.searchsorted(BATCH_SHARES, 0.999)
+    assert found[at] == pytest.approx(1 + stats.norm.ppf(BATCH_SHARES[at]) * 10 / 11 / 256, abs=2e-3)

@@ -72,6 +72,52 @@ def test_bursts_of_samples_in_order() -> None:
     assert np.quantile(again, 0.99) <= said["shuffled"] <= 1.15 * again.max()
 
 
+@pytest.mark.parametrize("budget", ["13kB", "26kB", "36kB"])
+def test_a_budget_that_few_placements_keep(budget: str) -> None:
+    # Where the mean's limit falls below all placements, the one with the least mean may still fit.
+    profile = AccessProfile.from_ids(np.arange(6_400) % 2, lengths=np.full(640, 10), num_rows=2)
+    rate = CollectiveRate(1e-6, 1e10)
+    levels = (Level(1, None, rate), Level(4, rate, rate), Level(16, rate, None))
+    how = {"batch_size": 8, "index_dedup": False, "memory": "p99.9"}
+    found = solve([Table("t", 2, 8, profile)], Cluster("c", 4, 4, 1e9, 0.0, levels), budget=budget, **how)
+    assert (
+        found.predicted.static_memory_bytes + (found.predicted.dynamic_memory_p999_bytes or 0)
+        <= float(budget[:2]) * 1e3
+    )
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_rows_that_the_model_gets_where_few_travel(world: int) -> None:
+    random = np.random.default_rng(0)
+    ids, lengths = random.integers(0, 50, 100_000), np.full(10_000, 10)
+    profile = AccessProfile.from_ids(ids, lengths=lengths, num_rows=50)
+    rate = CollectiveRate(1e-6, 1e10)
+    cluster = Cluster("c", 1, world, 1e9, 0.0, (Level(1, None, rate), Level(world, rate, None)))
+    plan = solve([Table("t", 50, 64, profile)], cluster, batch_size=64, index_dedup=True, tiers=1, budget="1GB")
+    steps = split_by_rank({"t": (ids, lengths)}, world_size=world, batch_size=64)
+    found = replay(plan, steps, {"t": profile}).fullest_memory_bytes.max(axis=1)
+    assert (found > (plan.predicted.dynamic_memory_p999_bytes or 0)).mean() <= 0.02
+
+
+def test_rows_of_the_day_behind_rows_that_are_always_hot() -> None:
+    random = np.random.default_rng(0)
+    ids = random.integers(20, 4_000, (24_000, 40))
+    ids[:, :20] = random.integers(0, 20, (24_000, 20))
+    day = np.arange(24_000) // 800 * 100 + 500
+    ids[:, 20] = np.where(random.random(24_000) < 0.2, day, ids[:, 20])
+    profile = AccessProfile.from_ids(ids.ravel(), lengths=np.full(24_000, 40), num_rows=4_000)
+    plan = solve(
+        [Table("t", 4_000, 16, profile)],
+        Cluster.preset("dgx-h100", nodes=2),
+        batch_size=32,
+        tiers=2,
+        index_dedup=False,
+        budget="+30kB",
+    )
+    found = seen(plan, profile, ids.ravel(), np.full(24_000, 40))
+    assert (found > (plan.predicted.dynamic_memory_p999_bytes or 0)).mean() <= 0.01
+
+
 def test_a_budget_bounds_the_fullest_rank(tmp_path: Path) -> None:
     ids = np.random.default_rng(2).zipf(1.1, SAMPLES * 10) % 50_000
     profile = AccessProfile.from_ids(ids, lengths=np.full(SAMPLES, 10), num_rows=50_000)

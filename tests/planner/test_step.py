@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from flexshard import AccessProfile, Cluster, Plan, Problem, Table, pareto, solve
-from flexshard.costmodels import Collective, Cost, LocalRates, StepWork, step_phases, step_seconds
+from flexshard.costmodels import Collective, Cost, LocalRates, StepWork, TableRates, step_phases, step_seconds
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.solver.build import build_instance
 from flexshard.planner.solver.instance import Instance
@@ -84,13 +85,25 @@ def rows_of(plan: Plan, instance: Instance) -> np.ndarray:
     st.sampled_from([50, 1000]),
     st.integers(1, 3),
     st.floats(0.0, 1.0),
-    st.booleans(),
+    st.sampled_from([None, 0.0, 1e-7, 1e-5]),
+    st.sampled_from([None, (-1, 0.8), (1, 0.8), (1, 1.0)]),
 )
 def test_no_placement_beats_the_bound(
-    cluster: Cluster, tables: list[Table], batch: int, tiers: int, generosity: float, local: bool
+    cluster: Cluster,
+    tables: list[Table],
+    batch: int,
+    tiers: int,
+    generosity: float,
+    per_row: float | None,
+    hidden: tuple[int, float] | None,
 ) -> None:
-    work = WORK if local else StepWork(1e-3)
-    how = {"batch_size": batch, "tiers": tiers, "index_dedup": False, "step": work}
+    work = StepWork(1e-3)
+    if per_row is not None:  # the last table's rows take as long as that
+        own = TableRates(tables[-1].rows, tables[-1].dim, (0.0, 0.0), (0.0, per_row, 0.0), (0.0, 0.0, 0.0))
+        assert WORK.rates is not None
+        work = StepWork(1e-3, replace(WORK.rates, tables=(own,)))
+    overlap = None if hidden is None else {f"all_to_all@{cluster.group_sizes[hidden[0]]}": hidden[1]}
+    how = {"batch_size": batch, "tiers": tiers, "index_dedup": False, "step": work, "overlap": overlap}
     problem = Problem(tables, cluster, **how)
     instance = build_instance(problem)
     every = placements(instance, tiers)
@@ -111,7 +124,8 @@ def test_no_placement_beats_the_bound(
     assert found <= step[[one.any(axis=0).sum() == 1 for one in every] & (memory <= budget * (1 + 1e-12))].min(
         initial=np.inf
     ) * (1 + 1e-6)
-    by_sum = solve(tables, cluster, budget=float(budget - neutral), batch_size=batch, tiers=tiers, index_dedup=False)
+    plain = {"batch_size": batch, "tiers": tiers, "index_dedup": False, "overlap": overlap}
+    by_sum = solve(tables, cluster, budget=float(budget - neutral), **plain)
     same = instance.cost(rows_of(by_sum, instance))
     assert found <= step_seconds(same, cluster.world_size, work) * (1 + 1e-9)
 
@@ -170,6 +184,14 @@ def test_the_objective_follows_from_what_is_known(tmp_path: Path) -> None:
         solve(tables, cluster, batch_size=512, step=1e-3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="decides nothing here: 'step'"):
         pareto(tables, cluster, batch_size=512, step=StepWork(1e-3))  # type: ignore[call-arg]
+
+
+def test_a_step_of_one_rank() -> None:
+    table = Table("t", 3, 8, AccessProfile.from_counts([3, 2, 1], 10))
+    plan = solve(
+        [table], Cluster("c", 1, 1, 1e9, 0.0, (Level(1, None, None),), 1e12), batch_size=8, step=StepWork(1e-3)
+    )
+    assert plan.objective_seconds(plan.predicted) == plan.lower_bound_seconds > 1e-3
 
 
 def test_ranks_that_share_a_link_share_what_the_hottest_row_adds() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from flexshard import AccessProfile
 from flexshard.errors import ProfileError
-from flexshard.profiling.bursts import MOST_WINDOWS, TOP_ROWS
+from flexshard.profiling.bursts import MOST_WINDOWS, TOP_ROWS, Bursts
 from flexshard.profiling.count.burst_counter import BurstCounter
 from flexshard.profiling.moments import LENGTH_BINS, LengthMoments
 
@@ -32,12 +34,23 @@ def test_windows_against_counting_each() -> None:
         for window in range(one.lengths.size):
             part = ids[ends[window * one.size] : ends[(window + 1) * one.size]]
             often = np.bincount(part, minlength=300)
-            top = np.argsort(-often, kind="stable")[:TOP_ROWS]
-            top = top[often[top] > 0]
+            last = window * one.size
+            previous = ids[ends[max(last - one.size, 0)] : ends[last]]
+            beyond = often - np.bincount(previous, minlength=300)
+            hot = np.argsort(-often, kind="stable")[: TOP_ROWS // 2]
+            read = set(np.flatnonzero(often).tolist())
+            kept = [row for row in one.rows[window].tolist() if row >= 0]
+            assert set(hot[often[hot] > 0].tolist()) <= set(kept) <= read
+            assert len(kept) == min(TOP_ROWS, len(read))
             assert one.lengths[window] == part.size
-            assert one.rows[window, : top.size].tolist() == top.tolist()
-            assert one.counts[window, : top.size].tolist() == often[top].tolist()
-            assert one.totals[window, : top.size].tolist() == counts[top].tolist()
+            assert one.counts[window, : len(kept)].tolist() == sorted(often[kept].tolist(), reverse=True)
+            assert one.counts[window, : len(kept)].tolist() == often[kept].tolist()
+            assert one.totals[window, : len(kept)].tolist() == counts[kept].tolist()
+            others = read - set(kept)
+            if others:  # the other half is as far beyond the window before as any that is not kept
+                half = [row for row in kept if row not in hot]
+                assert min(beyond[half]) >= max(beyond[list(others)]) - 1e-9
+            top = np.array(kept)
             assert np.all(one.rows[window, top.size :] == -1)
 
 
@@ -95,10 +108,8 @@ def test_damaged_metadata_are_named(tmp_path: Path, field: str) -> None:
     table = pq.read_table(tmp_path / "p")
     metadata = dict(table.schema.metadata)
     key = next(key for key in metadata if field.encode() in key or field.encode() in metadata[key])
-    import json
-
     value = json.loads(metadata[key])
-    damaged = [[64, 7, "AAAA"]] if field == "bursts" else [[1, 2, 3]]
+    damaged = {"bursts": [[64, 7, "AAAA"]], "length_histogram": [[1, 2, 3]]}[field]
     metadata[key] = json.dumps(damaged if not isinstance(value, dict) else value | {field: damaged})
     pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "q")
     with pytest.raises(ProfileError, match=rf"q: metadata field '{field}'"):
@@ -117,3 +128,36 @@ def test_lengths_in_bins() -> None:
     assert (values[0] ** 2 @ values[1]) == pytest.approx((lengths.astype(float) ** 2).mean(), rel=0.02)
     assert np.all(np.diff(LENGTH_BINS) > 0)
     assert LengthMoments.of(np.array([0, 1, 1])).histogram == LengthMoments(3, 2, 2, 1).histogram
+
+
+def test_what_cannot_be_is_refused() -> None:
+    ids, lengths = stream(2_000)
+    profile = AccessProfile.from_ids(ids, lengths=lengths, num_rows=300)
+    assert profile.bursts is not None
+    good = profile.bursts.encoded()
+    assert Bursts.decoded(good, 300).encoded() == good
+    assert Bursts.decoded([], 300).windows == ()
+    (size, number, packed), *_ = good
+    for wrong in (
+        [[True, number, packed]],
+        [[10**400, number, packed]],
+        [[size, number, packed], [size, number, packed]],
+        [[size, 0, packed]],
+        [[size, number, packed[:-8]]],
+        [[size, number + 1, packed]],
+    ):
+        with pytest.raises((ValueError, zlib.error)):
+            Bursts.decoded(wrong, 300)
+    with pytest.raises(ValueError, match="outside the table"):
+        Bursts.decoded(good, 5)
+
+
+def test_a_short_profile_takes_no_bursts_away() -> None:
+    ids, lengths = stream(2_000)
+    long = AccessProfile.from_ids(ids, lengths=lengths, num_rows=300)
+    short = AccessProfile.from_ids([1, 2, 3], num_rows=300)
+    assert short.bursts is not None
+    assert short.bursts.windows == ()
+    both = (long + short).bursts
+    assert both is not None
+    assert [one.size for one in both.windows] == [one.size for one in long.bursts.windows]  # type: ignore[union-attr]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         kind_of as kind_of,
         priced as priced,
         step_collectives as step_collectives,
+        with_excess as with_excess,
         with_hottest as with_hottest,
     )
     from flexshard.costmodels.cost import (
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         batch_lengths as batch_lengths,
         fullest_bytes as fullest_bytes,
         lookup_bytes as lookup_bytes,
-        own_bytes as own_bytes,
     )
     from flexshard.costmodels.layout import (
         Layout as Layout,
@@ -106,7 +106,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "batch_lengths",
             "fullest_bytes",
             "lookup_bytes",
-            "own_bytes",
         ],
         "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
@@ -127,6 +126,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "kind_of",
             "priced",
             "step_collectives",
+            "with_excess",
             "with_hottest",
         ],
         "step_time": [

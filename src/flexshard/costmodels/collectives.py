@@ -34,6 +34,7 @@ __all__ = [
     "kind_of",
     "priced",
     "step_collectives",
+    "with_excess",
     "with_hottest",
 ]
 
@@ -249,9 +250,17 @@ def with_hottest(
     Where ranks share a link, so many of them spread it over what each has of it.
     """
     item_bytes = {"ids": id_bytes, "embeddings": widths.row_bytes, "gradients": widths.gradient_bytes}
+    moved = {content: reads * nbytes / sharing for content, nbytes in item_bytes.items()}
+    return with_excess(collectives, group_size, moved)
+
+
+def with_excess(
+    collectives: Sequence[Collective], group_size: int, moved: Mapping[str, float]
+) -> tuple[Collective, ...]:
+    """The same where one row moves so many bytes of each content for every rank of its group."""
     return tuple(
-        replace(one, excess_bytes=(group_size - 1) * reads * item_bytes[one.content] / one.calls / sharing)
-        if one.name == f"all_to_all@{group_size}" and one.content in item_bytes
+        replace(one, excess_bytes=(group_size - 1) * moved[one.content] / one.calls)
+        if one.name == f"all_to_all@{group_size}" and one.content in moved
         else one
         for one in collectives
     )

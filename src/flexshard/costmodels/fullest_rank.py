@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BATCH_SHARES", "Loads", "ServedRows", "batch_lengths", "fullest_bytes", "lookup_bytes", "own_bytes"]
+__all__ = ["BATCH_SHARES", "Loads", "ServedRows", "batch_lengths", "fullest_bytes", "lookup_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -33,23 +33,10 @@ def lookup_bytes(row_bytes: float, gradient_bytes: float) -> tuple[float, float]
     serves alike: the most of forward and backward. Ids and indices are in it as the executor has them.
 
     In forward the one that asks has rows as they come and as the model gets them; in backward the latter, their
-    gradients from the model, and those that it sends (or before, the features' gradients put together). The one that
-    serves has the rows, then the gradients.
+    gradients from the model, and those that it sends. The one that serves has the rows, then the gradients. Before any
+    are sent, gradients of several features are put together: then as many again as the model gives.
     """
     return row_bytes + gradient_bytes + _LOOKUP_INDEX_BYTES, max(row_bytes, gradient_bytes) + _ROW_INDEX_BYTES
-
-
-def own_bytes(
-    lookups: FloatArray, rows: FloatArray, gradient_bytes: FloatArray, per_lookup: FloatArray, per_row: FloatArray
-) -> FloatArray:
-    """What a rank's own lookups take beside as many rows that it serves as it asks for.
-
-    Args:
-        lookups, rows: of a batch, and how many rows travel for them; fewer where repeated ids are sent once.
-        gradient_bytes: of a lookup's gradient.
-        per_lookup, per_row: of :func:`lookup_bytes`.
-    """
-    return lookups * per_lookup + np.maximum(rows * per_row, lookups * gradient_bytes - rows * per_row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +82,8 @@ class Loads:
     """What the ranks look up and serve.
 
     Attributes:
-        own_bytes: that a rank's own lookups are expected to take; shape (T,).
+        own_bytes: that a rank's own lookups are expected to take while rows travel; shape (T,).
+        together_bytes: that they are while features' gradients are put together, when none travel; shape (T,).
         served_bytes: of a row that a rank serves; shape (T,).
         batch_lengths: lookups of a batch as a multiple of the expected, of the shortest batches to the longest: in the
             share of batches that ``BATCH_SHARES`` gives, at most so many; shape (T, Q).
@@ -104,6 +92,7 @@ class Loads:
     """
 
     own_bytes: FloatArray
+    together_bytes: FloatArray
     served_bytes: FloatArray
     batch_lengths: FloatArray
     burst_length: FloatArray
@@ -119,9 +108,14 @@ def fullest_bytes(loads: Loads, world_size: int, quantile: float, *, in_order: b
         quantile: share of the steps.
         in_order: whether samples come in the order of the data, so that bursts count; else they are independent.
     """
-    # Half of the probability is left to what the model does not know.
-    shuffled = _least_above(*_moments(loads, world_size), (1.0 - quantile) / 2)
-    return max(shuffled, _in_bursts(loads, world_size, quantile)) if in_order else shuffled
+    # Each of both moments has half of the probability.
+    exceeded, none = (1.0 - quantile) / 2, np.zeros(world_size)
+    together = np.repeat((loads.together_bytes @ loads.batch_lengths)[None], world_size, axis=0)
+    shuffled = max(_least_above(*_moments(loads, world_size), exceeded), _least_above(together, none, none, exceeded))
+    if not in_order:
+        return shuffled
+    in_bursts = float(loads.together_bytes @ loads.burst_length)
+    return max(shuffled, in_bursts, _in_bursts(loads, world_size, quantile))
 
 
 def batch_lengths(lengths: FloatArray, shares: FloatArray, samples: float) -> FloatArray:
@@ -130,15 +124,22 @@ def batch_lengths(lengths: FloatArray, shares: FloatArray, samples: float) -> Fl
     Args:
         lengths: of samples; shape (n,).
         shares: of the samples that have each; shape (n,).
-        samples: of a batch.
+        samples: of a batch; of a part of one, as if it were whole.
     """
     mean = float(lengths @ shares)
     deviation = np.sqrt(max(float(lengths**2 @ shares) - mean**2, 0.0))
+    whole_samples = max(np.ceil(samples), 1.0)
+    more, samples = whole_samples / samples, whole_samples
     if deviation <= 1e-9 * mean:
-        return np.ones(BATCH_SHARES.size)
+        return np.full(BATCH_SHARES.size, more)
     # The distribution of a sum is a power of its parts' in frequency space; one long sample may come on top of many.
     most = samples * mean + 12 * np.sqrt(samples) * deviation + 3 * float(lengths.max())
     step = most / (_GRID - 2)
+    skewness = float((lengths - mean) ** 3 @ shares) / deviation**3 / np.sqrt(samples)
+    if step > deviation / 4 and abs(skewness) < 0.2:  # so many that their sum is nearly normal
+        z = np.array([NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12)) for share in BATCH_SHARES.tolist()])
+        normal = 1 + (z + skewness * (z**2 - 1) / 6) * deviation / (mean * np.sqrt(samples))
+        return np.asarray(np.maximum(normal, 0.0) * more)
     whole, part = np.divmod(lengths / step, 1.0)
     at = whole.astype(np.int64)
     one = np.bincount(at, weights=shares * (1 - part), minlength=_GRID)
@@ -146,10 +147,11 @@ def batch_lengths(lengths: FloatArray, shares: FloatArray, samples: float) -> Fl
     logarithm = np.log(np.maximum(np.abs(transformed := np.fft.rfft(one)), 1e-300))
     angle = np.unwrap(np.angle(transformed))
     together = np.fft.irfft(np.exp(samples * (logarithm + 1j * angle)), _GRID)
-    beyond = np.cumsum(np.maximum(together, 0.0)[::-1])[::-1]  # probability of at least so many
+    likely = np.maximum(together, 0.0)
+    beyond = np.cumsum((likely / likely.sum())[::-1])[::-1]  # probability of at least so many
     # Below what rounding leaves of a probability, the longest batches are alike.
     found = np.searchsorted(-np.maximum(beyond, 1e-13), -(1 - BATCH_SHARES))
-    return np.asarray(np.minimum(found, _GRID - 1) * step / (samples * mean))
+    return np.asarray(np.minimum(found, _GRID - 1) * step / (samples * mean) * more)
 
 
 def _moments(loads: Loads, world: int) -> tuple[FloatArray, FloatArray, FloatArray]:

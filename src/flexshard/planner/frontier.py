@@ -100,7 +100,7 @@ def pareto(
     problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
     tiers, world = problem.tiers, problem.cluster.world_size
     prices = check_int(prices, "prices", JobError)
-    variants = Variants(problem)
+    variants = Variants(replace(problem, objective="communication", step=None))
     instance = variants.fixed
     instances = [instance, variants.once] if variants.are_chosen else [instance]
     subsets = instance.level_subsets(tiers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import numpy as np
@@ -44,7 +44,7 @@ def marginal_curve(
 ) -> MarginalCurve:
     """The curve of the paper's Figure 5 for data-parallel against row-wise; arguments as for :func:`pareto`."""
     problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
-    instance = Variants(problem).fixed
+    instance = Variants(replace(problem, objective="communication", step=None)).fixed
     sizes = instance.group_sizes.tolist()
     dp, rw = sizes.index(1), sizes.index(problem.cluster.world_size)
     order = np.argsort(-instance.reads, kind="stable")

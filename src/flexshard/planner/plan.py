@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
-from flexshard.costmodels import Cost, Phase, StepWork, step_phases
+from flexshard.costmodels import Cost, LocalRates, Phase, StepWork, step_phases
 from flexshard.errors import PlanError
 from flexshard.tables import DATA_TYPES
 from flexshard.topologies import Cluster
@@ -36,6 +36,7 @@ class Settings:
         sample_order: order in which training was taken to read samples: "file" or "shuffled".
         objective: what is least: "communication" or "step".
         dense_seconds: of a step besides its embeddings; None where it is not known.
+        rates: of lookups and updates, where they were given.
     """
 
     batch_size: int
@@ -52,6 +53,7 @@ class Settings:
     sample_order: str = "file"
     objective: str = "communication"
     dense_seconds: float | None = None
+    rates: LocalRates | None = None
 
 
 @renamed_parameters(first_rank="first_position")

@@ -63,6 +63,7 @@ def _body(plan: Plan) -> Body:
             sample_order="file",
             objective="communication",
             dense_seconds=None,
+            rates=None,
         ),
         "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None, ranks_per_link=1),
         "predicted": cost_document(plan.predicted),

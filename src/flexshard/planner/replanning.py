@@ -54,7 +54,7 @@ class Replan:
     Attributes:
         before: the plan that runs.
         after: the plan for the newer profiles, under the same budget and settings.
-        cost_before: of the plan that runs, under the newer profiles.
+        cost_before, cost_after: of both under the newer profiles, all copies' gradients reduced whole in both.
         moves: of each table.
         moving_seconds: to move them over the cluster's links.
     """
@@ -62,6 +62,7 @@ class Replan:
     before: Plan
     after: Plan
     cost_before: Cost
+    cost_after: Cost
     moves: tuple[TableMoves, ...]
     moving_seconds: float
 
@@ -73,7 +74,7 @@ class Replan:
     @property
     def seconds_after(self) -> float:
         """The same of the plan for them."""
-        return self.after.objective_seconds(self.after.predicted)
+        return self.after.objective_seconds(self.cost_after)
 
     @property
     def saved_seconds(self) -> float:
@@ -137,9 +138,9 @@ def replan(
         layouts = [Layout.of_tables({name: one}, plan.cluster.world_size) for one in (table, then)]
         width = table.dim + OPTIMIZERS[table.optimizer].state_bytes(table.dim) // 4
         moves.append(row_moves((layouts[0], 0), (layouts[1], 0), *orders, width, table=name))
-    cost = _under_newer(plan, problem, old)
+    costs = _under_newer(plan, problem, old), _under_newer(after, problem, {one.name: one.profile for one in tables})
     nbytes = sum(one.nbytes for one in moves)
-    return Replan(plan, after, cost, tuple(moves), moving_seconds(plan.cluster, nbytes))
+    return Replan(plan, after, *costs, tuple(moves), moving_seconds(plan.cluster, nbytes))
 
 
 def moving_seconds(cluster: Cluster, nbytes: float) -> float:
@@ -233,7 +234,7 @@ def _problem(plan: Plan, tables: Sequence[Table]) -> Problem:
         memory="p99.9" if asked.memory == "p99.9" else "mean",
         sample_order="shuffled" if asked.sample_order == "shuffled" else "file",
         objective="step" if asked.objective == "step" else "communication",
-        step=None if asked.dense_seconds is None else StepWork(asked.dense_seconds),
+        step=None if asked.dense_seconds is None else StepWork(asked.dense_seconds, asked.rates),
     )
 
 

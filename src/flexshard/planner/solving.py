@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -47,9 +48,10 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
     decision = decide(problem)
     placed, baselines = decision.table_plans(), decision.baselines()
     if problem.is_deduplicated:
-        whole_batches = decide(problem.without_deduplication())
-        baselines["without_deduplication"] = whole_batches.predicted
-        placed = _beside(placed, whole_batches.table_plans())
+        with suppress(BudgetError):  # whole batches may not fit where deduplicated ones do
+            whole_batches = decide(problem.without_deduplication())
+            baselines["without_deduplication"] = whole_batches.predicted
+            placed = _beside(placed, whole_batches.table_plans())
     placement, settings = decision.placement, decision.settings()
     return Plan(
         cluster=problem.cluster,
@@ -158,6 +160,7 @@ class Decision:
             sample_order=problem.sample_order,
             objective=problem.objective,
             dense_seconds=None if problem.step is None else problem.step.dense_seconds,
+            rates=None if problem.step is None else problem.step.rates,
         )
 
 
@@ -184,48 +187,61 @@ def decide(problem: Problem) -> Decision:
 def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placement, float]:
     """The best placement whose memory stays within the limit, and the mean memory that it may have so.
 
-    What a quantile is above the mean depends on the placement. The mean's limit is moved by as much until both agree.
-    The bound is that of the whole limit, since no rank's quantile is below its mean.
+    What a quantile is above the mean depends on the placement: the mean's limit is moved between one that fits and one
+    that does not. The bound is that of the whole limit, since no rank's quantile is below its mean.
     """
     first = problem.method.place(variants, limit, problem.tiers)
     if problem.memory == "mean":
         return first, limit
-    within, found, bound = limit, [], first.lower_bound_seconds
-    placement, most = first, limit
-    for _ in range(_ROUNDS):
-        above = bounded_memory(problem, placement.instance, placement.allocation)
-        mean = placement.instance.memory_bytes(placement.allocation)
-        if above <= memory_limit(limit):
+    found: list[tuple[float, float, Placement]] = []
+    least = np.inf
+
+    def above(placement: Placement, within: float) -> float:
+        """By how much a placement is above the limit; it is kept if it is not."""
+        nonlocal least
+        nbytes = bounded_memory(problem, placement.instance, placement.allocation)
+        least = min(least, nbytes)
+        if nbytes <= memory_limit(limit):
             found.append((_seconds(problem, variants, placement), within, placement))
+        return nbytes - limit
+
+    low, high, within, placement = -np.inf, limit, limit, first
+    for _ in range(_ROUNDS):
+        more = above(placement, within)
+        if more <= memory_limit(limit) - limit:
+            low = max(low, within)
+            if low == limit or placement.price == 0:
+                break
         else:
-            most = min(most, within)
-        moved = limit - (above - mean)
-        if found:  # between what fits and what does not
-            fits = max(one[1] for one in found)
-            moved = moved if fits < moved < most else (fits + most) / 2
-            if placement.price == 0 or most - fits <= _CLOSE * limit:
-                break
-        elif moved >= within:
-            moved = within - (above - limit)
-        within = moved
+            high = min(high, within)
+        if high - low <= _CLOSE * limit:
+            break
+        # As much more above the mean as here.
+        moved = placement.instance.memory_bytes(placement.allocation) - more
+        if not low < moved < high:
+            moved = (low + high) / 2 if np.isfinite(low) else within - abs(more)
         try:
-            placement = problem.method.place(variants, within, problem.tiers)
+            within, placement = moved, problem.method.place(variants, moved, problem.tiers)
         except BudgetError as error:
-            if found:
+            if not moved < error.least_bytes < high:
                 break
-            raise BudgetError(
-                f"budget {problem.budget.name!r}: within {units.format_bytes(limit)} no placement's fullest rank stays;"
-                " raise it, lower the batch size, or let it bound the mean",
-                error.least_bytes + above - mean,
-            ) from None
+            within = memory_limit(error.least_bytes)
+            placement = problem.method.place(variants, within, problem.tiers)
+            low = max(low, moved)  # nothing fits below
+    if problem.method.tiers is None:
+        for size in (1, problem.cluster.world_size):
+            whole = variants.fixed.uniform(size)
+            none = ((),) * len(problem.tables)
+            above(replace(first, allocation=whole, instance=variants.fixed, price=0.0, alternatives=none), limit)
     if not found:
         raise BudgetError(
-            f"budget {problem.budget.name!r}: no placement was found whose fullest rank stays within"
-            f" {units.format_bytes(limit)}; raise it, or let it bound the mean",
-            limit,
+            f"budget {problem.budget.name!r}: method {problem.method.name!r} found no placement whose fullest rank"
+            f" stays within {units.format_bytes(limit)}, the least was {units.format_bytes(least)}; raise the budget,"
+            " lower the batch size, or let it bound the mean",
+            least,
         )
-    _, within, best = min(found, key=lambda one: one[0])
-    return replace(best, lower_bound_seconds=min(bound, best.lower_bound_seconds)), within
+    seconds, within, best = min(found, key=lambda one: one[0])
+    return replace(best, lower_bound_seconds=min(first.lower_bound_seconds, seconds)), within
 
 
 def _seconds(problem: Problem, variants: Variants, placement: Placement) -> float:

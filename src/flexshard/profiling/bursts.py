@@ -26,7 +26,8 @@ class Windows:
     Attributes:
         size: samples of each.
         lengths: ids of each; shape (n,).
-        rows: the rows that each reads most, hottest first, -1 where it reads fewer; shape (n, TOP_ROWS).
+        rows: those that each reads most, and most beyond the one before; hottest first, -1 where it reads fewer; shape
+            (n, TOP_ROWS).
         counts: how often it reads them; shape (n, TOP_ROWS).
         totals: how often all of the data read them; shape (n, TOP_ROWS).
     """
@@ -79,15 +80,19 @@ class Bursts:
         Raises:
             ValueError: it did not give that, or not for a table of so many rows.
         """
-        windows = []
+        windows: list[Windows] = []
         for size, number, packed in value:
-            if not (isinstance(size, int) and isinstance(number, int) and size > 0 and 0 < number <= MOST_WINDOWS):
+            if type(size) is not int or type(number) is not int or not 0 < number <= MOST_WINDOWS:
                 raise ValueError("sizes and numbers of windows must be whole numbers above 0")
+            if not (windows[-1].size if windows else 0) < size < 1 << 62:
+                raise ValueError("sizes of windows must ascend")
             shapes = [(number,), *[(number, TOP_ROWS)] * 3]
             one = Windows(size, *_unpacked(packed, shapes))
             read = one.rows >= 0
             if np.any(one.rows >= num_rows) or np.any((one.counts <= 0) & read) or np.any(one.totals < 0):
                 raise ValueError("rows outside the table, or counts below 1")
+            if np.any(one.counts > one.lengths[:, None]) or np.any(np.diff(one.counts, axis=1) > 0):
+                raise ValueError("counts above a window's ids, or in another order")
             windows.append(one)
         return cls(tuple(windows))
 
@@ -101,7 +106,7 @@ def _unpacked(text: str, shapes: Sequence[tuple[int, ...]]) -> list[IntArray]:
     sizes = [int(np.prod(shape)) for shape in shapes]
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(base64.b64decode(text, validate=True), 8 * sum(sizes) + 1)
-    if len(data) != 8 * sum(sizes):
+    if len(data) != 8 * sum(sizes) or not unpacking.eof or unpacking.unused_data:
         raise ValueError(f"{len(data)} bytes where {8 * sum(sizes)} belong")
     parts = np.split(np.frombuffer(data, "<i8").astype(np.int64), np.cumsum(sizes)[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -131,12 +131,16 @@ def _length_histogram(name: str, meta: dict[str, Any]) -> tuple[tuple[int, int, 
         return None
     try:
         bins = np.array(given, np.int64).reshape(-1, 3)
+        whole = all(type(number) is int for one in given for number in one)
     except (TypeError, ValueError, OverflowError):
-        bins = np.zeros((0, 3), np.int64)
+        bins, whole = np.zeros((0, 3), np.int64), False
     place, samples, total = bins.T
+    at, longest = place % LENGTH_BINS.size, np.append(LENGTH_BINS[1:] - 1, 1 << 62)
     if (
-        np.any(place[1:] <= place[:-1])
+        not whole
+        or np.any(place[1:] <= place[:-1])
         or np.any((place < 0) | (place >= LENGTH_BINS.size) | (samples <= 0) | (total < 0))
+        or np.any((LENGTH_BINS[at] * samples > total) | (total > samples * longest[at]))
         or (int(samples.sum()), int(total.sum())) != (meta["num_samples"], meta["length_total"])
     ):
         raise ProfileError(f"{name}: metadata field 'length_histogram' contradicts the others; build the profile again")
@@ -148,7 +152,7 @@ def _bursts(name: str, meta: dict[str, Any]) -> Bursts | None:
         return None
     try:
         return Bursts.decoded(meta["bursts"], meta["num_rows"])
-    except (TypeError, ValueError, zlib.error) as error:
+    except (TypeError, ValueError, OverflowError, zlib.error) as error:
         raise ProfileError(f"{name}: metadata field 'bursts' is damaged ({error}); build the profile again") from None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,17 +37,23 @@ def plan_command(
 ) -> None:
     """Decide where every row lives, and prove it."""
     check_output(output, "flexshard.plan", inputs=[job, *(observed or ())], force=force)
-    step = None
     if dense is not None and observed is not None:
         raise JobError("--dense and --observed both say what a step does besides its embeddings; give one of them")
+    asked = job_with(job, tiers=tiers, budget=budget, method=method)
+    step, rates = asked.step, None if asked.step is None else asked.step.rates
     if dense is not None:
-        step = costmodels.StepWork(units.parse_seconds(dense))
+        step = costmodels.StepWork(units.parse_seconds(dense), rates)
     elif observed is not None:
-        step = executors.Observation.load(observed[1]).step_work(planner.Plan.load(observed[0]))
-    chosen = "step" if step is not None and objective is None else objective
+        seen = executors.Observation.load(observed[1]).step_work(planner.Plan.load(observed[0]))
+        step = costmodels.StepWork(seen.dense_seconds, rates)
+    elif objective == "communication":
+        step = None  # instead of the job's
+    changes: dict[str, Any] = {"step": step}
+    if objective is not None or step is not asked.step:
+        changes["objective"] = objective or "step"
+    asked = replace(asked, **changes)
     with working("planning"):
-        options = {"tiers": tiers, "budget": budget, "method": method, "objective": chosen, "step": step}
-        plan = job_with(job, **options).solve()
+        plan = asked.solve()
     plan.save(output)
     emit(planner.plan_document(plan), as_json=as_json, text=planner.plan_renderable(plan))
     if not as_json:

@@ -34,9 +34,13 @@ class TableSpec(StrictModel):
 
     rows: int
     dim: int
-    pooled: tuple[NonNegativeFloat, NonNegativeFloat]
-    look_up: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]
-    update: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]
+    pooled: list[NonNegativeFloat] = Field(min_length=2, max_length=2)
+    look_up: list[NonNegativeFloat] = Field(min_length=3, max_length=3)
+    update: list[NonNegativeFloat] = Field(min_length=3, max_length=3)
+
+    def rates(self) -> TableRates:
+        (a, b, c), (d, e, f) = self.look_up, self.update
+        return TableRates(self.rows, self.dim, tuple(self.pooled), (a, b, c), (d, e, f))
 
 
 class RatesSpec(StrictModel):
@@ -92,6 +96,6 @@ def load_rates(path: PathLike) -> TTRates:
     shapes = (
         ShapeRates(tuple(one.rows), tuple(one.dims), tuple(one.ranks), rates(one.step, WORK)) for one in spec.shapes
     )
-    tables = tuple(TableRates(one.rows, one.dim, one.pooled, one.look_up, one.update) for one in spec.tables)
+    tables = tuple(one.rates() for one in spec.tables)
     step = rates(spec.step, WORK) if spec.step or spec.shapes else ()
     return TTRates(spec.machine, step, rates(spec.dense, DENSE), tuple(shapes), tables)

@@ -24,6 +24,8 @@ from flexshard.profiling import AccessProfile
 
 __all__ = ["Resharded", "reshard"]
 
+_MOST_FORECAST = 1 << 28  # rows that are looked at one by one, while other ranks wait
+
 Rows = dict[str, torch.Tensor]
 
 
@@ -106,6 +108,8 @@ def _forecast(
 ) -> str:
     """What will move, and how long that takes, in a sentence."""
     moved = kept = nbytes = 0
+    if sum(int(module.tables.layout.num_rows.sum()) for module, _ in changes) > _MOST_FORECAST:
+        return f"reshard: to plan {plan.fingerprint[:12]}; 'flexshard replan' says what moves in tables so large"
     for module, shardings in changes:
         now = module.tables
         planned = {name: shardings[name] for name in now.names}

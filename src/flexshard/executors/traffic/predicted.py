@@ -148,7 +148,8 @@ def step_work(observed: Observation, plan: Plan) -> StepWork:
     """See :meth:`Observation.step_work`."""
     check_observed(plan, observed)
     waited = sum(one.exposed_seconds for one in observed.collectives)
-    local = plan.predicted.look_up_seconds + plan.predicted.update_seconds
+    known = plan.predicted
+    local = known.look_up_seconds + known.update_seconds + known.index_dedup_seconds
     left = observed.median_step_seconds - waited - local
     if left < 0:
         raise DataError(

@@ -81,7 +81,7 @@ class Replay:
 
     def fullest_quantile(self, share: float) -> float:
         """Dynamic memory of the fullest rank in this share of the steps, at most."""
-        return float(np.quantile(self.fullest_memory_bytes.max(axis=1), share))
+        return float(np.quantile(self.fullest_memory_bytes.max(axis=1), share, method="higher"))
 
     def find(self, content: str, group_size: int) -> Traffic | None:
         """One collective."""

@@ -20,9 +20,10 @@ Event = dict[str, Any]
 def timeline(plan: Plan, observed: Observation | None = None) -> dict[str, Any]:
     """A step's trace events.
 
-    Predicted are the average rank and the busiest one, which has each level's hottest row: a track for what the rank
-    does itself and one per link. Observed is every rank's median step: a track per kind of collective and level, and
-    one of the times in which Python stood waiting. Clocks of ranks start at the beginning of their own step.
+    Predicted are the average rank and the busiest one, which has each level's hottest row (the average one is given its
+    lookups, too): a track for what the rank does itself and one per link. Observed is every rank's median step: a track
+    per kind of collective and level, and one of the times in which Python stood waiting. Clocks of ranks start at the
+    beginning of their own step.
 
     Args:
         observed: of the plan; from :meth:`Observer.result`, whose ``calls`` it shows.

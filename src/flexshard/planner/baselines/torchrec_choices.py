@@ -13,6 +13,7 @@ import numpy as np
 
 from flexshard.costmodels import (
     Cost,
+    LocalRates,
     RowWidths,
     collectives_between,
     placement_cost,
@@ -158,7 +159,28 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
     shared = replace(shared, collectives=with_hottest(shared.collectives, cluster.world_size, hottest, widths)) + Cost(
         collectives=priced(counts, {}, cluster, hidden)
     )
-    return shared + _busiest(per_rank, received)
+    found = shared + _busiest(per_rank, received)
+    if problem.rates is None:
+        return found
+    look_up, update = _local(problem, choices, problem.rates)
+    return replace(found, look_up_seconds=look_up, update_seconds=update)
+
+
+def _local(problem: Problem, choices: Sequence[TorchRecChoice], rates: LocalRates) -> tuple[float, float]:
+    """Lookups and updates of the rank that serves most."""
+    world = problem.cluster.world_size
+    seconds = np.zeros((world, 2))
+    for table, choice in zip(problem.tables, choices, strict=True):
+        reads = float(table.reads(problem.batch_size) @ table.profile.rows)
+        own = np.array(rates.of(table.rows, table.dim))
+        if not choice.shards:  # every rank reads its share of all rows
+            seconds += reads * (own[:, 1] + own[:, 2] * table.row_bytes)
+        for rank, share in choice.shards:
+            seconds[rank] += reads * world * (own[:, 1] + own[:, 2] * table.row_bytes * share)
+        if choice.sharding_type == "data_parallel":
+            seconds[:, 1] += rates.sweep * table.rows * table.row_bytes
+    busiest = seconds[seconds.sum(axis=1).argmax()]
+    return float(busiest[0]), float(busiest[1])
 
 
 def _busiest(per_rank: Sequence[Cost], received: Cost) -> Cost:

@@ -191,8 +191,13 @@ def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
         lines = ["Next best choices for this table, everything else as planned:", *lines]
     if saved is not None:
         worth = worth_of_memory(plan, saved)
+        if plan.settings.objective == "step":
+            lines.append(
+                "Seconds of rows are of communication alone; the plan weighs them by the links that steps wait for."
+            )
         lines.append(
-            f"For the whole plan of {units.format_seconds(plan.predicted.exposed_seconds)} per iteration, {worth}."
+            f"For the whole plan of {units.format_seconds(plan.objective_seconds(plan.predicted))} per iteration,"
+            f" {worth}."
         )
     return lines
 

@@ -106,6 +106,7 @@ def build_instance(
         *_concatenated(tables, batch_size, once),
         np.array([translation.held_bytes(table.rows, dealt_by_id=by_id) for table in tables], np.float64),
         problem.rates,
+        problem.objective == "step",
     )
 
 

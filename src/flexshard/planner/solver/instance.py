@@ -27,12 +27,15 @@ from flexshard.costmodels import (
     RowWidths,
     collectives_between,
     priced,
+    with_excess,
     with_hottest,
 )
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
 __all__ = ["Allocation", "Instance", "memory_limit"]
+
+_CONTENTS = ("ids", "embeddings", "gradients")
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -68,6 +71,7 @@ class Instance:
         unit_reads: w per unit of each table; shape (T,).
         table_held_bytes: static memory of a rank for each table in every placement of its rows; shape (T,).
         rates: of lookups and updates, where they count.
+        whole_steps: whether costs are of steps, each call of which waits for its own fullest rank.
         most_reads: w above which a row may not be at a level; shape (T, G), or None.
     """
 
@@ -97,6 +101,7 @@ class Instance:
     unit_reads: FloatArray
     table_held_bytes: FloatArray
     rates: LocalRates | None = None
+    whole_steps: bool = False
     most_reads: FloatArray | None = None
 
     # -- looking rows up
@@ -325,10 +330,9 @@ class Instance:
         if self.rates is None:
             return 0.0, 0.0
         served = reads.sum(axis=1)
-        busiest = (self.hot_seconds_per_read * hottest).argmax(axis=0)
-        levels = np.arange(self.group_sizes.size)
-        more = (self.group_sizes - 1) * hottest[busiest, levels]
-        look_up, update = served @ self.local_seconds_per_read + more @ self.local_seconds_per_read[busiest]
+        # Of each, the table whose hottest row takes longest.
+        hot = (hottest[:, :, None] * self.local_seconds_per_read[:, None]).max(axis=0)
+        look_up, update = served @ self.local_seconds_per_read + (self.group_sizes - 1) @ hot
         copied = np.where(self.group_sizes < self.cluster.world_size, allocation / self.group_sizes, 0.0).sum(axis=1)
         swept = float(copied @ self.row_bytes) * self.rates.sweep
         calls = self.local_call_seconds
@@ -376,7 +380,12 @@ class Instance:
             table = int(busiest[level])
             widths = self.widths[self.table_kind[table]]
             hot, sharing = float(reads_of_hottest[table, level]), self.cluster.ranks_on_link(size)
-            found = with_hottest(found, size, hot, widths, self.id_bytes, sharing)
+            if self.whole_steps:  # every call waits for its own fullest rank
+                of_table = np.array([[self.id_bytes, one.row_bytes, one.gradient_bytes] for one in self.widths])
+                moved = (reads_of_hottest[:, level, None] * of_table[self.table_kind]).max(axis=0)
+                found = with_excess(found, size, dict(zip(_CONTENTS, (moved / sharing).tolist(), strict=True)))
+            else:
+                found = with_hottest(found, size, hot, widths, self.id_bytes, sharing)
         return found
 
 

@@ -16,7 +16,6 @@ from flexshard.costmodels import (
     batch_lengths,
     fullest_bytes,
     lookup_bytes,
-    own_bytes,
 )
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.profiling import AccessProfile, LengthMoments, splitmix64
@@ -53,7 +52,8 @@ def loads_of(instance: Instance, allocation: Allocation) -> Loads:
     hot_rows = int(np.clip(_HOT_ROWS // (len(tables) * max(len(levels), 1)), 16, 4096))
     of_counts = _Moments(instance)
     return Loads(
-        own_bytes(lookups, reads.sum(axis=1), gradient_bytes, per_lookup, per_row),
+        lookups * per_lookup + reads.sum(axis=1) * per_row,
+        lookups * (per_lookup + gradient_bytes),
         per_row,
         np.stack(
             [_batch_lengths(table.profile.lengths, number) for table, number in zip(tables, samples, strict=True)]
@@ -167,7 +167,7 @@ def _dealt_by_id(profile: AccessProfile, places: int, known: int, number: int, s
 
 def _length(profile: AccessProfile, samples: float) -> float:
     """Most ids of so many consecutive samples, as a multiple of the expected."""
-    if profile.bursts is None:
+    if profile.bursts is None or not profile.bursts.windows:
         return 1.0
     sizes = [one.size for one in profile.bursts.windows]
     most = [float(one.lengths.max()) / (one.size * profile.avg_length) for one in profile.bursts.windows]
@@ -178,7 +178,7 @@ def _burst(profile: AccessProfile, samples: float, first: int, end: int) -> tupl
     """Of so many consecutive samples: most lookups of one row among those from ``first`` to ``end``, most of the sum of
     the next ones' squares, most lookups in all.
     """
-    if profile.bursts is None or first == end:
+    if profile.bursts is None or not profile.bursts.windows or first == end:
         return 0.0, 0.0, 1.0
     sizes, hottest, squares = [], [], []
     # Of rows that are read equally often it is not known which are hotter.
@@ -192,9 +192,11 @@ def _burst(profile: AccessProfile, samples: float, first: int, end: int) -> tupl
         sizes.append(one.size)
         hottest.append(float(most.max()))
         squares.append(float(((counts**2).sum(axis=1) - most**2).max()))
+    # Fewer samples than any stretch have no more than they hold.
+    most_ids = np.inf if profile.lengths is None else max(samples, 1.0) * profile.lengths.maximum
     return (
-        _between(samples, sizes, hottest, power=1),
-        _between(samples, sizes, squares, power=2),
+        min(_between(samples, sizes, hottest, power=1), most_ids),
+        min(_between(samples, sizes, squares, power=2), most_ids**2),
         _length(profile, samples),
     )
 
@@ -203,5 +205,5 @@ def _between(samples: float, sizes: list[int], values: list[float], power: int =
     """A value for so many samples from those for others: straight between their logarithms, growing with a power of
     their number beyond the largest.
     """
-    known = float(np.exp(np.interp(np.log(samples), np.log(sizes), np.log(np.maximum(values, 1e-300)))))
+    known = float(np.expm1(np.interp(np.log(samples), np.log(sizes), np.log1p(values))))
     return known * max(samples / sizes[-1], 1.0) ** power

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -75,15 +76,17 @@ def solve_step(
     # As if one link came after another: the shortest step that is not the least communication is shorter still.
     keep(*variants.solve(limit_bytes, tiers, start_price=start_price))
     bounds = [found[0].solution.lower_bound_seconds] if len(sizes) < 2 else []
+    exposed = _exposed_per_read(variants.plain, problem)
     weights = np.zeros((len(_PHASES), len(sizes)))
-    weights[:, sizes.index(world)] = 1.0
+    if sizes:
+        weights[:, -1] = 1.0
     for _ in range(_ROUNDS if len(sizes) > 1 else 0):
-        weights = _in_order(variants.plain, weights)
+        weights = _in_order(exposed, weights)
         view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)
         instance, solution = view.solve(limit_bytes, tiers, start_price=start_price)
         bounds.append(solution.lower_bound_seconds)
         keep(instance, solution)
-        weights, most = _highest(found, weights.shape)
+        weights, most = _highest(found, weights.shape, exposed)
         if min(most, *(one.seconds for one in found)) <= max(bounds) * (1 + _CLOSE):
             break
     best = min(found, key=lambda one: one.seconds)
@@ -149,26 +152,40 @@ def _weighted(
     return shares
 
 
-def _in_order(instance: Instance, weights: FloatArray) -> FloatArray:
-    """Weights under which a lookup still takes no longer at an inner level than at the next, which tiers in order of
-    time need; less weight on a link only makes the bound less.
+def _exposed_per_read(instance: Instance, problem: ToPlan) -> FloatArray:
+    """Seconds of a lookup of each class of rows in each phase and on each link, in the instance's order of levels, less
+    what is hidden anyway; shape (classes, phases, links).
+    """
+    levels = [instance.cluster.level(size) for size in instance.group_sizes.tolist() if size > 1]
+    seconds = np.zeros((len(instance.widths), len(_PHASES), len(levels)))
+    for link, level in enumerate(levels):
+        assert level.all_to_all is not None
+        for phase, name in enumerate(_PHASES):
+            shown = 1.0 - hidden_share(problem.hidden, "all_to_all", level.group_size, name)
+            for index, one in enumerate(instance.widths):
+                nbytes = (instance.id_bytes, one.row_bytes, one.gradient_bytes)[phase]
+                seconds[index, phase, link] = shown * nbytes / level.all_to_all.bytes_per_s
+    return seconds
+
+
+def _in_order(exposed: FloatArray, weights: FloatArray) -> FloatArray:
+    """Weights under which a lookup takes no longer at a level than at the next, which tiers in order of time need; less
+    weight on a link only makes the bound less.
 
     Args:
-        instance: the problem, whose levels with g > 1 are the links.
-        weights: of each phase and link, in the instance's order; shape (phases, links).
+        exposed: of :func:`_exposed_per_read`.
+        weights: of each phase and link; shape (phases, links).
     """
-    bytes_ = np.array([[instance.id_bytes, one.row_bytes, one.gradient_bytes] for one in instance.widths], np.float64)
-    levels = [instance.cluster.level(size) for size in instance.group_sizes.tolist() if size > 1]
-    rates = np.array([0.0 if one.all_to_all is None else one.all_to_all.bytes_per_s for one in levels])
     ordered = weights.copy()
-    for link in range(len(levels) - 2, -1, -1):
-        mine, next_ = (bytes_ @ ordered[:, at] / rates[at] for at in (link, link + 1))
-        ordered[:, link] *= min(1.0, float((next_ / np.maximum(mine, 1e-300)).min()))
+    for link in range(weights.shape[1] - 2, -1, -1):
+        mine, next_ = (exposed[:, :, at] @ ordered[:, at] for at in (link, link + 1))
+        ratios = next_[mine > 0] / mine[mine > 0]
+        ordered[:, link] *= min(1.0, float(ratios.min(initial=1.0)))
     return ordered
 
 
-def _highest(found: Sequence[_Met], shape: tuple[int, int]) -> tuple[FloatArray, float]:
-    """The weights under which the least of the placements met is greatest, and that least."""
+def _highest(found: Sequence[_Met], shape: tuple[int, int], exposed: FloatArray) -> tuple[FloatArray, float]:
+    """The weights in order under which the least of the placements met is greatest, and that least."""
     from scipy.optimize import linprog
 
     phases, links = shape
@@ -177,10 +194,16 @@ def _highest(found: Sequence[_Met], shape: tuple[int, int]) -> tuple[FloatArray,
     sums = np.zeros((phases, phases * links + 1))
     for phase in range(phases):
         sums[phase, phase * links : (phase + 1) * links] = 1.0
+    order = np.zeros((exposed.shape[0] * (links - 1), phases * links + 1))
+    for row, (index, link) in enumerate(product(range(exposed.shape[0]), range(links - 1))):
+        for phase in range(phases):
+            order[row, phase * links + link] = exposed[index, phase, link]
+            order[row, phase * links + link + 1] = -exposed[index, phase, link + 1]
+    scale = max(float(np.abs(order).max(initial=0.0)), 1e-300)
     result = linprog(
         np.append(np.zeros(phases * links), -1.0),
-        A_ub=np.concatenate([cuts, sums]),
-        b_ub=np.concatenate([[one.rest for one in found], np.ones(phases)]),
+        A_ub=np.concatenate([cuts, sums, order / scale]),
+        b_ub=np.concatenate([[one.rest for one in found], np.ones(phases), np.zeros(len(order))]),
         bounds=[(0.0, 1.0)] * (phases * links) + [(None, None)],
         method="highs",
     )

@@ -35,10 +35,9 @@ class BurstCounter:
         for one in self._of_size:
             one.add(rows, ends)
 
-    def bursts(self, counts: IntArray) -> Bursts | None:
-        """What was found, in data that read each row so often (shape (E,)); None if no window was filled."""
-        found = [one.windows(counts) for one in self._of_size if one.number]
-        return Bursts(tuple(found)) if found else None
+    def bursts(self, counts: IntArray) -> Bursts:
+        """What was found, in data that read each row so often (shape (E,))."""
+        return Bursts(tuple(one.windows(counts) for one in self._of_size if one.number))
 
 
 class _OfSize:
@@ -50,6 +49,7 @@ class _OfSize:
         self._pending: list[IntArray] = []
         self._found: list[tuple[int, IntArray, IntArray]] = []
         self._gave_up = False
+        self._before = np.zeros(0, np.int64), np.zeros(0, np.int64)  # rows and counts of the last window
 
     @property
     def number(self) -> int:
@@ -57,6 +57,7 @@ class _OfSize:
 
     def restart(self) -> None:
         self._at, self._pending = 0, []
+        self._before = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def add(self, rows: IntArray, ends: IntArray) -> None:
         first, samples = 0, ends.size - 1
@@ -76,11 +77,22 @@ class _OfSize:
             first += taken
 
     def _finish(self) -> None:
+        """Keep the rows that the window reads most, and those that it reads most beyond the window before, half of
+        each: rows that are always hot may all be where nobody serves them.
+        """
         ids = np.concatenate(self._pending)
         self._index, self._at, self._pending = self._index + 1, 0, []
         rows, counts = np.unique(ids, return_counts=True)
-        top = np.argsort(-counts, kind="stable")[:TOP_ROWS]
-        self._found.append((ids.size, rows[top], counts[top]))
+        before, often = self._before
+        at = np.minimum(np.searchsorted(before, rows), max(before.size - 1, 0))
+        known = before[at] == rows if before.size else np.zeros(rows.size, bool)
+        beyond = counts - np.where(known, often[at] if before.size else 0, 0)
+        self._before = rows, counts
+        half = np.argsort(-counts, kind="stable")[: TOP_ROWS // 2]
+        beyond[half] = counts.max(initial=0) + 1
+        kept = np.argsort(-beyond, kind="stable")[:TOP_ROWS]
+        kept = kept[np.lexsort((rows[kept], -counts[kept]))]
+        self._found.append((ids.size, rows[kept], counts[kept]))
         if len(self._found) > 2 * MOST_WINDOWS:
             self._found, self._stride = self._found[::2], 2 * self._stride
 

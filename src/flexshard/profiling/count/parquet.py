@@ -92,7 +92,14 @@ def profile_parquet(
     if keyed is not None:  # a sample may be spread over many rows of the files
         seen, unseen = keyed.moments()
     which = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
-    return counter.profile(seen, held=held, holdout=which, sample_key=sample_key, sample_keys=keyed, bursts=bursts)
+    return counter.profile(
+        seen,
+        held=held,
+        holdout=which,
+        sample_key=sample_key,
+        sample_keys=keyed,
+        bursts=bursts if sample_key is None else None,
+    )
 
 
 def profile_parquet_by(
