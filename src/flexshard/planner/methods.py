@@ -12,7 +12,6 @@ from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.published import solve_published
-from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.step_search import solve_step
 
 __all__ = ["METHODS", "Method", "Optimal", "Placement", "Published"]
@@ -65,22 +64,21 @@ class Optimal(Method):
 
     def place(self, variants: Variants, limit_bytes: float, tiers: int) -> Placement:
         """See :meth:`Variants.solve`; what a GiB more would save, and what else each table could have."""
-        instance, best = _best(variants, limit_bytes, tiers, None)
-        _, more = _best(variants, limit_bytes + units.GIB, tiers, best.price or None)
+        if variants.problem.objective == "step":
+            instance, best, within = solve_step(variants, limit_bytes, tiers)
+            more = within(limit_bytes + units.GIB)
+        else:
+            instance, best = variants.solve(limit_bytes, tiers)
+            _, roomier = variants.solve(limit_bytes + units.GIB, tiers, start_price=best.price or None)
+            more = roomier.seconds
         return Placement(
             best.allocation,
             best.lower_bound_seconds,
             best.price,
-            min(best.seconds, more.seconds),
+            min(best.seconds, more),
             tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers)),
             instance,
         )
-
-
-def _best(variants: Variants, limit: float, tiers: int, start_price: float | None) -> tuple[Instance, Solution]:
-    if variants.problem.objective == "step":
-        return solve_step(variants, limit, tiers)
-    return variants.solve(limit, tiers, start_price=start_price)
 
 
 class Published(Method):
@@ -93,7 +91,7 @@ class Published(Method):
         """See :func:`solve_published`; ids are deduplicated only if the problem says so."""
         instance = variants.fixed
         if variants.problem.objective == "step":
-            _, best = solve_step(variants, limit_bytes, tiers)
+            _, best, _ = solve_step(variants, limit_bytes, tiers)
         else:
             best = solve_instance(instance, limit_bytes, tiers)
         allocation = solve_published(instance, limit_bytes, tiers)

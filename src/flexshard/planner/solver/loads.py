@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,7 @@ __all__ = ["fullest_rank_bytes", "loads_of"]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_KNOWN: WeakKeyDictionary[Instance, _Moments] = WeakKeyDictionary()
 _HOT_ROWS = 1 << 16  # looked at one by one, of all tables and levels together
 _MOST_PLACES = 1 << 22
 
@@ -50,7 +53,7 @@ def loads_of(instance: Instance, allocation: Allocation) -> Loads:
     reads, ends = instance.tier_reads(allocation), np.cumsum(allocation, axis=1)
     levels = np.flatnonzero((instance.group_sizes > 1) & allocation.any(axis=0)).tolist()
     hot_rows = int(np.clip(_HOT_ROWS // (len(tables) * max(len(levels), 1)), 16, 4096))
-    of_counts = _Moments(instance)
+    of_counts = _Moments.of(instance)
     return Loads(
         lookups * per_lookup + reads.sum(axis=1) * per_row,
         lookups * (per_lookup + gradient_bytes),
@@ -67,36 +70,60 @@ class _Moments:
     """Second and third central moments of one rank's lookups of a row of each count; shape (K,) each."""
 
     def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        reads = instance.reads
-        variance, third = np.zeros_like(reads), np.zeros_like(reads)
-        for index, table in enumerate(instance.tables):
-            profile = table.profile
-            part = slice(int(instance.starts[index]), int(instance.starts[index]) + profile.counts.size)
-            w = reads[part]
-            if instance.deduplicated[index]:
-                variance[part], third[part] = w * (1 - w), w * (1 - w) * (1 - 2 * w)
-            else:  # a sample that contains a row repeats it so often
-                p = profile.counts / profile.num_samples
-                more = _repeats(p / profile.sample_share)
-                variance[part] = w * np.maximum(1 + more - p, 0.0)
-                third[part] = w * np.maximum(1 + 3 * more + more**2 - 3 * p * (1 + more) + 2 * p**2, 0.0)
-        self.variance, self.third, self.squares = variance, np.maximum(third, 0.0), reads**2
+        self._starts, self._cum_rows = instance.starts, instance.cum_rows
+        w, each = instance.reads, np.diff(instance.starts)
+        samples = np.array([one.distinct_samples(instance.batch_size) for one in instance.tables])
+        # Of ids that are sent once, a draw of a rank; of others, one of each of its samples.
+        variance = w / np.repeat(np.where(instance.deduplicated, -1.0, -samples), each)
+        variance += 1.0
+        np.maximum(variance, 0.0, out=variance)
+        variance *= w
+        # Of rows that samples read once, the third moment is at most the second.
+        self._repeats = any(one.profile.samples is not None for one in instance.tables)
+        third = variance.copy() if self._repeats else variance
+        for index, one in enumerate(instance.tables):
+            if one.profile.samples is None or instance.deduplicated[index]:
+                continue
+            part = slice(int(instance.starts[index]), int(instance.starts[index]) + one.profile.counts.size)
+            reads, share = w[part], one.profile.counts / one.profile.num_samples
+            more = _repeats(share / one.profile.sample_share)  # a sample that contains a row repeats it so often
+            variance[part] = reads * np.maximum(1 + more - share, 0.0)
+            third[part] = reads * np.maximum(1 + 3 * more + more**2 - 3 * share * (1 + more) + 2 * share**2, 0.0)
+        self.variance, self.third = variance, third
+        self._values = [variance, w**2, third] if self._repeats else [variance, w**2]
+        rows = instance.rows_of_count.astype(np.float64)
+        self._sums = [_cumulative(values, rows) for values in self._values]
 
-    def of_rows(self, ends: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    @classmethod
+    def of(cls, instance: Instance) -> _Moments:
+        """Of an instance, worked out once."""
+        if instance not in _KNOWN:
+            _KNOWN[instance] = cls(instance)
+        return _KNOWN[instance]
+
+    def of_rows(
+        self, ends: IntArray, groups_within: Callable[[IntArray], IntArray]
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Sums of variance, third moment and squared reads over each table's hottest rows; shapes as of ``ends``."""
-        instance = self.instance
-        rows = instance.rows_of_count
-        found = []
-        for values in (self.variance, self.third, self.squares):
-            sums = np.concatenate([[0.0], np.cumsum(values * rows)])
-            first = sums[instance.starts[:-1], None]
-            whole = instance.groups_within(ends)
-            at = instance.starts[:-1, None] + whole
-            before = np.where(whole > 0, instance.cum_rows[np.maximum(at - 1, 0)], 0)
-            following = np.minimum(at, instance.starts[1:, None] - 1)
-            found.append(np.asarray(sums[at] - first + (ends - before) * values[following]))
-        return found[0], found[1], found[2]
+        starts, cum_rows = self._starts, self._cum_rows
+        whole = groups_within(ends)
+        at = starts[:-1, None] + whole
+        before = np.where(whole > 0, cum_rows[np.maximum(at - 1, 0)], 0)
+        following = np.minimum(at, starts[1:, None] - 1)
+        first = starts[:-1, None]
+        found = [
+            np.asarray(sums[at] - sums[first] + (ends - before) * values[following])
+            for values, sums in zip(self._values, self._sums, strict=True)
+        ]
+        return found[0], found[2] if self._repeats else found[0], found[1]
+
+
+def _cumulative(values: FloatArray, rows: FloatArray) -> FloatArray:
+    """Sums of the first products, from none on; shape (K + 1,)."""
+    sums = np.empty(values.size + 1)
+    sums[0] = 0.0
+    np.multiply(values, rows, out=sums[1:])
+    return np.cumsum(sums, out=sums)
 
 
 def _repeats(often: FloatArray) -> FloatArray:
@@ -139,7 +166,7 @@ def _served(
         np.where(there, values[group], 0.0) for values in (instance.reads, of_counts.variance, of_counts.third)
     )
     bounds = np.stack([np.minimum(first + hot_rows, ends[:, level]), ends[:, level]], axis=1)
-    rest = [np.maximum(np.diff(sums, axis=1)[:, 0], 0.0) for sums in of_counts.of_rows(bounds)]
+    rest = [np.maximum(np.diff(sums, axis=1)[:, 0], 0.0) for sums in of_counts.of_rows(bounds, instance.groups_within)]
     last = size == instance.cluster.world_size and level == instance.group_sizes.size - 1
     holder = (position - first[:, None]) % size
     bursts = np.zeros((3, rows.size))

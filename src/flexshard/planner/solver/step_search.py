@@ -8,7 +8,7 @@ met so far says what its links take under any weights (Kelley's method). The bes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -40,14 +40,18 @@ FloatArray = npt.NDArray[np.float64]
 
 _PHASES = ("ids", "embeddings", "gradients")
 _ROUNDS, _CLOSE = 10, 1e-4
+_MANY_COUNTS, _CLOSE_OF_MANY = 1_000_000, 3e-3
 _NOTHING = StepWork(0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Met:
-    """A placement: its step, what its links take in each phase (shape (phases, links)), and all else."""
+    """A placement: its step, the weighted problem that it is of, what its links take in each phase (shape (phases,
+    links)), and all else.
+    """
 
     seconds: float
+    view: Variants
     instance: Instance
     solution: Solution
     links: FloatArray
@@ -55,12 +59,13 @@ class _Met:
 
 
 def solve_step(
-    variants: Variants, limit_bytes: float, tiers: int, *, start_price: float | None = None
-) -> tuple[Instance, Solution]:
+    variants: Variants, limit_bytes: float, tiers: int
+) -> tuple[Instance, Solution, Callable[[float], float]]:
     """The placement within a budget with the shortest step but for dense work; its seconds and bound are of that.
 
     Returns:
-        The problem under the weights with which the placement was found, and the placement.
+        The problem under the weights with which the placement was found; the placement; and the seconds of the one
+        found under these weights within another budget.
 
     Raises:
         BudgetError: nothing fits; its ``least_bytes`` would.
@@ -69,13 +74,19 @@ def solve_step(
     sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
     found: list[_Met] = []
 
-    def keep(instance: Instance, solution: Solution) -> None:
+    def seconds_of(instance: Instance, solution: Solution) -> float:
         cost = variants.of(instance.deduplicated).cost(solution.allocation)
-        found.append(_Met(step_seconds(cost, world, _NOTHING), instance, solution, *_by_link(cost, sizes, world)))
+        return step_seconds(cost, world, _NOTHING)
+
+    def keep(view: Variants, instance: Instance, solution: Solution) -> None:
+        cost = variants.of(instance.deduplicated).cost(solution.allocation)
+        links = _by_link(cost, sizes, world)
+        found.append(_Met(step_seconds(cost, world, _NOTHING), view, instance, solution, *links))
 
     # As if one link came after another: the shortest step that is not the least communication is shorter still.
-    keep(*variants.solve(limit_bytes, tiers, start_price=start_price))
+    keep(variants, *variants.solve(limit_bytes, tiers))
     bounds = [found[0].solution.lower_bound_seconds] if len(sizes) < 2 else []
+    close = _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY
     exposed = _exposed_per_read(variants.plain, problem)
     weights = np.zeros((len(_PHASES), len(sizes)))
     if sizes:
@@ -83,15 +94,17 @@ def solve_step(
     for _ in range(_ROUNDS if len(sizes) > 1 else 0):
         weights = _in_order(exposed, weights)
         view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)
-        instance, solution = view.solve(limit_bytes, tiers, start_price=start_price)
+        instance, solution = view.solve(limit_bytes, tiers)
         bounds.append(solution.lower_bound_seconds)
-        keep(instance, solution)
+        keep(view, instance, solution)
         weights, most = _highest(found, weights.shape, exposed)
-        if min(most, *(one.seconds for one in found)) <= max(bounds) * (1 + _CLOSE):
+        if min(most, *(one.seconds for one in found)) <= max(bounds) * (1 + close):
             break
     best = min(found, key=lambda one: one.seconds)
     bound = min(best.seconds, *bounds) if len(sizes) < 2 else min(best.seconds, max(bounds))
-    return best.instance, replace(best.solution, seconds=best.seconds, lower_bound_seconds=bound)
+    solution = replace(best.solution, seconds=best.seconds, lower_bound_seconds=bound)
+    price = solution.price or None
+    return best.instance, solution, lambda limit: seconds_of(*best.view.solve(limit, tiers, start_price=price))
 
 
 @dataclass(frozen=True, eq=False)
