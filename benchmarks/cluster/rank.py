@@ -17,12 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    PoolingMode,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -33,6 +27,7 @@ from benchmarks.cluster.workloads import WORKLOADS, Workload
 from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan, Problem, Table, solve
 from flexshard._internal import write_text
 from flexshard.calibration import measure_cluster
+from flexshard.calibration.dense_tables import dense_table
 from flexshard.costmodels import Cost, LocalRates, StepWork, fit_rates, step_seconds
 from flexshard.executors import Observation, Observer
 from flexshard.planner import Tier
@@ -40,7 +35,6 @@ from flexshard.planner.reductions import cost_with_reductions
 from flexshard.planner.solver.deduplication import Variants
 
 DIM = 32
-INPUTS = ("ids", "other ids", "counts")
 ROW_WISE, ROW_WISE_OURS, ROW_WISE_ONCE = "row-wise (TorchRec)", "row-wise (dealt by id)", "row-wise, ids once"
 FITTED = "paper, 2 tiers"
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
@@ -76,13 +70,7 @@ def main() -> None:
 
 def measured_rates(rows: int) -> LocalRates:
     """How fast rows are looked up and updated while all ranks of the machine do so: the slowest rank's rates."""
-    table = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        learning_rate=0.05,
-        pooling_mode=PoolingMode.NONE,
-        device=torch.device("cpu"),
-    )
+    table = dense_table(rows, DIM, pooled=False, device="cpu")
     work, forward, backward = [], [], []
     for number in (4_000, 20_000, 60_000):
         ids = torch.from_numpy(np.random.default_rng(dist.get_rank()).integers(0, rows, number))
@@ -225,10 +213,7 @@ def run(
             "blocking_step_seconds": statistics.median(blocking[name]),
             "predicted_comm_seconds": costs[name].comm_seconds,
             "predicted_step_seconds": step_seconds(costs[name], dist.get_world_size(), StepWork(0.0)),
-            "predicted_local_seconds": costs[name].look_up_seconds + costs[name].update_seconds,
             "observed_comm_seconds": planned_seconds(observed[name]),
-            "observed_exposed_seconds": exposed_seconds(free_observed[name]),
-            "observed_input_seconds": input_seconds(observed[name]),
             "predicted": [asdict(c) | {"seconds": c.seconds} for c in costs[name].collectives],
             "observed": asdict(observed[name])["collectives"],
             "free": asdict(free_observed[name])["collectives"],
@@ -258,19 +243,9 @@ def overlap_of(result: dict[str, Any]) -> dict[str, float]:
     return {name: round(min(max(1 - waited[name] / alone[name], 0.0), 1.0), 2) for name in alone}
 
 
-def exposed_seconds(found: Observation) -> float:
-    """In which ranks stood waiting."""
-    return sum(c.exposed_seconds for c in found.collectives)
-
-
 def planned_seconds(found: Observation) -> float:
     """Of all collectives, which a plan's time counts."""
     return found.comm_seconds
-
-
-def input_seconds(found: Observation) -> float:
-    """Of the distribution of the ids."""
-    return sum(c.seconds for c in found.collectives if c.content in INPUTS)
 
 
 def features(workload: Workload, number: int) -> KeyedJaggedTensor:

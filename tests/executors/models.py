@@ -25,7 +25,7 @@ from torchrec.streamable import Pipelineable
 
 import flexshard
 from flexshard.costmodels import strategy_name
-from flexshard.executors import FlexShardEmbeddingCollectionSharder
+from flexshard.executors import FlexShardEmbeddingCollectionSharder, Observer
 from flexshard.planner import FlexShardPlanner, Plan, Tier
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
@@ -344,3 +344,15 @@ def differences(parallel: Any, outputs: list[torch.Tensor], rank: int, expected:
             found["states"] = max(found["states"], float((state - expected.states[name].view(state.shape)).abs().max()))
     found["weights"] = max(found["weights"], float((parallel.module.over.weight - expected.over).abs().max()))
     return found
+
+
+def observe(rank: int, plan: Plan, steps: int) -> tuple[Observer, Any]:
+    """What went over the wire while the model trained under a plan, and the model."""
+    parallel, optim = shard(plan, "sgd")
+    with Observer() as observer:
+        for step in range(steps):
+            optim.zero_grad()
+            parallel(make_batch(step, rank))[0].backward()
+            optim.step()
+            observer.step()
+    return observer, parallel

@@ -21,15 +21,7 @@ STEPS = 5
 
 
 def observed(rank: int, plan: Any) -> Observation:
-    from flexshard.executors import Observer
-
-    parallel, optim = models.shard(plan, "sgd")
-    with Observer() as observer:
-        for step in range(STEPS):
-            optim.zero_grad()
-            parallel(models.make_batch(step, rank))[0].backward()
-            optim.step()
-            observer.step()
+    observer, _ = models.observe(rank, plan, STEPS)
     return observer.result(fingerprint=plan.fingerprint)
 
 

@@ -47,15 +47,7 @@ def steps_of(world: int) -> list[dict[str, Lookups]]:
 
 
 def observed(rank: int, plan: Any) -> tuple[list[dict[Any, Any]], Any]:
-    from flexshard.executors import Observer
-
-    parallel, optim = models.shard(plan, "sgd")
-    with Observer() as observer:
-        for step in range(STEPS):
-            optim.zero_grad()
-            parallel(models.make_batch(step, rank))[0].backward()
-            optim.step()
-            observer.step()
+    observer, parallel = models.observe(rank, plan, STEPS)
     together = parallel.module.wide.collections() + parallel.module.narrow.collections()
     return observer.calls(), together
 

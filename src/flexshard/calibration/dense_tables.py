@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -43,14 +43,9 @@ def measure_dense(
     seconds = least_seconds([dense_step(pooled, wide, *sample, device) for sample in samples], rounds, device)
     work = [[1.0, ids.size] for ids, _ in samples]
     forward, backward = split_seconds(dense_table(held, wide, pooled=False, device=device), samples, rounds, device)
-    look_up, update = ((*fit_rates(work, times), 0.0) for times in (forward, backward))
-    rates = TableRates(rows, dim, fit_rates(work, seconds), _three(look_up), _three(update))
+    (call, row), (last_call, last_row) = fit_rates(work, forward), fit_rates(work, backward)
+    rates = TableRates(rows, dim, fit_rates(work, seconds), (call, row, 0.0), (last_call, last_row, 0.0))
     return rates, [[1.0, ids.size, ids.size * wide] for ids, _ in samples], seconds
-
-
-def _three(values: Iterable[float]) -> tuple[float, float, float]:
-    call, row, byte = values
-    return call, row, byte
 
 
 def dense_table(rows: int, dim: int, *, pooled: bool, device: torch.device | str) -> torch.nn.Module:
@@ -67,10 +62,15 @@ def dense_table(rows: int, dim: int, *, pooled: bool, device: torch.device | str
     )
 
 
+def _inputs(ids: np.ndarray, bags: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids, and where each bag of them starts and the last one ends."""
+    offsets = torch.arange(0, ids.size + 1, ids.size // bags, device=device)
+    return torch.from_numpy(ids).to(device), offsets
+
+
 def dense_step(table: torch.nn.Module, dim: int, ids: np.ndarray, bags: int, device: torch.device | str) -> Step:
     """A lookup, with backward and update."""
-    values = torch.from_numpy(ids).to(device)
-    offsets = torch.arange(0, ids.size + 1, ids.size // bags, device=device)
+    values, offsets = _inputs(ids, bags, device)
     upstream = torch.ones(bags, dim, device=device)
     return lambda: table(values, offsets).backward(upstream)
 
@@ -80,10 +80,7 @@ def split_seconds(
 ) -> tuple[list[float], list[float]]:
     """Least seconds of the lookup of each batch's rows, one by one, and of its backward with update."""
     times = np.full((rounds + 1, len(samples), 2), np.inf)
-    inputs = [
-        (torch.from_numpy(ids).to(device), torch.arange(0, ids.size + 1, ids.size // bags, device=device))
-        for ids, bags in samples
-    ]
+    inputs = [_inputs(*sample, device) for sample in samples]
 
     def now() -> float:
         if torch.device(device).type == "cuda":

@@ -56,6 +56,12 @@ class Collective:
         """Time of all calls: α is paid once per call, whatever the rows (docs/model.md)."""
         return self.calls * (self.alpha_seconds + (self.nbytes + self.excess_bytes) / self.bytes_per_s)
 
+    def link(self, world_size: int) -> int:
+        """Group size of the level whose links it crosses: an all-to-all inside groups stays on those of its level, all
+        else is on the outermost ones.
+        """
+        return self.group_size if self.kind == "all_to_all" else world_size
+
     def scaled(self, factor: float) -> Collective:
         """With so many times the bytes."""
         return replace(self, nbytes=factor * self.nbytes, excess_bytes=factor * self.excess_bytes)
@@ -161,8 +167,7 @@ class Cost:
         """
         links: dict[int, float] = {}
         for c in self.collectives:
-            link = c.group_size if c.kind == "all_to_all" else world_size
-            links[link] = links.get(link, 0.0) + c.seconds
+            links[c.link(world_size)] = links.get(c.link(world_size), 0.0) + c.seconds
         return max(links.values(), default=0.0)
 
 

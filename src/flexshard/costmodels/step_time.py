@@ -15,7 +15,7 @@ from flexshard._internal import check_finite
 from flexshard.costmodels.cost import Collective, Cost
 from flexshard.errors import JobError
 
-__all__ = ["PHASES", "LocalRates", "Phase", "StepWork", "link_of", "phase_of", "step_phases", "step_seconds"]
+__all__ = ["PHASES", "LocalRates", "Phase", "StepWork", "phase_of", "step_phases", "step_seconds"]
 
 # Of every content, the phase it belongs to.
 PHASES: Mapping[str, str] = {
@@ -130,11 +130,6 @@ def phase_of(one: Collective) -> str:
     return PHASES[one.content]
 
 
-def link_of(one: Collective, world_size: int) -> int:
-    """Group size of the level whose links a collective crosses."""
-    return one.group_size if one.kind == "all_to_all" else world_size
-
-
 def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...]:
     """Phases of a step in the order in which they come; of what other work hides, only what it does not."""
     found: list[Phase] = []
@@ -155,7 +150,7 @@ def _of_collectives(cost: Cost, world: int, names: tuple[str, ...]) -> list[Phas
         mine = tuple(one for one in cost.collectives if phase_of(one) == name)
         links: dict[str, float] = {}
         for one in mine:
-            link = f"links@{link_of(one, world)}"
+            link = f"links@{one.link(world)}"
             links[link] = links.get(link, 0.0) + one.exposed_seconds
         phases.append(Phase(name, links, mine))
     return phases

@@ -200,6 +200,11 @@ class Problem:
         return overlap_of(self.overlap, self.cluster)
 
     @property
+    def in_order(self) -> bool:
+        """Whether samples are read in the order that was profiled, so that bursts count."""
+        return self.sample_order == "file"
+
+    @property
     def rates(self) -> LocalRates | None:
         """Of lookups and updates, where they count: as given, or as the cluster's memory has them."""
         if self.objective == "communication":

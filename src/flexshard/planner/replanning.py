@@ -128,17 +128,17 @@ def replan(
     for name in newer:
         plan.table(name)
     old = {name: _older(table, (older or {}).get(name), Path(base)) for name, table in plan.tables.items()}
-    tables = [_table(table, newer.get(name, old[name])) for name, table in plan.tables.items()]
-    problem = _problem(plan, tables)
+    new = old | dict(newer)
+    problem = _problem(plan, [_table(table, new[name]) for name, table in plan.tables.items()])
     after = solve(problem)
     moves = []
     for name, table in plan.tables.items():
         then = after.tables[name]
-        orders = _ranking(table, old[name], plan.cluster), _ranking(then, _of(tables, name), plan.cluster)
+        orders = _ranking(table, old[name], plan.cluster), _ranking(then, new[name], plan.cluster)
         layouts = [Layout.of_tables({name: one}, plan.cluster.world_size) for one in (table, then)]
         width = table.dim + OPTIMIZERS[table.optimizer].state_bytes(table.dim) // 4
         moves.append(row_moves((layouts[0], 0), (layouts[1], 0), *orders, width, table=name))
-    costs = _under_newer(plan, problem, old), _under_newer(after, problem, {one.name: one.profile for one in tables})
+    costs = _under_newer(plan, problem, old), _under_newer(after, problem, new)
     nbytes = sum(one.nbytes for one in moves)
     return Replan(plan, after, *costs, tuple(moves), moving_seconds(plan.cluster, nbytes))
 
@@ -187,10 +187,6 @@ def _holders(layout: Layout, table: int, positions: IntArray) -> tuple[IntArray,
     first = np.array(layout.first_bucket)
     level = np.searchsorted(first, bucket, side="right") - 1
     return np.array(layout.group_sizes)[level], bucket - first[level]
-
-
-def _of(tables: Sequence[Table], name: str) -> AccessProfile:
-    return next(table.profile for table in tables if table.name == name)
 
 
 def _older(table: TablePlan, given: AccessProfile | None, base: Path) -> AccessProfile:

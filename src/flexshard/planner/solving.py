@@ -94,7 +94,7 @@ def bounded_memory(problem: Problem, instance: Instance, allocation: Allocation)
     """Memory per rank, as far as the problem's budget bounds it."""
     if problem.memory == "mean":
         return instance.memory_bytes(allocation)
-    dynamic = fullest_rank_bytes(instance, allocation, in_order=problem.sample_order == "file")
+    dynamic = fullest_rank_bytes(instance, allocation, in_order=problem.in_order)
     assert dynamic is not None
     return instance.cost(allocation).static_memory_bytes + dynamic
 
@@ -129,9 +129,7 @@ class Decision:
     @property
     def seconds(self) -> float:
         """What the problem's objective is of the placement."""
-        if self.problem.objective == "communication":
-            return self.predicted.exposed_seconds
-        return step_seconds(self.predicted, self.problem.cluster.world_size, StepWork(self.dense_seconds))
+        return _objective(self.problem, self.predicted, self.dense_seconds)
 
     def table_plans(self) -> dict[str, TablePlan]:
         """Tiers of every table."""
@@ -139,8 +137,7 @@ class Decision:
 
     def baselines(self) -> dict[str, Cost]:
         """Costs of the closed-form ones."""
-        in_order = self.problem.sample_order == "file"
-        return closed_form_baselines(self.variants, self.mean_bytes, in_order=in_order)
+        return closed_form_baselines(self.variants, self.mean_bytes, in_order=self.problem.in_order)
 
     def settings(self) -> Settings:
         """What was asked for, as a plan keeps it."""
@@ -179,7 +176,7 @@ def decide(problem: Problem) -> Decision:
         cost_with_reductions(instance, placement.allocation, sparse),
         instance,
         placement.allocation,
-        in_order=problem.sample_order == "file",
+        in_order=problem.in_order,
     )
     return Decision(problem, variants, limit, mean, placement, sparse, predicted)
 
@@ -202,7 +199,8 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
         nbytes = bounded_memory(problem, placement.instance, placement.allocation)
         least = min(least, nbytes)
         if nbytes <= memory_limit(limit):
-            found.append((_seconds(problem, variants, placement), within, placement))
+            cost = variants.of(placement.instance.deduplicated).cost(placement.allocation)
+            found.append((_objective(problem, cost), within, placement))
         return nbytes - limit
 
     low, high, within, placement = -np.inf, limit, limit, first
@@ -244,12 +242,11 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
     return replace(best, lower_bound_seconds=min(first.lower_bound_seconds, seconds)), within
 
 
-def _seconds(problem: Problem, variants: Variants, placement: Placement) -> float:
-    """What the problem's objective is, dense work aside."""
+def _objective(problem: Problem, cost: Cost, dense_seconds: float = 0.0) -> float:
+    """What the problem's objective is of a placement that costs this."""
     if problem.objective == "communication":
-        return placement.instance.exposed_seconds(placement.allocation)
-    cost = variants.of(placement.instance.deduplicated).cost(placement.allocation)
-    return step_seconds(cost, problem.cluster.world_size, StepWork(0.0))
+        return cost.exposed_seconds
+    return step_seconds(cost, problem.cluster.world_size, StepWork(dense_seconds))
 
 
 def _beside(placed: Mapping[str, TablePlan], undeduplicated: Mapping[str, TablePlan]) -> dict[str, TablePlan]:

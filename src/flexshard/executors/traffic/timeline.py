@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flexshard._internal import PathLike, write_json
-from flexshard.costmodels import Collective, Cost, Phase, link_of
+from flexshard.costmodels import Collective, Cost, Phase
 from flexshard.executors.traffic.observation import Observation
 from flexshard.executors.traffic.predicted import check_observed
 from flexshard.planner import Plan
@@ -72,7 +72,7 @@ def _of_phase(process: int, tracks: list[str], phase: Phase, start: float, world
         yield _event(process, tracks.index("rank"), phase.name, start, phase.links["rank"], {})
     ends: dict[str, float] = {}
     for one in phase.collectives:
-        link = f"links@{link_of(one, world)}"
+        link = f"links@{one.link(world)}"
         begins = ends.get(link, start)
         ends[link] = begins + one.exposed_seconds
         yield _event(process, tracks.index(link), _name_of(one), begins, one.exposed_seconds, _facts(one))

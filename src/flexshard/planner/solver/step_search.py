@@ -22,7 +22,6 @@ from flexshard.costmodels import (
     Overlap,
     StepWork,
     hidden_share,
-    link_of,
     phase_of,
     step_seconds,
 )
@@ -74,12 +73,11 @@ def solve_step(
     sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
     found: list[_Met] = []
 
-    def seconds_of(instance: Instance, solution: Solution) -> float:
-        cost = variants.of(instance.deduplicated).cost(solution.allocation)
-        return step_seconds(cost, world, _NOTHING)
+    def cost_of(instance: Instance, solution: Solution) -> Cost:
+        return variants.of(instance.deduplicated).cost(solution.allocation)
 
     def keep(view: Variants, instance: Instance, solution: Solution) -> None:
-        cost = variants.of(instance.deduplicated).cost(solution.allocation)
+        cost = cost_of(instance, solution)
         links = _by_link(cost, sizes, world)
         found.append(_Met(step_seconds(cost, world, _NOTHING), view, instance, solution, *links))
 
@@ -104,7 +102,11 @@ def solve_step(
     bound = min(best.seconds, *bounds) if len(sizes) < 2 else min(best.seconds, max(bounds))
     solution = replace(best.solution, seconds=best.seconds, lower_bound_seconds=bound)
     price = solution.price or None
-    return best.instance, solution, lambda limit: seconds_of(*best.view.solve(limit, tiers, start_price=price))
+    return (
+        best.instance,
+        solution,
+        lambda limit: step_seconds(cost_of(*best.view.solve(limit, tiers, start_price=price)), world, _NOTHING),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +135,7 @@ def _by_link(cost: Cost, sizes: Sequence[int], world: int) -> tuple[FloatArray, 
     rest = cost.index_dedup_seconds + cost.look_up_seconds + cost.update_seconds
     for one in cost.collectives:
         if phase_of(one) in _PHASES:
-            seconds[_PHASES.index(phase_of(one)), sizes.index(link_of(one, world))] += one.exposed_seconds
+            seconds[_PHASES.index(phase_of(one)), sizes.index(one.link(world))] += one.exposed_seconds
         else:
             rest += one.exposed_seconds
     return seconds, rest
