@@ -80,6 +80,27 @@ def test_few_windows_of_long_data() -> None:
     assert set(np.diff(bursts.windows[0].rows[:, 0]).tolist()) == {8}  # evenly spaced
 
 
+def test_few_ids_of_wide_data() -> None:
+    counter, lengths = BurstCounter(), np.full(1024, 200)
+    for _ in range(40):  # 8 million ids
+        counter.add("a", np.arange(1024 * 200) % 77, lengths)
+    windows = {one.size: one for one in counter.bursts(np.full(77, 1 << 20)).windows}
+    assert windows[64].lengths.size > 128  # 512 of them have 6.5 million ids, too many by half
+    assert windows[1024].lengths.size == 20
+    assert all(one.lengths.sum() <= 1 << 22 or one.lengths.size <= 16 for one in windows.values())
+    assert windows[1024].counts[0, 0] == -(-1024 * 200 // 77)
+
+
+def test_the_hottest_rows_of_wide_windows() -> None:
+    random, counter = np.random.default_rng(0), BurstCounter()
+    ids = random.zipf(1.1, 1 << 18) % 1_000_000
+    counter.add("a", ids, None)
+    for one in counter.bursts(np.bincount(ids, minlength=1_000_000)).windows:
+        often = np.bincount(ids[: one.size])
+        assert one.counts[0].tolist() == sorted(often.tolist(), reverse=True)[:TOP_ROWS]
+        assert one.lengths[0] == one.size
+
+
 def test_saved_loaded_and_added(tmp_path: Path) -> None:
     ids, lengths = stream(2_000)
     parts = []

@@ -11,14 +11,19 @@ __all__ = ["BurstCounter"]
 
 IntArray = npt.NDArray[np.int64]
 
-_SIZES = tuple(64 * 4**power for power in range(8))  # to a million samples
-_MOST_IDS = 1 << 22  # of a window; larger ones are not looked at
+_SIZES = tuple(64 * 4**power for power in range(7))  # to 262,144 samples
+# Of a window, larger ones are not looked at; and of all that are kept of a size, beyond a few: they are sorted one by
+# one, which takes longer than counting them.
+_MOST_IDS, _FEW_WINDOWS = 1 << 22, 16
+# More ids than these are sorted only where their last 14 bits are among the most frequent.
+_SORTED_IDS, _BUCKETS, _HOT_BUCKETS = 1 << 13, 1 << 14, 64
 
 
 class BurstCounter:
     """Windows of samples in the order of their files; none crosses from one file to the next.
 
-    Of each size at most 512 are kept at a time, evenly spaced, so that long data cost little more than short ones.
+    Of each size at most 512 are kept at a time, and at most so many as have four million ids, evenly spaced: long data
+    cost little more than short ones.
     """
 
     def __init__(self) -> None:
@@ -40,6 +45,20 @@ class BurstCounter:
         return Bursts(tuple(one.windows(counts) for one in self._of_size if one.number))
 
 
+def _often(ids: IntArray) -> IntArray:
+    """Those ids among which the most frequent ones are: of many, as counting is far faster than sorting, those in the
+    fullest buckets. A row is never more frequent than its bucket.
+    """
+    if ids.size <= _SORTED_IDS:
+        return ids
+    bucket = (ids & (_BUCKETS - 1)).astype(np.intp)
+    counts = np.bincount(bucket, minlength=_BUCKETS)
+    # As many buckets as are wanted, and those that are as full as the last of them.
+    at_least = np.cumsum(np.bincount(counts)[::-1])[::-1]
+    least = int(np.flatnonzero(at_least >= _HOT_BUCKETS)[-1])
+    return ids[(counts >= least)[bucket]]
+
+
 class _OfSize:
     """Windows of one size: of those that are a multiple of a stride, the hottest rows."""
 
@@ -48,7 +67,7 @@ class _OfSize:
         self._index = self._at = 0  # the present window, and how many of its samples have come
         self._pending: list[IntArray] = []
         self._found: list[tuple[int, IntArray, IntArray]] = []
-        self._gave_up = False
+        self._gave_up, self._ids = False, 0
         self._before = np.zeros(0, np.int64), np.zeros(0, np.int64)  # rows and counts of the last window
 
     @property
@@ -82,7 +101,7 @@ class _OfSize:
         """
         ids = np.concatenate(self._pending)
         self._index, self._at, self._pending = self._index + 1, 0, []
-        rows, counts = np.unique(ids, return_counts=True)
+        rows, counts = np.unique(_often(ids), return_counts=True)
         before, often = self._before
         at = np.minimum(np.searchsorted(before, rows), max(before.size - 1, 0))
         known = before[at] == rows if before.size else np.zeros(rows.size, bool)
@@ -93,8 +112,11 @@ class _OfSize:
         kept = np.argsort(-beyond, kind="stable")[:TOP_ROWS]
         kept = kept[np.lexsort((rows[kept], -counts[kept]))]
         self._found.append((ids.size, rows[kept], counts[kept]))
-        if len(self._found) > 2 * MOST_WINDOWS:
+        self._ids += ids.size
+        number = len(self._found)
+        if number > 2 * MOST_WINDOWS or (number > _FEW_WINDOWS and self._ids > _MOST_IDS):
             self._found, self._stride = self._found[::2], 2 * self._stride
+            self._ids = sum(size for size, _, _ in self._found)
 
     def windows(self, totals: IntArray) -> Windows:
         rows = np.full((len(self._found), TOP_ROWS), -1, np.int64)
