@@ -251,6 +251,7 @@ def test_public_names_are_frozen() -> None:
         "FlexShardError",
         "FlexShardPlanner",
         "Job",
+        "OptimalShardingPlanner",
         "ParetoCurve",
         "Plan",
         "Problem",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flexshard.planner import (
         FlexShardPlanner as FlexShardPlanner,
         Job as Job,
+        OptimalShardingPlanner as OptimalShardingPlanner,
         ParetoCurve as ParetoCurve,
         Plan as Plan,
         Problem as Problem,
@@ -40,6 +41,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "planner": [
             "FlexShardPlanner",
             "Job",
+            "OptimalShardingPlanner",
             "ParetoCurve",
             "Plan",
             "Problem",

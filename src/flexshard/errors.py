@@ -74,14 +74,15 @@ class BudgetError(FlexShardError, ValueError):
 
     Attributes:
         least_bytes: the least memory per rank, in bytes, that some placement needs.
+        by_sums: whether the memory of all ranks together is too small; otherwise what fits in sum does not fit ranks.
     """
 
-    def __init__(self, message: str, least_bytes: float) -> None:
+    def __init__(self, message: str, least_bytes: float, by_sums: bool = True) -> None:
         super().__init__(message)
-        self.least_bytes = least_bytes
+        self.least_bytes, self.by_sums = least_bytes, by_sums
 
-    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, float]]:
-        return type(self), (str(self), self.least_bytes)  # as other ranks get it
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, float, bool]]:
+        return type(self), (str(self), self.least_bytes, self.by_sums)  # as other ranks get it
 
 
 class PlanError(FlexShardError, ValueError):

@@ -1,0 +1,305 @@
+"""``OptimalShardingPlanner``: TorchRec's planner with another search, which says how good its plan is."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    PartitionByType,
+    Partitioner,
+    PlanLoader,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    Stats,
+    StorageReservation,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+
+from flexshard._internal import on_first_rank
+from flexshard.errors import BudgetError, PlanError
+from flexshard.planner.torchrec.distinct_shards import PricedOption, enumerate_options, priced, priced_in_full
+from flexshard.planner.whole_model.master import Assignment, assign
+from flexshard.planner.whole_model.menus import Menus, Option, Spread
+
+__all__ = ["OptimalShardingPlanner"]
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = ("HBM", "host memory", "SSD")
+
+
+class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  # TorchRec has no types
+    """``EmbeddingShardingPlanner`` whose plan is proven to be within a gap of the best there is.
+
+    Options, costs, memory limits, checks, reports and the plan's form are TorchRec's: its enumerator and estimators,
+    its storage reservation and topology. What it does not have are proposers, a partitioner and a performance model:
+    it looks for the plan whose slowest rank, as ``NoopPerfModel`` rates it, costs least, among all options and ranks at
+    once, and for a bound that no plan can be better than.
+
+    Args:
+        topology, batch_size, enumerator, storage_reservation, stats, constraints, debug, callbacks, plan_loader: as
+            ``EmbeddingShardingPlanner`` takes them.
+        timeout_seconds: after which the best plan so far is taken. Where it is not reached, every process and machine
+            finds the same plan.
+        gap: proven, at which the search stops: 0.01 is at most 1 % above the optimum.
+        seed: of the search.
+
+    Raises:
+        PlanError: an argument that names another search.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: None = None,
+        partitioner: None = None,
+        performance_model: None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
+        timeout_seconds: int | None = 60,
+        plan_loader: PlanLoader | None = None,
+        *,
+        gap: float = 0.01,
+        seed: int = 0,
+    ) -> None:
+        named = {"proposer": proposer, "partitioner": partitioner, "performance_model": performance_model}
+        for name, value in named.items():
+            if value is not None:
+                raise PlanError(
+                    f"OptimalShardingPlanner takes no {name}: it searches options and ranks by itself; leave it out, or"
+                    " use EmbeddingShardingPlanner"
+                )
+        if not gap >= 0:
+            raise PlanError(f"gap must not be negative, but is {gap}")
+        super().__init__(
+            topology=topology,
+            batch_size=batch_size,
+            enumerator=enumerator,
+            storage_reservation=storage_reservation,
+            stats=stats,
+            constraints=constraints,
+            debug=debug,
+            callbacks=callbacks,
+            timeout_seconds=timeout_seconds,
+            plan_loader=plan_loader,
+        )
+        self._enumerator: Enumerator  # TorchRec's
+        self._gap, self._seed = gap, seed
+        self._rating: float | None = None
+        self._lower_bound: float | None = None
+
+    @property
+    def rating(self) -> float:
+        """Cost of the plan's slowest rank, as ``NoopPerfModel`` rates it (milliseconds, by TorchRec's estimators).
+
+        Raises:
+            PlanError: nothing is planned yet, or the plan was loaded.
+        """
+        return self._figure(self._rating)
+
+    @property
+    def lower_bound(self) -> float:
+        """No plan of these options within this memory has a smaller rating.
+
+        Raises:
+            PlanError: nothing is planned yet, or the plan was loaded.
+        """
+        return self._figure(self._lower_bound)
+
+    @property
+    def gap(self) -> float:
+        """By what part of the best rating the plan's can exceed it at most.
+
+        Raises:
+            PlanError: nothing is planned yet, or the plan was loaded.
+        """
+        if self.rating <= self.lower_bound:
+            return 0.0
+        return self.rating / self.lower_bound - 1 if self.lower_bound > 0 else np.inf
+
+    @property
+    def summary(self) -> str:
+        """A line that says how far from optimal the plan can be at most."""
+        return (
+            f"the slowest rank costs {self.rating:.4g} ms by TorchRec's estimators; no plan costs less than"
+            f" {self.lower_bound:.4g} ms, so this one is at most {100 * self.gap:.2f} % above the optimum"
+        )
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Plan a model.
+
+        Raises:
+            PlannerError: no plan fits, with the tables and bytes that stand in the way; or as TorchRec's planner.
+        """
+        started = time.monotonic()
+        self._rating = self._lower_bound = None
+        if self.plan_loader is not None and self.plan_loader.load() is not None:
+            return cast("ShardingPlan", super().plan(module, sharders))
+        reserved = self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+        options = enumerate_options(self._enumerator, module, sharders)
+        if not options:
+            return ShardingPlan({})
+        seconds = self._timeout_seconds - (time.monotonic() - started) if self._timeout_seconds else np.inf
+        chosen, found = self._solve(options, reserved, max(seconds, 0.0))
+        self._rating = float(NoopPerfModel(self._topology).rate(chosen))
+        self._lower_bound = min(found.lower_bound, self._rating)
+        logger.info(self.summary)
+        return self._carried_out(module, sharders, chosen)
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Rank 0's plan, and how good it is, on every rank; every rank must call it.
+
+        Raises:
+            PlannerError: as :meth:`plan`, on every rank.
+        """
+        kinds = get_default_sharders() if sharders is None else sharders
+
+        def planned() -> tuple[ShardingPlan, float | None, float | None]:
+            return self.plan(module, kinds), self._rating, self._lower_bound
+
+        plan, self._rating, self._lower_bound = on_first_rank(planned, PlannerError, pg)
+        return plan
+
+    def _figure(self, value: float | None) -> float:
+        if value is None:
+            raise PlanError("no model was planned yet; call plan or collective_plan (a loaded plan is not rated)")
+        return value
+
+    def _solve(
+        self, options: Sequence[PricedOption], reserved: Topology, seconds: float
+    ) -> tuple[list[ShardingOption], Assignment]:
+        """The chosen options, with ranks, in the order of their tables."""
+        menus = menus_of(options, reserved)
+        try:
+            found = assign(menus, seconds=seconds, gap=self._gap, seed=self._seed)
+        except BudgetError as error:
+            kind = PlannerErrorType.INSUFFICIENT_STORAGE if error.by_sums else PlannerErrorType.STRICT_CONSTRAINTS
+            raise PlannerError(f"no sharding plan fits: {error}", kind) from error
+        chosen = [options[source] for source in found.choice]
+        full = priced_in_full(self._enumerator, [each.option for each in chosen])
+        for assumed, option, ranks in zip(chosen, full, found.ranks, strict=True):
+            actual = priced(option)
+            if not np.array_equal(actual.perf, assumed.perf) or not np.array_equal(actual.storage, assumed.storage):
+                raise PlanError(
+                    f"table {option.name!r}: TorchRec prices its shards otherwise together than one by one; please"
+                    " report this, and give the enumerator an estimator of your own type meanwhile"
+                )
+            for shard, rank in zip(option.shards, ranks, strict=True):
+                shard.rank = rank
+        return full, found
+
+    def _carried_out(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], chosen: list[ShardingOption]
+    ) -> ShardingPlan:
+        """TorchRec's planner with the chosen plan as the only one there is: its checks, callbacks and reports."""
+        enumerator: Enumerator = self._enumerator
+        only = copy.copy(enumerator)
+        vars(only)["enumerate"] = lambda module, sharders: chosen  # noqa: ARG005
+        self._enumerator, self._proposers, self._partitioner = only, [_Only(chosen)], _AsPlaced(chosen)
+        try:
+            return cast("ShardingPlan", super().plan(module, sharders))
+        finally:
+            self._enumerator = enumerator
+
+
+class _Only(Proposer):  # type: ignore[misc]
+    """Proposes one plan."""
+
+    def __init__(self, options: list[ShardingOption]) -> None:
+        self._left: list[list[ShardingOption]] = [options]
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """Nothing: what is proposed is known."""
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: there is no second proposal."""
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The plan, once."""
+        return self._left.pop() if self._left else None
+
+
+class _AsPlaced(Partitioner):  # type: ignore[misc]
+    """Puts shards where they were put."""
+
+    def __init__(self, options: Sequence[ShardingOption]) -> None:
+        self._ranks = [[shard.rank for shard in option.shards] for option in options]
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:  # noqa: ARG002
+        """The proposal with its ranks."""
+        for option, ranks in zip(proposal, self._ranks, strict=True):
+            for shard, rank in zip(option.shards, ranks, strict=True):
+                shard.rank = rank
+        return proposal
+
+
+def menus_of(options: Sequence[PricedOption], reserved: Topology) -> Menus:
+    """Menus of a search space, on the ranks of a topology from which storage is reserved."""
+    tables: dict[tuple[str, str], list[Option]] = {}
+    groups: dict[str, set[tuple[str, str]]] = {}
+    for source, each in enumerate(options):
+        option = each.option
+        key = (option.path, option.name)
+        if option.dependency is not None:
+            groups.setdefault(option.dependency, set()).add(key)
+        spread = _spread(option)
+        if spread is None:
+            tables.setdefault(key, [])
+            continue
+        name = f"{option.sharding_type}/{option.compute_kernel}"
+        tables.setdefault(key, []).append(Option(name, spread, each.perf, each.storage, source))
+    positions = {key: position for position, key in enumerate(tables)}
+    storages = [device.storage for device in reserved.devices]
+    return Menus(
+        tables=tuple(f"{path}.{name}" if path else name for path, name in tables),
+        # In an order of their own: TorchRec's depends on how its sets of names happen to be ordered in a process.
+        options=tuple(tuple(sorted(menu, key=lambda option: option.name)) for menu in tables.values()),
+        capacity=np.array([[getattr(s, kind) for s in storages] for kind in ("hbm", "ddr", "ssd")], np.float64),
+        kinds=_MEMORY,
+        ranks_per_host=reserved.intra_group_size,
+        together=tuple(tuple(sorted(positions[key] for key in group)) for group in groups.values() if len(group) > 1),
+    )
+
+
+def _spread(option: ShardingOption) -> Spread | None:
+    """Where TorchRec lays an option's shards; None for columns in a key-value store, which need ranks of their own."""
+    if option.partition_by == PartitionByType.UNIFORM.value:
+        return Spread.EVERY_RANK
+    if option.partition_by == PartitionByType.MULTI_HOST.value:
+        return Spread.HOST_BLOCKS
+    if option.partition_by == PartitionByType.HOST.value:
+        by_row = option.sharding_type == ShardingType.TABLE_ROW_WISE.value
+        return Spread.HOST_BLOCKS if by_row else Spread.ONE_HOST
+    if option.sharding_type == ShardingType.COLUMN_WISE.value and option.compute_kernel == "key_value":
+        return None
+    return Spread.ANY_RANK

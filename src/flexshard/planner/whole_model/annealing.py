@@ -1,0 +1,176 @@
+"""Simulated annealing over options and ranks at once, towards a rating that is asked for.
+
+A state has an option for every table and a rank for every shard; it is as bad as ranks cost more than the rating asked
+for, and hold more than their memory. Whenever nothing is too much, the plan is kept and a lower rating is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.planner.whole_model.annealing_kernels import anneal_moves, lay
+from flexshard.planner.whole_model.menus import Menus
+
+__all__ = ["Annealing", "Flat", "State", "flat", "place", "rating"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_MEMORY = 2.0  # weight of a rank's memory beyond capacity beside cost beyond the rating, both relative
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Menus as arrays. What shards weigh and ranks hold has cost first, then each kind of memory.
+
+    Attributes:
+        spread, first, shards: of each option: its :class:`Spread`, its first shard, and how many it has.
+        weights: of each shard of each option; shape (1 + kinds, shards).
+        begin: first option of each table; shape (tables + 1,).
+        slot: first place of each table in ``State.ranks``; shape (tables + 1,).
+        group: number of the group of tables on one host that a table is in, or -1.
+        capacity: shape (kinds, ranks).
+        per_host: ranks of a host.
+    """
+
+    spread: IntArray
+    first: IntArray
+    shards: IntArray
+    weights: FloatArray
+    begin: IntArray
+    slot: IntArray
+    group: IntArray
+    capacity: FloatArray
+    per_host: int
+
+
+class State(NamedTuple):
+    """Options chosen (positions in all options), ranks of shards, and hosts of groups."""
+
+    choice: IntArray
+    ranks: IntArray
+    host: IntArray
+
+
+def flat(menus: Menus) -> Flat:
+    """Arrays of menus."""
+    options = [option for _, option in menus.pairs()]
+    shards = np.array([len(option.perf) for option in options], np.int64)
+    sizes = np.array([len(menu) for menu in menus.options], np.int64)
+    most = np.array([max(len(option.perf) for option in menu) for menu in menus.options], np.int64)
+    group = np.full(len(menus.options), -1, np.int64)
+    for number, tables in enumerate(menus.together):
+        group[list(tables)] = number
+    return Flat(
+        spread=np.array([option.spread for option in options], np.int64),
+        first=_starts(shards)[:-1],
+        shards=shards,
+        weights=np.concatenate([np.concatenate([option.perf[None], option.memory]) for option in options], axis=1),
+        begin=_starts(sizes),
+        slot=_starts(most),
+        group=group,
+        capacity=menus.capacity,
+        per_host=menus.ranks_per_host,
+    )
+
+
+def _starts(sizes: IntArray) -> IntArray:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def held(problem: Flat, state: State) -> FloatArray:
+    """Cost and bytes of each rank, added up anew; shape (1 + kinds, ranks)."""
+    counts = problem.shards[state.choice]
+    shards = np.concatenate([np.arange(f, f + c) for f, c in zip(problem.first[state.choice], counts, strict=True)])
+    where = np.concatenate([state.ranks[s : s + c] for s, c in zip(problem.slot, counts, strict=False)])
+    world = problem.capacity.shape[1]
+    return np.array([np.bincount(where, weight[shards], world) for weight in problem.weights])
+
+
+def rating(problem: Flat, state: State) -> float:
+    """Cost of the slowest rank; infinite where a rank holds more than it may."""
+    fill = held(problem, state)
+    return float(fill[0].max(initial=0.0)) if (fill[1:] <= problem.capacity).all() else np.inf
+
+
+def _limits(problem: Flat, aim: float) -> tuple[FloatArray, FloatArray]:
+    """What ranks may hold, and what a unit beyond that counts."""
+    limit = np.concatenate([np.full((1, problem.capacity.shape[1]), aim), problem.capacity])
+    per_unit = np.concatenate([[1.0 / aim], _MEMORY / np.maximum(problem.capacity.mean(axis=1), 1.0)])
+    return limit, per_unit
+
+
+def place(problem: Flat, choice: IntArray, aim: float) -> State:
+    """Lay chosen options on ranks: what stands on every rank first, then those with the largest shards first."""
+    groups = int(problem.group.max(initial=-1)) + 1
+    state = State(choice.astype(np.int64), np.zeros(int(problem.slot[-1]), np.int64), np.full(groups, -1, np.int64))
+    limit, per_unit = _limits(problem, aim)
+    size = (problem.weights * per_unit[:, None]).max(axis=0)
+    largest = [size[problem.first[o] : problem.first[o] + problem.shards[o]].max() for o in choice]
+    order = np.lexsort((np.arange(len(choice)), -np.array(largest), problem.spread[choice]))
+    fill, random = np.zeros(limit.shape), np.ones(1, np.int64)
+    for table in order:
+        option = choice[table]
+        of_option = (problem.spread[option], problem.first[option], problem.shards[option], problem.weights)
+        of_table = (problem.slot[table], problem.group[table], state.ranks, state.host)
+        arguments = (*of_option, *of_table, fill, limit, per_unit, problem.per_host, 0.0, random)
+        lay(*arguments)
+    return state
+
+
+class Annealing:
+    """An annealing under way, which may be run in parts.
+
+    Args:
+        problem: menus.
+        state: to begin with; it is not changed.
+        aim: rating to ask for at first.
+        floor: rating at which nothing is left to gain.
+        moves: how many changes are tried in all.
+        seed: of random numbers; the same seed gives the same plan on every machine, however it is run in parts.
+        heat: temperature at the beginning and at the end.
+        step: by how much, relatively, the rating asked for is below the best plan's.
+    """
+
+    def __init__(
+        self,
+        problem: Flat,
+        state: State,
+        *,
+        aim: float,
+        floor: float,
+        moves: int,
+        seed: int,
+        heat: tuple[float, float],
+        step: float,
+    ) -> None:
+        self._problem, self._floor, self._moves = problem, floor, moves
+        self._heat, self._step = heat, step
+        self._work = State(*(array.copy() for array in state))
+        self._best = State(*(array.copy() for array in state))
+        self._random = np.array([(seed * 2_654_435_761 + 1) % 2_147_483_646 + 1], np.int64)
+        self._fill = held(problem, state)
+        self._limit, self._per_unit = _limits(problem, aim)
+        self._done, self._found = 0, np.inf
+
+    def run(self, moves: int) -> bool:
+        """Try so many more changes; whether any are left to try."""
+        part = min(moves, self._moves - self._done)
+        problem = self._problem
+        menus = (problem.spread, problem.first, problem.shards, problem.weights)
+        tables = (problem.begin, problem.slot, problem.group, problem.per_host)
+        ranks = (self._fill, self._limit, self._per_unit)
+        course = (self._floor, self._found, self._done, part, self._moves, *self._heat, self._step)
+        arguments = (*menus, *tables, *self._work, *self._best, *ranks, *course, self._random)
+        self._found = anneal_moves(*arguments)
+        self._done += part
+        return self._done < self._moves and self._found > self._floor
+
+    @property
+    def plan(self) -> State | None:
+        """The best plan within memory and the rating asked for, if there was one."""
+        return self._best if np.isfinite(self._found) else None

@@ -1,0 +1,308 @@
+"""Compiled loops of annealing; in Python, and some hundred times as slowly, where numba is not installed.
+
+Arrays are those of ``annealing.Flat`` and ``annealing.State``. ``fill`` is what ranks hold, cost first and then each
+kind of memory, ``limit`` what they may hold, both of shape (1 + kinds, ranks); ``per_unit`` is what a unit beyond the
+limit counts. Random numbers are Park and Miller's, whose state is one number below 2^31: the same compiled and not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard._internal import has_numba
+
+__all__ = ["anneal_moves", "lay"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(function: _Function) -> _Function:
+    if not has_numba():
+        return function
+    import numba
+
+    return cast("_Function", numba.njit(cache=True, nogil=True)(function))
+
+
+@_compiled
+def _draw(random: IntArray) -> float:
+    """A number between 0 and 1, neither included."""
+    random[0] = random[0] * 48271 % 2147483647
+    return float(random[0] / 2147483647.0)
+
+
+@_compiled
+def _excess(fill: FloatArray, limit: FloatArray, per_unit: FloatArray, rank: int) -> float:
+    """How far a rank is beyond its limits."""
+    total = 0.0
+    for kind in range(fill.shape[0]):
+        over = fill[kind, rank] - limit[kind, rank]
+        if over > 0:
+            total += over * per_unit[kind]
+    return total
+
+
+@_compiled
+def _energy(fill: FloatArray, limit: FloatArray, per_unit: FloatArray) -> float:
+    """How far all ranks are beyond their limits."""
+    total = 0.0
+    for rank in range(fill.shape[1]):
+        total += _excess(fill, limit, per_unit, rank)
+    return total
+
+
+@_compiled
+def _add(weights: FloatArray, shard: int, fill: FloatArray, rank: int, sign: float) -> None:
+    for kind in range(fill.shape[0]):
+        fill[kind, rank] += sign * weights[kind, shard]
+
+
+@_compiled
+def _harm(
+    weights: FloatArray, shard: int, fill: FloatArray, limit: FloatArray, per_unit: FloatArray, rank: int
+) -> float:
+    """How much worse a rank becomes by a shard; how full it gets, where nothing is beyond its limit."""
+    total = 0.0
+    for kind in range(fill.shape[0]):
+        before = fill[kind, rank]
+        after = before + weights[kind, shard]
+        total += (max(after - limit[kind, rank], 0.0) - max(before - limit[kind, rank], 0.0)) * per_unit[kind]
+        total += 1e-3 * after * per_unit[kind]
+    return total
+
+
+@_compiled
+def lay(
+    spread: int,
+    first: int,
+    count: int,
+    weights: FloatArray,
+    slot: int,
+    group: int,
+    ranks: IntArray,
+    hosts: IntArray,
+    fill: FloatArray,
+    limit: FloatArray,
+    per_unit: FloatArray,
+    per_host: int,
+    noise: float,
+    random: IntArray,
+) -> None:
+    """Lay an option's shards where they do least harm, up to ``noise``, one after another."""
+    world = fill.shape[1]
+    if spread == 0:
+        for shard in range(count):
+            ranks[slot + shard] = shard
+            _add(weights, first + shard, fill, shard, 1.0)
+        return
+    begin, end = 0, world
+    if spread != 3:
+        number = world // per_host
+        blocks = count // per_host if spread == 1 else 1
+        most = (blocks + number - 1) // number
+        taken = np.zeros(number, np.int64)
+        for block in range(blocks):
+            chosen, least = 0, np.inf
+            for host in range(number):
+                if taken[host] >= most or (group >= 0 and hosts[group] >= 0 and hosts[group] != host):
+                    continue
+                harm = 0.0
+                for local in range(per_host):
+                    shard = first + block * per_host + local if spread == 1 else first + local % count
+                    harm += _harm(weights, shard, fill, limit, per_unit, host * per_host + local)
+                harm *= 1 + noise * _draw(random)
+                if harm < least:
+                    chosen, least = host, harm
+            taken[chosen] += 1
+            if group >= 0:
+                hosts[group] = chosen
+            if spread == 1:
+                for local in range(per_host):
+                    shard = block * per_host + local
+                    ranks[slot + shard] = chosen * per_host + local
+                    _add(weights, first + shard, fill, chosen * per_host + local, 1.0)
+            begin, end = chosen * per_host, (chosen + 1) * per_host
+        if spread == 1:
+            return
+    for shard in range(count):
+        chosen, least = begin, np.inf
+        for rank in range(begin, end):
+            harm = _harm(weights, first + shard, fill, limit, per_unit, rank) * (1 + noise * _draw(random))
+            if harm < least:
+                chosen, least = rank, harm
+        ranks[slot + shard] = chosen
+        _add(weights, first + shard, fill, chosen, 1.0)
+
+
+@_compiled
+def _busy_table(
+    count: IntArray,
+    slot: IntArray,
+    choice: IntArray,
+    ranks: IntArray,
+    fill: FloatArray,
+    limit: FloatArray,
+    per_unit: FloatArray,
+    random: IntArray,
+) -> int:
+    """A table; half of the time one with a shard on a rank that is beyond a limit."""
+    tables, world = choice.shape[0], fill.shape[1]
+    table = int(_draw(random) * tables)
+    if _draw(random) < 0.5:
+        return table
+    begin = int(_draw(random) * world)
+    rank = begin
+    for further in range(world):
+        rank = (begin + further) % world
+        if _excess(fill, limit, per_unit, rank) > 0:
+            break
+    for _ in range(10):
+        for shard in range(slot[table], slot[table] + count[choice[table]]):
+            if ranks[shard] == rank:
+                return table
+        table = int(_draw(random) * tables)
+    return table
+
+
+@_compiled
+def anneal_moves(
+    spread: IntArray,
+    first: IntArray,
+    count: IntArray,
+    weights: FloatArray,
+    begin: IntArray,
+    slot: IntArray,
+    group: IntArray,
+    per_host: int,
+    choice: IntArray,
+    ranks: IntArray,
+    hosts: IntArray,
+    best_choice: IntArray,
+    best_ranks: IntArray,
+    best_hosts: IntArray,
+    fill: FloatArray,
+    limit: FloatArray,
+    per_unit: FloatArray,
+    floor: float,
+    found: float,
+    done: int,
+    moves: int,
+    all_moves: int,
+    hot: float,
+    cold: float,
+    step: float,
+    random: IntArray,
+) -> float:
+    """Try ``moves`` changes after ``done`` of ``all_moves``; the rating of the best plan, which ``best_*`` hold."""
+    world, tables = fill.shape[1], choice.shape[0]
+    energy = _energy(fill, limit, per_unit)
+    new_fill, new_ranks, new_hosts = fill.copy(), ranks.copy(), hosts.copy()
+    for move in range(moves + 1):
+        if energy <= 0 and fill[0].max() < found:
+            found = fill[0].max()
+            best_choice[:], best_ranks[:], best_hosts[:] = choice, ranks, hosts
+            if found <= floor:
+                break
+            limit[0, :] = max(found * (1 - step), floor)
+            per_unit[0] = 1.0 / limit[0, 0]
+            energy = _energy(fill, limit, per_unit)
+        if move == moves:
+            break
+        table = _busy_table(count, slot, choice, ranks, fill, limit, per_unit, random)
+        option = choice[table]
+        at, how, shards = slot[table], spread[option], count[option]
+        kind = _draw(random)
+        new_option, other = option, -1
+        if kind < 0.35 and how >= 2:  # one shard to another rank
+            shard = int(_draw(random) * shards)
+            old = ranks[at + shard]
+            new = int(_draw(random) * (world if how == 3 else per_host))
+            if how == 2:
+                new += old // per_host * per_host
+            if new == old:
+                continue
+            new_fill[:] = fill
+            _add(weights, first[option] + shard, new_fill, old, -1.0)
+            _add(weights, first[option] + shard, new_fill, new, 1.0)
+            new_ranks[at + shard] = new
+        elif kind < 0.6 and how == 3:  # two shards change places
+            other = int(_draw(random) * tables)
+            partner = choice[other]
+            shard, other_shard = int(_draw(random) * shards), int(_draw(random) * count[partner])
+            if other == table or spread[partner] < 2:
+                continue
+            old, new = ranks[at + shard], ranks[slot[other] + other_shard]
+            if old == new or (spread[partner] == 2 and old // per_host != new // per_host):
+                continue
+            new_fill[:] = fill
+            _add(weights, first[option] + shard, new_fill, old, -1.0)
+            _add(weights, first[option] + shard, new_fill, new, 1.0)
+            _add(weights, first[partner] + other_shard, new_fill, new, -1.0)
+            _add(weights, first[partner] + other_shard, new_fill, old, 1.0)
+            new_ranks[at + shard], new_ranks[slot[other] + other_shard] = new, old
+        elif kind < 0.7 and group[table] >= 0:  # a group of tables to another host
+            new_fill[:] = fill
+            new_hosts[group[table]] = int(_draw(random) * (world // per_host))
+            for member in range(tables):
+                if group[member] == group[table]:
+                    for shard in range(count[choice[member]]):
+                        _add(weights, first[choice[member]] + shard, new_fill, ranks[slot[member] + shard], -1.0)
+            for member in range(tables):
+                if group[member] == group[table]:
+                    chosen = choice[member]
+                    lay(
+                        spread[chosen], first[chosen], count[chosen], weights, slot[member], group[member],
+                        new_ranks, new_hosts, new_fill, limit, per_unit, per_host, 0.3, random,
+                    )  # fmt: skip
+        else:  # another option, or the same one elsewhere
+            new_option = begin[table] + int(_draw(random) * (begin[table + 1] - begin[table]))
+            if new_option == option and how == 0:
+                continue
+            new_fill[:] = fill
+            for shard in range(shards):
+                _add(weights, first[option] + shard, new_fill, ranks[at + shard], -1.0)
+            lay(
+                spread[new_option], first[new_option], count[new_option], weights, at, group[table],
+                new_ranks, new_hosts, new_fill, limit, per_unit, per_host, 0.3, random,
+            )  # fmt: skip
+        new_energy = _energy(new_fill, limit, per_unit)
+        accepted = new_energy <= energy
+        if not accepted:
+            temperature = hot * (cold / hot) ** ((done + move) / all_moves)
+            accepted = _draw(random) < np.exp((energy - new_energy) / temperature)
+        if accepted:
+            fill[:] = new_fill
+            choice[table], energy = new_option, new_energy
+            _agree(slot, table, other, group, new_ranks, new_hosts, ranks, hosts)
+        else:
+            _agree(slot, table, other, group, ranks, hosts, new_ranks, new_hosts)
+    return found
+
+
+@_compiled
+def _agree(
+    slot: IntArray,
+    table: int,
+    other: int,
+    group: IntArray,
+    source: IntArray,
+    source_hosts: IntArray,
+    target: IntArray,
+    target_hosts: IntArray,
+) -> None:
+    """Make one account of ranks and hosts equal to the other for the tables that a move touched."""
+    if group[table] >= 0:
+        target[:] = source
+        target_hosts[:] = source_hosts
+        return
+    for place in range(slot[table], slot[table + 1]):
+        target[place] = source[place]
+    if other >= 0:
+        for place in range(slot[other], slot[other + 1]):
+            target[place] = source[place]

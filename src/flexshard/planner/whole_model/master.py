@@ -1,0 +1,250 @@
+"""The master problem of a whole model: an option for every table and a rank for every shard, so that the slowest rank
+costs least and no rank holds more than its memory; and how far from the optimum that can be at most.
+
+Bounds come from prices per byte (``lagrangian``) and from mixed-integer programs with ranks added up (``program``);
+plans from annealing (``annealing``), which starts from the program's choice. Each makes the other's work smaller: no
+option is looked at again that no plan better than the best has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.planner.whole_model.annealing import Annealing, State, flat, place, rating
+from flexshard.planner.whole_model.lagrangian import lagrangian_bound, priced_options, totals
+from flexshard.planner.whole_model.menus import Menus, undominated
+from flexshard.planner.whole_model.program import Bins, ProgramAnswer, solve_menus_program
+from flexshard.planner.whole_model.shortages import budget_error
+
+__all__ = ["Assignment", "assign"]
+
+_SAFETY = 1e-6  # what HiGHS may be off by
+_FIRST_MOVES, _MOST_MOVES = 30_000, 2_000_000
+_PART = 20_000  # moves between two looks at the clock
+_PATIENCE = 6  # rounds of most moves without a better plan, after which none is expected
+_AIMS = (1.02, 1.1, 1.3, 2.0, 4.0, 16.0)  # times the bound: asked for in turn until a plan is found
+# Temperatures at the beginning and the end, and steps by which the rating asked for falls, in turn.
+_SCHEDULES = (((0.02, 3e-4), 0.001), ((0.1, 1e-3), 0.005), ((0.02, 1e-3), 0.005))
+_FAR = 10.0  # times the bound: ratings that programs look at first
+_SMALL_PROGRAM = 300  # columns of a program that takes no longer than a short annealing: solved to _EXACT
+_EXACT = 5 * _SAFETY
+_NODES = 1_000
+_LARGEST_PROGRAM = 1_500  # columns, about, of a program with hosts or ranks one by one
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A plan of the whole model.
+
+    Attributes:
+        choice: of each table, ``Option.source`` of the option chosen.
+        ranks: of each table, the rank of each shard.
+        rating: cost of the slowest rank.
+        lower_bound: no plan has a smaller rating.
+        finished: whether it stopped by itself, not because time was up: then every machine finds the same plan.
+    """
+
+    choice: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    rating: float
+    lower_bound: float
+    finished: bool
+
+    @property
+    def gap(self) -> float:
+        """By what part of the optimum the rating can exceed it at most."""
+        if self.rating <= self.lower_bound:
+            return 0.0
+        return self.rating / self.lower_bound - 1 if self.lower_bound > 0 else np.inf
+
+
+def assign(menus: Menus, *, seconds: float, gap: float = 0.01, seed: int = 0) -> Assignment:
+    """Choose and place.
+
+    Args:
+        menus: what to choose from.
+        seconds: after which the best plan so far is returned.
+        gap: proven, at which it stops.
+        seed: of random numbers.
+
+    Raises:
+        BudgetError: no plan fits, with the tables and bytes that stand in the way; or none was found.
+    """
+    return _Master(menus, seconds, gap, seed).solve()
+
+
+class _Master:
+    """A search under way: the menus that are left, the best plan, the bound."""
+
+    def __init__(self, menus: Menus, seconds: float, gap: float, seed: int) -> None:
+        self._given = menus
+        self._end = time.monotonic() + seconds
+        self._gap, self._seed = gap, seed
+        self._menus = undominated(menus)
+        self._lower, self._rating = 0.0, np.inf
+        self._best: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None = None
+        self._state: State | None = None
+        self._start: tuple[int, ...] | None = None  # sources of the last program's choice
+        self._timed_out = False
+
+    def solve(self) -> Assignment:
+        if not self._menus.options:
+            return Assignment((), (), 0.0, 0.0, finished=True)
+        if not all(self._menus.options):
+            raise budget_error(self._given, refuted=False)
+        self._look_at(self._menus)
+        if not np.isfinite(self._lower):
+            raise budget_error(self._given, refuted=True)
+        if not self._solve_program("cluster"):
+            raise budget_error(self._given, refuted=True)
+        self._search()
+        if self._best is None:
+            raise budget_error(self._given, refuted=False)
+        choice, ranks = self._best
+        return Assignment(choice, ranks, self._rating, self._lower, finished=not self._timed_out)
+
+    def _look_at(self, menus: Menus) -> None:
+        """Go on with these menus."""
+        self._menus, self._flat, self._sums = menus, flat(menus), totals(menus)
+        prices = lagrangian_bound(menus, self._sums)
+        self._per_byte = prices.per_byte
+        if self._best is None:  # later menus lack options: what they allow bounds better plans only
+            self._lower = prices.bound
+
+    def _search(self) -> None:
+        moves, idle, programs = _FIRST_MOVES, 0, list[Bins](["hosts", "ranks"])
+        small = self._flat.begin[-1] * self._menus.ranks <= _SMALL_PROGRAM
+        if small:
+            self._gap = min(self._gap, _EXACT)
+        for number in range(1_000):
+            better = self._anneal(number, moves)
+            if self._done():
+                return
+            if self._best is not None:
+                self._drop_hopeless()
+                if programs and (number or small):
+                    self._solve_program(programs.pop(0))
+                    if self._done():
+                        return
+            idle = 0 if better else idle + 1
+            if idle >= _PATIENCE and moves == _MOST_MOVES:
+                return
+            moves = min(2 * moves, _MOST_MOVES)
+
+    def _done(self) -> bool:
+        """Whether the plan is good enough, or time is up."""
+        if self._rating <= self._lower * (1 + self._gap):
+            return True
+        self._timed_out = self._timed_out or time.monotonic() >= self._end
+        return self._timed_out
+
+    # -- plans
+
+    def _anneal(self, number: int, moves: int) -> bool:
+        """Anneal from the program's choice or from the best plan; whether that gives a better one."""
+        heat, step = _SCHEDULES[number % len(_SCHEDULES)]
+        state = self._state
+        if state is None:
+            aim = max(self._lower, 1e-12) * _AIMS[min(number, len(_AIMS) - 1)]
+        else:
+            aim = self._rating * (1 - step)
+        if state is None or number % 2 == 0:
+            state = place(self._flat, self._choice_to_start_from(aim), aim)
+        floor = self._lower * (1 + _SAFETY)
+        seed = self._seed * 1_000 + number
+        annealing = Annealing(self._flat, state, aim=aim, floor=floor, moves=moves, seed=seed, heat=heat, step=step)
+        while annealing.run(_PART):
+            if time.monotonic() >= self._end:
+                break
+        return annealing.plan is not None and self._keep(annealing.plan)
+
+    def _keep(self, state: State) -> bool:
+        """Take a plan if it is better than the best."""
+        value = rating(self._flat, state)
+        if value >= self._rating:
+            return False
+        self._rating, self._state = value, state
+        options = [menu[i] for menu, i in zip(self._menus.options, self._indices(state), strict=True)]
+        slots = self._flat.slot
+        self._best = (
+            tuple(option.source for option in options),
+            tuple(tuple(state.ranks[s : s + len(o.perf)].tolist()) for s, o in zip(slots, options, strict=False)),
+        )
+        return True
+
+    def _indices(self, state: State) -> list[int]:
+        return [int(option) for option in state.choice - self._flat.begin[:-1]]
+
+    def _choice_to_start_from(self, aim: float) -> npt.NDArray[np.int64]:
+        """Positions of the program's options; of those cheapest at the bound's prices where it has none."""
+        choice: npt.NDArray[np.int64] = priced_options(self._sums, aim, self._per_byte).argmin(axis=1)
+        if self._start is not None:
+            for table, (menu, source) in enumerate(zip(self._menus.options, self._start, strict=True)):
+                choice[table] = next((i for i, o in enumerate(menu) if o.source == source), choice[table])
+        return choice + self._flat.begin[:-1]
+
+    # -- bounds
+
+    def _solve_program(self, bins: Bins) -> bool:
+        """Raise the bound by a program, and keep what it chooses; False if there is no plan at all."""
+        bins_of = {"cluster": 1, "hosts": self._menus.hosts, "ranks": self._menus.ranks}
+        if bins != "cluster" and self._flat.begin[-1] * bins_of[bins] > _LARGEST_PROGRAM:
+            return True
+        # A plan that is better by less than the gap asked for need not be found: that there is no other is the proof.
+        at_most = self._rating / (1 + self._gap) * (1 + 2 * _SAFETY)
+        gap = self._gap * (0.9 if bins == "ranks" else 0.25)
+        answer = self._answer(bins, at_most, gap)
+        self._lower = max(self._lower, min(answer.bound, at_most, self._rating) * (1 - _SAFETY))
+        if answer.choice is None:
+            return self._best is not None or not answer.proven
+        self._start = tuple(menu[i].source for menu, i in zip(self._menus.options, answer.choice, strict=True))
+        if answer.ranks:
+            self._keep(self._state_of(answer.choice, [answer.ranks[t] for t in range(len(answer.choice))]))
+        return True
+
+    def _answer(self, bins: Bins, at_most: float, gap: float) -> ProgramAnswer:
+        # Options that are thousands of times as dear as the others make programs hard to compute with.
+        for limit in (self._lower * _FAR, np.inf) if np.isinf(at_most) else (at_most,):
+            left = self._end - time.monotonic()
+            answer = solve_menus_program(self._menus, bins, at_most=limit, gap=gap, seconds=left, nodes=_NODES)
+            if answer.choice is not None or not answer.proven:
+                break
+        return answer
+
+    def _state_of(self, indices: Sequence[int], ranks: Sequence[Sequence[int]]) -> State:
+        """A plan as the arrays that annealing works on."""
+        problem = self._flat
+        state = State(
+            problem.begin[:-1] + np.array(indices, np.int64),
+            np.zeros(int(problem.slot[-1]), np.int64),
+            np.full(len(self._menus.together), -1, np.int64),
+        )
+        for slot, where in zip(problem.slot, ranks, strict=False):
+            state.ranks[slot : slot + len(where)] = where
+        for number, group in enumerate(self._menus.together):
+            state.host[number] = ranks[group[0]][0] // self._menus.ranks_per_host
+        return state
+
+    def _drop_hopeless(self) -> None:
+        """Leave out options that, at the bound's prices, no better plan has; the best plan's own ones stay."""
+        assert self._best is not None
+        priced = priced_options(self._sums, self._rating, self._per_byte)
+        least = priced.min(axis=1)
+        others = least.sum() - self._per_byte @ self._menus.capacity.sum(axis=1)
+        keep = (others - least[:, None] + priced) / self._menus.ranks < self._rating
+        sources, ranks = self._best
+        indices = []
+        kept = []
+        for menu, flags, source in zip(self._menus.options, keep, sources, strict=True):
+            menu_kept = tuple(o for o, flag in zip(menu, flags[: len(menu)], strict=True) if flag or o.source == source)
+            kept.append(menu_kept)
+            indices.append([o.source for o in menu_kept].index(source))
+        if sum(map(len, kept)) == self._flat.begin[-1]:
+            return
+        self._look_at(self._menus.with_options(kept))
+        self._state = self._state_of(indices, ranks)

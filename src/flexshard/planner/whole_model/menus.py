@@ -1,0 +1,161 @@
+"""What a whole-model plan chooses from: per table a menu of options, whose shards have costs and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Menus", "Option", "Spread", "undominated"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class Spread(IntEnum):
+    """Where an option's shards may lie (what TorchRec calls ``partition_by``).
+
+    Attributes:
+        EVERY_RANK: shard i on rank i ("uniform": row-wise, data-parallel).
+        HOST_BLOCKS: blocks of as many shards as a host has ranks, shard i of a block on local rank i of its host;
+            no host has two before every host has one (table-row-wise: one block; grid).
+        ONE_HOST: on any ranks of one host (table-column-wise).
+        ANY_RANK: anywhere (table-wise, column-wise).
+    """
+
+    EVERY_RANK = 0
+    HOST_BLOCKS = 1
+    ONE_HOST = 2
+    ANY_RANK = 3
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way of sharding a table.
+
+    Attributes:
+        name: for people, such as "row_wise/fused".
+        spread: where its shards may lie.
+        perf: cost of each shard, in the unit of the costs at hand; shape (shards,).
+        memory: bytes of each shard, by kind of memory; shape (kinds, shards).
+        source: position in the list that the menu was made of.
+    """
+
+    name: str
+    spread: Spread
+    perf: FloatArray
+    memory: FloatArray
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Menus:
+    """The options of every table, and the ranks to lay them on.
+
+    Attributes:
+        tables: names.
+        options: of each table.
+        capacity: bytes of each rank, by kind of memory; shape (kinds, ranks).
+        kinds: names of the kinds of memory.
+        ranks_per_host: consecutive ranks that make a host.
+        together: groups of tables (by position) that must share one host.
+    """
+
+    tables: tuple[str, ...]
+    options: tuple[tuple[Option, ...], ...]
+    capacity: FloatArray
+    kinds: tuple[str, ...]
+    ranks_per_host: int
+    together: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return int(self.capacity.shape[1])
+
+    @property
+    def hosts(self) -> int:
+        """Whole hosts."""
+        return self.ranks // self.ranks_per_host
+
+    def pairs(self) -> Iterator[tuple[int, Option]]:
+        """(table, option) of all menus, in order."""
+        for table, options in enumerate(self.options):
+            for option in options:
+                yield table, option
+
+    def with_options(self, options: Sequence[tuple[Option, ...]]) -> Menus:
+        """The same tables with other options."""
+        return replace(self, options=tuple(options))
+
+
+def undominated(menus: Menus) -> Menus:
+    """Without the options that cannot be placed, those that another one of the table beats shard by shard, and the
+    kinds of memory that cannot be exceeded.
+
+    An option is beaten by one with as many shards, none of which costs or weighs more, and which may lie where this one
+    may. On a single host a block is a shard for every rank, and one host is any rank.
+    """
+    single, grouped = menus.hosts == 1, {table for group in menus.together for table in group}
+    room = menus.capacity.max(axis=1, initial=0.0)
+    kept = []
+    for table, menu in enumerate(menus.options):
+        free = single and table not in grouped
+        usable = [_spread_out(option, free, menus.ranks) for option in menu if _fits(option, menus, room)]
+        kept.append(tuple(option for i, option in enumerate(usable) if not _beaten(i, usable)))
+    return _binding(replace(menus, options=tuple(kept)))
+
+
+def _binding(menus: Menus) -> Menus:
+    """Without the kinds of memory that no rank could run out of if it held everything."""
+    most = np.zeros(len(menus.kinds))
+    for menu in menus.options:
+        most += np.max([option.memory.sum(axis=1) for option in menu], axis=0, initial=0.0)
+    scarce = np.flatnonzero(most > menus.capacity.min(axis=1, initial=np.inf))
+    return replace(
+        menus,
+        options=tuple(
+            tuple(replace(option, memory=option.memory[scarce]) for option in menu) for menu in menus.options
+        ),
+        capacity=menus.capacity[scarce],
+        kinds=tuple(menus.kinds[kind] for kind in scarce),
+    )
+
+
+def _spread_out(option: Option, single_host: bool, ranks: int) -> Option:
+    if single_host and option.spread is Spread.ONE_HOST:
+        return replace(option, spread=Spread.ANY_RANK)
+    if single_host and option.spread is Spread.HOST_BLOCKS and len(option.perf) == ranks:
+        return replace(option, spread=Spread.EVERY_RANK)
+    return option
+
+
+def _fits(option: Option, menus: Menus, room: FloatArray) -> bool:
+    """Whether there is a place for each of the shards by itself."""
+    shards = len(option.perf)
+    if option.spread is Spread.EVERY_RANK:
+        return shards == menus.ranks and bool((option.memory <= menus.capacity).all())
+    if option.spread is Spread.HOST_BLOCKS and (menus.hosts == 0 or shards % menus.ranks_per_host):
+        return False
+    if option.spread is Spread.ONE_HOST and menus.hosts == 0:
+        return False
+    return bool((option.memory.max(axis=1, initial=0.0) <= room).all())
+
+
+def _beaten(index: int, menu: Sequence[Option]) -> bool:
+    this = menu[index]
+    for other_index, other in enumerate(menu):
+        if other_index == index or len(other.perf) != len(this.perf):
+            continue
+        freer = other.spread is Spread.ANY_RANK and this.spread is Spread.ONE_HOST
+        if not freer and other.spread is not this.spread:
+            continue
+        if (other.perf > this.perf).any() or (other.memory > this.memory).any():
+            continue
+        # Of equals the first stays.
+        equal = not freer and (other.perf == this.perf).all() and (other.memory == this.memory).all()
+        if not equal or other_index < index:
+            return True
+    return False

@@ -1,0 +1,295 @@
+"""The mixed-integer program of a whole-model plan, with ranks one by one, host by host, or all together.
+
+With ranks added up, shards that fit a group of ranks together need not fit its ranks one by one: the program is a
+relaxation, and its bound holds. It has far fewer variables then, and no ranks to exchange for one another, which is
+what such programs spend their time on; what is left out is how shards share a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.planner.whole_model.menus import Menus, Option, Spread
+
+__all__ = ["Bins", "ProgramAnswer", "solve_menus_program"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Bins = Literal["cluster", "hosts", "ranks"]
+
+_FEASIBLE = 2  # of HiGHS's solution statuses
+
+
+@dataclass(frozen=True)
+class ProgramAnswer:
+    """What the program's solver returned.
+
+    Attributes:
+        bound: no plan has a smaller rating; infinite if there is no plan of at most the rating asked for.
+        choice: option of each table in the best solution; None where none was found.
+        hosts: by table, the hosts of the blocks that are chosen, where bins are hosts or ranks.
+        ranks: by table, the rank of each shard, where bins are ranks.
+        proven: whether the solver came to its end.
+    """
+
+    bound: float
+    choice: tuple[int, ...] | None
+    hosts: dict[int, list[int]] = field(default_factory=dict)
+    ranks: dict[int, list[int]] = field(default_factory=dict)
+    proven: bool = False
+
+
+def solve_menus_program(
+    menus: Menus, bins: Bins, *, at_most: float = np.inf, gap: float, seconds: float, nodes: int = 1_000_000
+) -> ProgramAnswer:
+    """Solve the program with HiGHS.
+
+    Args:
+        menus: undominated.
+        bins: what is added up: nothing ("ranks"), the ranks of a host, or all.
+        at_most: rating of a plan that is known; only better ones are looked for.
+        gap: relative, at which the solver stops.
+        seconds, nodes: after which the solver stops with what it has.
+    """
+    if seconds <= 0 or any(not any(_reaches(o, at_most) for o in menu) for menu in menus.options):
+        return ProgramAnswer(0.0 if seconds <= 0 else np.inf, None, proven=seconds > 0)
+    build = _Program(menus, bins, at_most)
+    solver = build.loaded()
+    # Nodes, not time, end what takes too long, so that every machine gets the same answer.
+    for name, value in {"time_limit": min(seconds, 1e6), "mip_rel_gap": gap, "mip_max_nodes": nodes}.items():
+        solver.setOptionValue(name, value)
+    solver.run()
+    status = solver.modelStatusToString(solver.getModelStatus())
+    if status == "Infeasible":
+        return ProgramAnswer(np.inf, None, proven=True)
+    info = solver.getInfo()
+    bound = float(info.mip_dual_bound) if np.isfinite(info.mip_dual_bound) else 0.0
+    if info.primal_solution_status != _FEASIBLE:
+        return ProgramAnswer(bound, None)
+    values = np.array(solver.getSolution().col_value)
+    return build.answer(np.rint(values[1:]).astype(np.int64), bound, status == "Optimal")
+
+
+def _reaches(option: Option, rating: float) -> bool:
+    return float(option.perf.max(initial=0.0)) <= rating
+
+
+class _Program:
+    """Rows and columns as they are added; column 0 is the rating, in which every column's cost is bounded."""
+
+    def __init__(self, menus: Menus, bins: Bins, at_most: float) -> None:
+        self._menus, self._bins = menus, bins
+        self._width = {"cluster": menus.ranks, "hosts": menus.ranks_per_host, "ranks": 1}[bins]
+        if bins == "hosts" and menus.ranks % menus.ranks_per_host:
+            self._width = menus.ranks
+            self._bins = "cluster"
+        self._count = menus.ranks // self._width
+        self._by_host = self._bins != "cluster" and menus.hosts > 0
+        self._parts: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+        self.upper: list[float] = [at_most]
+        self.low: list[float] = []
+        self.high: list[float] = []
+        self._choices: dict[int, tuple[int, int]] = {}  # column: table, option
+        self._blocks: dict[int, tuple[int, int]] = {}  # column: table, host
+        self._shards: dict[int, tuple[int, int, int]] = {}  # column: table, class of shards, bin
+        self._classes: dict[tuple[int, int], list[IntArray]] = {}
+        tables = len(menus.options)
+        self._pick = self._add_rows(tables, 1.0, 1.0)
+        self._load = self._add_rows(self._count, -np.inf, 0.0)
+        self._room = []
+        self._scale = np.maximum(menus.capacity.max(axis=1), 1.0)
+        for kind in range(len(menus.kinds)):
+            room = menus.capacity[kind].reshape(self._count, self._width).sum(axis=1) / self._scale[kind]
+            self._room.append(self.rows)
+            for value in room:
+                self._add_rows(1, -np.inf, float(value))
+        self._dearest = self._add_rows(tables, -np.inf, 0.0)
+        self._put(np.arange(self._load, self._load + self._count), 0, -float(self._width))
+        self._put(np.arange(self._dearest, self._dearest + tables), 0, -1.0)
+        self._group_hosts: dict[int, list[int]] = {}
+        for group in menus.together:
+            self._add_group(group)
+        for table, menu in enumerate(menus.options):
+            for index, option in enumerate(menu):
+                if _reaches(option, at_most):
+                    self._add_option(table, index, option)
+
+    @property
+    def rows(self) -> int:
+        return len(self.low)
+
+    @property
+    def columns(self) -> int:
+        return len(self.upper)
+
+    def loaded(self) -> Any:
+        """HiGHS with the program, on one thread."""
+        import highspy  # takes as long to import as a small model to plan
+
+        rows, columns, values = (np.concatenate(parts) for parts in self._parts)
+        order = np.lexsort((rows, columns))
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = self.columns, self.rows
+        program.col_cost_ = np.eye(1, self.columns)[0]
+        program.col_lower_, program.col_upper_ = np.zeros(self.columns), np.array(self.upper)
+        program.row_lower_, program.row_upper_ = np.array(self.low), np.array(self.high)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        program.a_matrix_.start_ = np.searchsorted(columns[order], np.arange(self.columns + 1)).astype(np.int32)
+        program.a_matrix_.index_ = rows[order].astype(np.int32)
+        program.a_matrix_.value_ = values[order]
+        kinds = [highspy.HighsVarType.kInteger] * self.columns
+        kinds[0] = highspy.HighsVarType.kContinuous
+        program.integrality_ = kinds
+        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(program)
+        return solver
+
+    def answer(self, values: IntArray, bound: float, proven: bool) -> ProgramAnswer:
+        """Read a solution; ``values`` of the columns after the rating."""
+        choice = [0] * len(self._menus.options)
+        hosts: dict[int, list[int]] = {}
+        ranks: dict[int, list[int]] = {}
+        for column, (table, index) in self._choices.items():
+            if values[column - 1]:
+                choice[table] = index
+        for column, (table, host) in self._blocks.items():
+            hosts.setdefault(table, []).extend([host] * int(values[column - 1]))
+        if self._bins == "ranks":
+            ranks = self._ranks(values, choice, hosts)
+        return ProgramAnswer(bound, tuple(choice), {t: h for t, h in hosts.items() if h}, ranks, proven)
+
+    # -- rows and columns
+
+    def _add_rows(self, count: int, low: float, high: float) -> int:
+        first = self.rows
+        self.low += [low] * count
+        self.high += [high] * count
+        return first
+
+    def _add_column(self, upper: float) -> int:
+        self.upper.append(upper)
+        return self.columns - 1
+
+    def _put(self, rows: Any, column: int, values: Any) -> None:
+        rows = np.atleast_1d(rows)
+        self._parts[0].append(rows)
+        self._parts[1].append(np.full(len(rows), column))
+        self._parts[2].append(np.broadcast_to(np.asarray(values, np.float64), rows.shape))
+
+    def _put_loads(self, column: int, bins: Any, perf: Any, memory: FloatArray) -> None:
+        """What one unit of a column adds to bins; ``perf`` (bins,), ``memory`` (kinds, bins)."""
+        bins = np.atleast_1d(bins)
+        self._put(self._load + bins, column, perf)
+        for kind, first in enumerate(self._room):
+            self._put(first + bins, column, memory[kind] / self._scale[kind])
+
+    def _add_group(self, group: Sequence[int]) -> None:
+        """Hosts of tables that must share one: a column a host, one of which is 1."""
+        if not self._by_host:
+            return
+        row = self._add_rows(1, 1.0, 1.0)
+        columns = [self._add_column(1.0) for _ in range(self._menus.hosts)]
+        for column in columns:
+            self._put(row, column, 1.0)
+        self._group_hosts |= dict.fromkeys(group, columns)
+
+    def _add_option(self, table: int, index: int, option: Option) -> None:
+        column = self._add_column(1.0)
+        self._choices[column] = (table, index)
+        self._put(self._pick + table, column, 1.0)
+        self._put(self._dearest + table, column, float(option.perf.max(initial=0.0)))
+        if option.spread is Spread.EVERY_RANK:
+            width, count = self._width, self._count
+            self._put_loads(
+                column,
+                np.arange(count),
+                option.perf.reshape(count, width).sum(axis=1),
+                option.memory.reshape(len(option.memory), count, width).sum(axis=2),
+            )
+        elif not self._by_host:
+            self._put_loads(column, 0, option.perf.sum(), option.memory.sum(axis=1, keepdims=True))
+        elif option.spread is Spread.ANY_RANK:
+            self._add_shards(table, index, column, option, range(self._count))
+        else:
+            self._add_on_hosts(table, index, column, option)
+
+    def _add_on_hosts(self, table: int, index: int, column: int, option: Option) -> None:
+        """Blocks, or all shards, on hosts that are chosen."""
+        menus, per_host = self._menus, self._menus.ranks_per_host
+        blocks = len(option.perf) // per_host if option.spread is Spread.HOST_BLOCKS else 1
+        most = -(-blocks // menus.hosts)
+        row = self._add_rows(1, 0.0, 0.0)
+        self._put(row, column, -float(blocks))
+        ranks_of_host = per_host // self._width
+        for host in range(menus.hosts):
+            place = self._add_column(float(most))
+            self._blocks[place] = (table, host)
+            self._put(row, place, 1.0)
+            if table in self._group_hosts:
+                link = self._add_rows(1, -np.inf, 0.0)
+                self._put(link, place, 1.0)
+                self._put(link, self._group_hosts[table][host], -1.0)
+            bins = np.arange(host * ranks_of_host, (host + 1) * ranks_of_host)
+            if option.spread is Spread.HOST_BLOCKS:
+                # Blocks of an option are alike; the least of each place keeps the bound where they are not.
+                perf = option.perf.reshape(blocks, per_host).min(axis=0)
+                memory = option.memory.reshape(len(option.memory), blocks, per_host).min(axis=1)
+                self._put_loads(
+                    place,
+                    bins,
+                    perf.reshape(ranks_of_host, self._width).sum(axis=1),
+                    memory.reshape(len(memory), ranks_of_host, self._width).sum(axis=2),
+                )
+            elif self._width == per_host:
+                self._put_loads(place, host, option.perf.sum(), option.memory.sum(axis=1, keepdims=True))
+            else:
+                self._add_shards(table, index, place, option, bins)
+
+    def _add_shards(self, table: int, index: int, column: int, option: Option, bins: Any) -> None:
+        """Shards of which those that are alike are counted: ``column`` puts all of them into ``bins``."""
+        alike = self._classes.setdefault((table, index), _alike(option))
+        for number, members in enumerate(alike):
+            first = int(members[0])
+            row = self._add_rows(1, 0.0, 0.0)
+            self._put(row, column, -float(len(members)))
+            for place in bins:
+                share = self._add_column(float(len(members)))
+                self._shards[share] = (table, number, int(place))
+                self._put(row, share, 1.0)
+                self._put_loads(share, place, option.perf[first], option.memory[:, first : first + 1])
+
+    def _ranks(self, values: IntArray, choice: Sequence[int], hosts: dict[int, list[int]]) -> dict[int, list[int]]:
+        """The rank of each shard of the chosen options."""
+        counted: dict[tuple[int, int], list[int]] = {}
+        for column, (table, number, place) in self._shards.items():
+            counted.setdefault((table, number), []).extend([place] * int(values[column - 1]))
+        found: dict[int, list[int]] = {}
+        per_host = self._menus.ranks_per_host
+        for table, index in enumerate(choice):
+            option = self._menus.options[table][index]
+            if option.spread is Spread.EVERY_RANK:
+                found[table] = list(range(self._menus.ranks))
+            elif option.spread is Spread.HOST_BLOCKS:
+                found[table] = [host * per_host + local for host in hosts[table] for local in range(per_host)]
+            else:
+                ranks = [0] * len(option.perf)
+                for number, members in enumerate(self._classes[table, index]):
+                    for shard, rank in zip(members, counted[table, number], strict=True):
+                        ranks[int(shard)] = rank
+                found[table] = ranks
+        return found
+
+
+def _alike(option: Option) -> list[IntArray]:
+    """Positions of shards with the same cost and bytes, class by class."""
+    keys = np.concatenate([option.perf[None], option.memory]).T
+    _, which = np.unique(keys, axis=0, return_inverse=True)
+    which = which.ravel()
+    return [np.flatnonzero(which == number).astype(np.int64) for number in range(int(which.max(initial=-1)) + 1)]

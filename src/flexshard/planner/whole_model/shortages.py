@@ -1,0 +1,61 @@
+"""Why no plan fits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexshard import units
+from flexshard.errors import BudgetError
+from flexshard.planner.whole_model.menus import Menus
+
+__all__ = ["budget_error"]
+
+_NAMED = 3
+
+
+def budget_error(menus: Menus, *, refuted: bool) -> BudgetError:
+    """The tables, and by how many bytes they are too large, as far as a table or sums over all of them show it.
+
+    Args:
+        menus: all that was given.
+        refuted: whether sums over all ranks have shown that nothing fits.
+    """
+    room, mean = menus.capacity, menus.capacity.mean(axis=1)
+    least = [  # of each kind of memory, what each table needs in all
+        np.array([min((float(option.memory[kind].sum()) for option in menu), default=0.0) for menu in menus.options])
+        for kind in range(len(menus.kinds))
+    ]
+    by_sums = refuted or any(needs.sum() > room[kind].sum() for kind, needs in enumerate(least))
+    per_rank = max((float(needs.sum()) / menus.ranks for needs in least), default=0.0)
+    for name, menu in zip(menus.tables, menus.options, strict=True):
+        if not menu:
+            return BudgetError(f"table {name!r} has no option; its constraints leave none", per_rank, by_sums)
+        for kind, kind_name in enumerate(menus.kinds):
+            shard = min(float(option.memory[kind].max(initial=0.0)) for option in menu)
+            beyond = shard - float(room[kind].max(initial=0.0))
+            if beyond > 0:
+                return BudgetError(
+                    f"table {name!r}: whatever way it is sharded, a rank needs {units.format_bytes(shard)} of"
+                    f" {kind_name} for it, {units.format_bytes(beyond)} more than any has; allow it further sharding"
+                    " types, or kernels in host memory",
+                    shard,
+                    by_sums,
+                )
+    for kind, kind_name in enumerate(menus.kinds):
+        beyond = float(least[kind].sum() - room[kind].sum())
+        if beyond > 0:
+            largest = ", ".join(menus.tables[table] for table in np.argsort(-least[kind], kind="stable")[:_NAMED])
+            return BudgetError(
+                f"the tables need {units.format_bytes(float(least[kind].sum()))} of {kind_name} at least,"
+                f" {units.format_bytes(beyond)} more than all ranks have; the largest are {largest}",
+                per_rank,
+            )
+    amounts = " and ".join(
+        f"{units.format_bytes(float(mean[kind]))} of {name}" for kind, name in enumerate(menus.kinds)
+    )
+    return BudgetError(
+        f"no choice of options was found that fits {amounts} per rank, though the least that the tables need, "
+        f"{units.format_bytes(per_rank)}, would; leave ranks more room, or tables more options",
+        per_rank,
+        by_sums,
+    )

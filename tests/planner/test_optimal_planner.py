@@ -1,0 +1,379 @@
+"""``OptimalShardingPlanner`` beside TorchRec's planner: the same user code on both, plans and costs compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchrec")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # noqa: E402
+from torchrec import (  # noqa: E402
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder  # noqa: E402
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology  # noqa: E402
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator  # noqa: E402
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner  # noqa: E402
+from torchrec.distributed.planner.perf_models import NoopPerfModel  # noqa: E402
+from torchrec.distributed.planner.proposers import GreedyProposer  # noqa: E402
+from torchrec.distributed.planner.shard_estimators import (  # noqa: E402
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+)
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # noqa: E402
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption  # noqa: E402
+from torchrec.distributed.types import CacheParams, ShardingPlan  # noqa: E402
+from torchrec.modules.embedding_tower import EmbeddingTower  # noqa: E402
+
+from flexshard import OptimalShardingPlanner  # noqa: E402
+from flexshard.errors import PlanError  # noqa: E402
+from flexshard.planner.torchrec.distinct_shards import enumerate_options  # noqa: E402
+from tests.executors.ranks import run  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+GIB = 2**30
+
+
+class Model(nn.Module):
+    """Pooled tables, and sequences of one dimension."""
+
+    def __init__(
+        self, pooled: list[EmbeddingBagConfig], sequences: list[EmbeddingConfig], device: str = "meta"
+    ) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(tables=pooled, device=torch.device(device))
+        if sequences:
+            self.sequences = EmbeddingCollection(tables=sequences, device=torch.device(device))
+
+
+def drawn(seed: int, tables: int, largest: float = 3e7) -> tuple[Model, dict[str, ParameterConstraints]]:
+    """A model of tables of many sizes, a fifth of them sequences."""
+    rng = np.random.default_rng(seed)
+    rows = np.exp(rng.uniform(np.log(1e3), np.log(largest), tables)).astype(int)
+    dims = rng.choice([16, 32, 64, 128, 256], tables)
+    factors = np.exp(rng.uniform(0, np.log(100), tables))
+    own = [
+        {"name": f"t{i}", "num_embeddings": int(rows[i]), "feature_names": [f"f{i}"], "embedding_dim": int(dims[i])}
+        for i in range(tables)
+    ]
+    sequences = [EmbeddingConfig(**(table | {"embedding_dim": 64})) for table in own[: tables // 5]]
+    model = Model([EmbeddingBagConfig(**table) for table in own[tables // 5 :]], sequences)
+    return model, {f"t{i}": ParameterConstraints(pooling_factors=[float(factors[i])]) for i in range(tables)}
+
+
+def arguments(ranks: int, gib: float, constraints: Any, local: int = 4, **more: Any) -> dict[str, Any]:
+    return {
+        "topology": Topology(
+            world_size=ranks, local_world_size=local, compute_device="cuda", hbm_cap=int(gib * GIB), **more
+        ),
+        "batch_size": 512,
+        "constraints": constraints,
+        "storage_reservation": FixedPercentageStorageReservation(0.1),
+    }
+
+
+def options_of(plan: ShardingPlan, space: list[ShardingOption]) -> list[ShardingOption]:
+    """A plan's shards with TorchRec's costs, from its own search space."""
+    found = []
+    for path, shardings in plan.plan.items():
+        for name, sharding in shardings.items():
+            for option in space:
+                sizes = [list(s.shard_sizes) for s in sharding.sharding_spec.shards] if sharding.sharding_spec else None
+                if (option.path, option.name, option.sharding_type, option.compute_kernel) == (
+                    *(path, name),
+                    *(sharding.sharding_type, sharding.compute_kernel),
+                ) and sizes in (None, [list(s.size) for s in option.shards]):
+                    mine = copy.deepcopy(option)
+                    for shard, rank in zip(mine.shards, sharding.ranks, strict=True):
+                        shard.rank = rank
+                    found.append(mine)
+                    break
+            else:
+                raise AssertionError(f"{path}.{name}: no such option")
+    return found
+
+
+def rated(plan: ShardingPlan, planner: EmbeddingShardingPlanner, model: nn.Module) -> tuple[float, bool]:
+    """TorchRec's rating of a plan, and whether it fits, by TorchRec's own enumerator and reservation."""
+    reserved = planner._storage_reservation.reserve(
+        planner._topology, planner._batch_size, model, SHARDERS, planner._constraints
+    )
+    space = EmbeddingEnumerator(reserved, planner._batch_size, planner._constraints).enumerate(model, SHARDERS)
+    options = options_of(plan, space)
+    left = [copy.deepcopy(device.storage) for device in reserved.devices]
+    for option in options:
+        for shard in option.shards:
+            left[shard.rank] -= shard.storage
+    fits = all(storage.hbm >= 0 and storage.ddr >= 0 for storage in left)
+    return NoopPerfModel(planner._topology).rate(options), fits
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_never_worse_than_torchrec(seed: int) -> None:
+    rng = np.random.default_rng(1_000 + seed)
+    ranks, tables = int(rng.choice([2, 4, 8])), int(rng.integers(2, 13))
+    model, constraints = drawn(seed, tables)
+    gib = float(rng.choice([1, 2, 4, 16, 80]))
+    theirs = EmbeddingShardingPlanner(**arguments(ranks, gib, constraints, local=min(4, ranks)))
+    ours = OptimalShardingPlanner(**arguments(ranks, gib, constraints, local=min(4, ranks)))
+    try:
+        plan = theirs.plan(model, SHARDERS)
+    except PlannerError:
+        plan = None
+    try:
+        mine = ours.plan(model, SHARDERS)
+    except PlannerError:
+        assert plan is None
+        return
+    assert type(mine) is ShardingPlan
+    value, fits = rated(mine, ours, model)
+    assert fits
+    assert ours.rating == pytest.approx(value, rel=1e-12)
+    assert ours.lower_bound <= ours.rating <= ours.lower_bound * (1 + ours.gap) * (1 + 1e-12)
+    if plan is None:
+        return
+    other, _ = rated(plan, theirs, model)
+    assert ours.rating <= other * (1 + 1e-9)
+    assert ours.lower_bound <= other
+    for path, shardings in plan.plan.items():  # the same tables, and values of the same types
+        assert list(mine.plan[path]) == list(shardings)
+        for name, sharding in shardings.items():
+            assert type(mine.plan[path][name]) is type(sharding)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pricing_each_size_once_is_torchrecs_pricing(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model, constraints = drawn(seed, 6, largest=1e5)
+    ranks = int(rng.choice([6, 8, 12]))
+    constraints["t1"].min_partition = 32
+    constraints["t2"].sharding_types = ["grid_shard", "column_wise", "table_row_wise"]
+    constraints["t3"].compute_kernels = ["fused_uvm_caching", "fused"]
+    constraints["t3"].cache_params = CacheParams(load_factor=0.1)
+    constraints["t4"].sharding_types = ["row_wise", "data_parallel"]
+    topology = arguments(ranks, 8, None, local=ranks // 2)["topology"]
+    alike = {"topology": topology, "batch_size": 512, "constraints": constraints}
+    enumerator = EmbeddingEnumerator(**alike)
+    found = enumerate_options(enumerator, model, SHARDERS)
+    full = EmbeddingEnumerator(**alike).enumerate(model, SHARDERS)
+    assert [str(each.option) for each in found] == [str(option) for option in full]
+    for each, option in zip(found, full, strict=True):
+        np.testing.assert_array_equal(each.perf, [shard.perf.total for shard in option.shards])
+        np.testing.assert_array_equal(each.storage[0], [shard.storage.hbm for shard in option.shards])
+        np.testing.assert_array_equal(each.storage[1], [shard.storage.ddr for shard in option.shards])
+    kept = enumerator.enumerate(model, SHARDERS)  # what the next one to ask gets
+    assert [str(option) for option in kept] == [str(option) for option in full]
+
+
+class Surcharge(EmbeddingPerfEstimator):
+    """An estimator that looks at an option's shards together."""
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
+        super().estimate(sharding_options, sharder_data_map)
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.perf.fwd_compute += len(option.shards)
+
+
+def test_estimators_of_ones_own_see_whole_options() -> None:
+    model, constraints = drawn(3, 4)
+    given = arguments(4, 8, constraints)
+    estimators = [Surcharge(given["topology"], constraints), EmbeddingStorageEstimator(given["topology"], constraints)]
+    enumerator = EmbeddingEnumerator(given["topology"], 512, constraints, estimators)
+    found = enumerate_options(enumerator, model, SHARDERS)
+    full = EmbeddingEnumerator(given["topology"], 512, constraints, estimators).enumerate(model, SHARDERS)
+    for each, option in zip(found, full, strict=True):
+        np.testing.assert_array_equal(each.perf, [shard.perf.total for shard in option.shards])
+    planner = OptimalShardingPlanner(**given, enumerator=enumerator)
+    planner.plan(model, SHARDERS)
+    assert planner.rating >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("proposer", GreedyProposer()), ("partitioner", GreedyPerfPartitioner()), ("performance_model", "any")],
+)
+def test_arguments_that_name_a_search_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=f"takes no {name}"):
+        OptimalShardingPlanner(**arguments(2, 1, None, local=2), **{name: value})
+
+
+def test_what_does_not_fit_is_said_as_torchrecs_planner_says_it_and_named() -> None:
+    model, constraints = drawn(0, 5)
+    ours, theirs = (
+        kind(**arguments(2, 0.001, constraints, local=2, ddr_cap=2**20))
+        for kind in (OptimalShardingPlanner, EmbeddingShardingPlanner)
+    )
+    errors = []
+    for planner in (ours, theirs):
+        with pytest.raises(PlannerError) as caught:
+            planner.plan(model, SHARDERS)
+        errors.append(caught.value)
+    assert [error.error_type for error in errors] == [PlannerErrorType.INSUFFICIENT_STORAGE] * 2
+    assert "table 'sequences.t0': whatever way it is sharded, a rank needs 1.58 MiB of HBM" in str(errors[0])
+    assert "more than any has" in str(errors[0])
+    with pytest.raises(PlanError, match="no model was planned yet"):
+        _ = ours.rating
+
+
+def test_how_far_from_optimal_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, constraints = drawn(4, 8)
+    planner = OptimalShardingPlanner(**arguments(8, 16, constraints))
+    with caplog.at_level("INFO", "flexshard"):
+        planner.plan(model, SHARDERS)
+    assert planner.summary in caplog.text
+    assert f"at most {100 * planner.gap:.2f} % above the optimum" in planner.summary
+    assert planner.gap <= 0.01
+
+
+def test_callbacks_and_models_without_tables() -> None:
+    seen = []
+
+    def callback(options: list[ShardingOption]) -> list[ShardingOption]:
+        seen.append([option.name for option in options])
+        return options
+
+    model, constraints = drawn(5, 6)
+    planner = OptimalShardingPlanner(**arguments(4, 16, constraints), callbacks=[callback])
+    assert planner.plan(nn.Linear(2, 2), SHARDERS) == ShardingPlan({})
+    first = planner.plan(model, SHARDERS)
+    assert len(seen) == 1
+    assert set(seen[0]) == {f"t{i}" for i in range(6)}
+    assert str(planner.plan(model, SHARDERS)) == str(first)
+
+
+class Interaction(nn.Module):
+    """Sums."""
+
+    def forward(self, embeddings: Any) -> Any:
+        return embeddings.values()
+
+
+def test_tables_of_a_tower_share_a_host() -> None:
+    towers = nn.Module()
+    for number in range(3):
+        configs = [
+            EmbeddingBagConfig(
+                name=f"tower{number}_{i}",
+                num_embeddings=20_000 * (i + 1),
+                embedding_dim=64,
+                feature_names=[f"f{number}_{i}"],
+            )
+            for i in range(3)
+        ]
+        bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        setattr(towers, f"tower{number}", EmbeddingTower(bags, Interaction()))
+    topology = Topology(world_size=6, local_world_size=2, compute_device="cuda", hbm_cap=GIB)
+    given = {"topology": topology, "storage_reservation": FixedPercentageStorageReservation(0.1)}
+    ours, theirs = OptimalShardingPlanner(**given), EmbeddingShardingPlanner(**given)
+    plan = ours.plan(towers, [EmbeddingTowerSharder()])
+    theirs.plan(towers, [EmbeddingTowerSharder()])
+    assert ours.rating <= NoopPerfModel(topology).rate(theirs._best_plan) * (1 + 1e-9)
+    assert len(plan.plan) == 3
+    for shardings in plan.plan.values():
+        assert len({rank // 2 for sharding in shardings.values() for rank in sharding.ranks}) == 1
+
+
+PROGRAM = """
+import json, logging, warnings
+warnings.simplefilter("ignore"); logging.disable(logging.CRITICAL)
+from tests.planner.test_optimal_planner import *
+model, constraints = drawn(7, 20)
+planner = OptimalShardingPlanner(**arguments(8, 2, constraints))
+plan = planner.plan(model, SHARDERS)
+print(json.dumps([{n: (s.sharding_type, s.compute_kernel, s.ranks) for n, s in m.items()} for m in plan.plan.values()]))
+"""
+
+
+def test_every_process_finds_the_same_plan() -> None:
+    plans = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True, text=True
+        )
+        plans.append(json.loads(done.stdout.splitlines()[-1]))
+    assert plans[0] == plans[1]
+
+
+def pooled_model() -> Model:
+    torch.manual_seed(0)
+    configs = [
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=50 * (i + 1), embedding_dim=16, feature_names=[f"f{i}"])
+        for i in range(5)
+    ]
+    return Model(configs, [], device="cpu")
+
+
+def copy_weights(model: nn.Module, source: nn.Module) -> None:
+    """Give a sharded model the weights of a whole one: TorchRec draws them anew."""
+    whole = source.state_dict()
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                rows, columns = shard.metadata.shard_offsets
+                height, width = shard.metadata.shard_sizes
+                shard.tensor.detach().copy_(whole[name][rows : rows + height, columns : columns + width])
+        else:
+            value.detach().copy_(whole[name])
+
+
+def look_up(rank: int) -> tuple[Any, ...]:
+    """The collective plan, its figures, and what stock TorchRec computes under it."""
+    model = pooled_model()
+    features = [f"f{i}" for i in range(5)]
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.randint(0, 4, (5 * 6,), generator=generator)
+    ids = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
+    batch = KeyedJaggedTensor(keys=features, values=ids, lengths=lengths)
+    expected = pooled_model().bags(batch).to_dict()
+    topology = Topology(world_size=dist.get_world_size(), local_world_size=2, compute_device="cpu")
+    planner = OptimalShardingPlanner(topology=topology, batch_size=6, timeout_seconds=30)
+    sharders = [EmbeddingBagCollectionSharder()]
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    copy_weights(sharded.module, pooled_model())
+    got = sharded.module.bags(batch).wait().to_dict()
+    shown = {name: (s.sharding_type, s.ranks) for name, s in plan.plan["bags"].items()}
+    return shown, planner.rating, planner.gap, max(float((got[name] - expected[name]).abs().max()) for name in features)
+
+
+def test_stock_torchrec_runs_the_plan_on_every_rank() -> None:
+    results = run(2, 2, look_up)
+    assert all(result[:3] == results[0][:3] for result in results)
+    assert results[0][2] <= 0.01
+    assert max(result[3] for result in results) < 1e-6
+
+
+def fail_on_rank_0(rank: int) -> str:
+    model = pooled_model() if rank == 0 else None
+    topology = Topology(world_size=dist.get_world_size(), local_world_size=2, compute_device="cpu", ddr_cap=100)
+    planner = OptimalShardingPlanner(topology=topology, batch_size=6)
+    try:
+        planner.collective_plan(model, [EmbeddingBagCollectionSharder()], dist.group.WORLD)
+    except PlannerError as error:
+        return str(error.error_type)
+    return "planned"
+
+
+def test_every_rank_hears_that_nothing_fits() -> None:
+    assert run(1, 2, fail_on_rank_0) == [str(PlannerErrorType.INSUFFICIENT_STORAGE)] * 2

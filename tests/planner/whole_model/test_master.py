@@ -1,0 +1,288 @@
+"""The master problem of whole models against every plan there is, and against the mixed-integer program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from flexshard.errors import BudgetError
+from flexshard.planner.whole_model.annealing import Annealing, flat, held, place, rating
+from flexshard.planner.whole_model.lagrangian import lagrangian_bound
+from flexshard.planner.whole_model.master import Assignment, assign
+from flexshard.planner.whole_model.menus import Menus, Option, Spread, undominated
+from flexshard.planner.whole_model.program import Bins, solve_menus_program
+
+FloatArray = npt.NDArray[np.float64]
+EXACT = 1e-5
+
+
+def random_menus(seed: int, tables: int, hosts: int, per_host: int, tight: float, groups: bool = False) -> Menus:
+    """Menus whose options cost and weigh about what sharding types do; ``tight`` is the memory there is, relative to
+    what the lightest options need."""
+    rng = np.random.default_rng(seed)
+    ranks = hosts * per_host
+    kinds = (
+        ("row_wise", Spread.EVERY_RANK, ranks, 1.6 / ranks, 1 / ranks),
+        ("table_row_wise", Spread.HOST_BLOCKS, per_host, 1.3 / per_host, 1 / per_host),
+        ("table_column_wise", Spread.ONE_HOST, 2, 0.55, 0.5),
+        ("table_wise", Spread.ANY_RANK, 1, 1.0, 1.0),
+        ("column_wise", Spread.ANY_RANK, 2, 0.55, 0.5),
+    )
+    menus = []
+    for table in range(tables):
+        cost, weight = rng.uniform(1, 10), float(rng.integers(100, 2_000))
+        options = []
+        for kernel, speed, share in (("fused", 1.0, 1.0), ("uvm", rng.uniform(2, 20), 0.2)):
+            for name, spread, parts, each, whole in kinds:
+                perf = np.full(parts, cost * speed * each) * (1 if spread is Spread.ANY_RANK else rng.uniform(0.9, 1.1))
+                device = np.floor(np.full(parts, weight * share * whole))
+                host = np.floor(np.full(parts, weight * whole * (kernel == "uvm")))
+                options.append(Option(f"{name}/{kernel}", spread, perf, np.array([device, host])))
+        grouped = groups and table < 2
+        chosen = [o for o in options if not grouped or o.spread in (Spread.HOST_BLOCKS, Spread.ONE_HOST)]
+        picked = rng.permutation(len(chosen))[: 4 if grouped else 5]
+        menus.append(tuple(chosen[i] for i in sorted(picked)))
+    least = sum(min(o.memory[0].sum() for o in menu) for menu in menus)
+    capacity = np.array([np.full(ranks, least * tight / ranks), np.full(ranks, 4_000.0)]) * rng.uniform(0.9, 1.1, ranks)
+    for number, menu in enumerate(menus):
+        menus[number] = tuple(Option(o.name, o.spread, o.perf, o.memory, i) for i, o in enumerate(menu))
+    names = tuple(f"t{table}" for table in range(tables))
+    return Menus(names, tuple(menus), np.floor(capacity), ("HBM", "host"), per_host, ((0, 1),) if groups else ())
+
+
+def placements(option: Option, menus: Menus) -> Iterator[tuple[int, ...]]:
+    """Every way of laying an option's shards on ranks."""
+    ranks, per_host = menus.ranks, menus.ranks_per_host
+    hosts = [tuple(range(h * per_host, (h + 1) * per_host)) for h in range(menus.hosts)]
+    if option.spread is Spread.EVERY_RANK:
+        yield tuple(range(ranks))
+    elif option.spread is Spread.HOST_BLOCKS:
+        blocks = len(option.perf) // per_host
+        for chosen in itertools.product(range(len(hosts)), repeat=blocks):
+            if max(chosen.count(h) for h in chosen) <= -(-blocks // len(hosts)):
+                yield tuple(rank for h in chosen for rank in hosts[h])
+    elif option.spread is Spread.ONE_HOST:
+        for host in hosts:
+            yield from itertools.product(host, repeat=len(option.perf))
+    else:
+        yield from itertools.product(range(ranks), repeat=len(option.perf))
+
+
+def exhaustive(menus: Menus) -> float:
+    """The best rating of all plans; infinite if none fits."""
+    best = np.inf
+    ranks = menus.ranks
+    ways: list[list[tuple[FloatArray, FloatArray, int]]] = []
+    for menu in menus.options:
+        table = {}
+        for option in menu:
+            for where in placements(option, menus):
+                load = np.bincount(where, option.perf, ranks)
+                used = np.array([np.bincount(where, m, ranks) for m in option.memory])
+                table[load.tobytes() + used.tobytes(), where[0] // menus.ranks_per_host] = (
+                    load,
+                    used,
+                    where[0] // menus.ranks_per_host,
+                )
+        ways.append(list(table.values()))
+
+    def descend(table: int, load: FloatArray, used: FloatArray, hosts: dict[int, int]) -> None:
+        nonlocal best
+        if load.max() >= best or (used > menus.capacity).any():
+            return
+        if table == len(ways):
+            best = float(load.max())
+            return
+        group = next((g for g in menus.together if table in g), None)
+        for more, bytes_, host in ways[table]:
+            if group is not None and hosts.get(group[0], host) != host:
+                continue
+            descend(table + 1, load + more, used + bytes_, hosts if group is None else hosts | {group[0]: host})
+
+    descend(0, np.zeros(ranks), np.zeros(menus.capacity.shape), {})
+    return best
+
+
+def check(menus: Menus, found: Assignment) -> None:
+    """Whether an assignment is one, and rated as it says."""
+    load, used = np.zeros(menus.ranks), np.zeros(menus.capacity.shape)
+    for table, (menu, source, where) in enumerate(zip(menus.options, found.choice, found.ranks, strict=True)):
+        option = next(o for o in menu if o.source == source)
+        assert len(where) == len(option.perf)
+        assert where in set(placements(option, menus)), (table, option.name, where)
+        load += np.bincount(where, option.perf, menus.ranks)
+        used += np.array([np.bincount(where, m, menus.ranks) for m in option.memory])
+    assert (used <= menus.capacity).all()
+    assert found.rating == pytest.approx(load.max(), rel=1e-12)
+    for group in menus.together:
+        assert len({found.ranks[t][0] // menus.ranks_per_host for t in group}) == 1
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_plans_of_small_models_are_the_best_of_all(seed: int) -> None:
+    tight = (1.05, 1.4, 3.0)[seed % 3]
+    menus = random_menus(seed, 3, *((2, 2), (1, 3), (3, 1))[seed // 3 % 3], tight, groups=seed % 4 == 3)
+    best = exhaustive(menus)
+    if np.isinf(best):
+        with pytest.raises(BudgetError):
+            assign(menus, seconds=20, gap=EXACT)
+        return
+    found = assign(menus, seconds=20, gap=EXACT)
+    check(menus, found)
+    assert found.rating == pytest.approx(best, rel=2 * EXACT)
+    assert found.lower_bound <= best * (1 + 1e-9)
+    assert found.finished
+
+
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_plans_of_small_models_are_the_mixed_integer_optimum(seed: int) -> None:
+    tight = (1.1, 1.5, 4.0)[seed % 3]
+    menus = random_menus(seed, 5 + seed % 3, 2, 2, tight, groups=seed % 5 == 0)
+    exact = solve_menus_program(undominated(menus), "ranks", gap=1e-9, seconds=60)
+    assert exact.proven
+    if exact.choice is None:
+        with pytest.raises(BudgetError):
+            assign(menus, seconds=20, gap=EXACT)
+        return
+    found = assign(menus, seconds=20, gap=EXACT)
+    check(menus, found)
+    assert found.rating == pytest.approx(exact.bound, rel=2e-5)
+    assert found.lower_bound <= exact.bound * (1 + 2e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_bound_is_below_the_best_plan(seed: int) -> None:
+    menus = undominated(random_menus(seed, 3, 2, 2, (1.1, 1.6)[seed % 2], groups=seed % 3 == 0))
+    best = exhaustive(menus)
+    assert lagrangian_bound(menus).bound <= best * (1 + 1e-9)
+    bounds = []
+    kinds: tuple[Bins, ...] = ("cluster", "hosts", "ranks")
+    for bins in kinds:
+        bounds.append(solve_menus_program(menus, bins, gap=1e-9, seconds=60).bound)
+        assert bounds[-1] <= best * (1 + 2e-6)
+    assert bounds == sorted(bounds) or np.diff(bounds).min() > -1e-5 * best  # each looks closer than the one before
+    if np.isfinite(best):
+        assert bounds[-1] == pytest.approx(best, rel=2e-6)
+
+
+def test_options_that_another_beats_are_left_out() -> None:
+    def option(name: str, spread: Spread, perf: list[float], memory: list[float]) -> Option:
+        return Option(name, spread, np.array(perf), np.array([memory]))
+
+    menus = Menus(
+        ("t",),
+        (
+            (
+                option("table_wise", Spread.ANY_RANK, [3.0], [8.0]),
+                option("slower", Spread.ANY_RANK, [4.0], [8.0]),
+                option("lighter", Spread.ANY_RANK, [4.0], [7.0]),
+                option("same", Spread.ANY_RANK, [3.0], [8.0]),
+                option("column_wise", Spread.ANY_RANK, [2.0, 2.0], [4.0, 4.0]),
+                option("table_column_wise", Spread.ONE_HOST, [2.0, 2.0], [4.0, 4.0]),
+                option("too_large", Spread.ANY_RANK, [0.1], [11.0]),
+            ),
+        ),
+        np.full((1, 4), 10.0),
+        ("HBM",),
+        2,
+    )
+    (left,) = undominated(menus).options
+    assert [o.name for o in left] == ["table_wise", "lighter", "column_wise"]
+
+
+def test_what_cannot_be_exceeded_is_not_looked_at() -> None:
+    menus = random_menus(0, 3, 2, 2, 1.2)
+    tight = Menus(menus.tables, menus.options, menus.capacity * [[1.0], [0.5]], menus.kinds, 2)
+    roomy = Menus(menus.tables, menus.options, menus.capacity * [[1.0], [1e6]], menus.kinds, 2)
+    assert undominated(tight).kinds == ("HBM", "host")
+    assert undominated(roomy).kinds == ("HBM",)
+
+
+def test_annealing_in_parts_is_annealing_at_once() -> None:
+    menus = undominated(random_menus(5, 6, 2, 2, 1.5))
+    problem = flat(menus)
+    start = place(problem, problem.begin[:-1].copy(), aim=1_000.0)
+    plans = []
+    for part in (5_000, 700):
+        annealing = Annealing(problem, start, aim=1_000.0, floor=0.0, moves=5_000, seed=3, heat=(0.1, 1e-3), step=1e-3)
+        while annealing.run(part):
+            pass
+        assert annealing.plan is not None
+        plans.append(annealing.plan)
+    for one, other in zip(*plans, strict=True):
+        np.testing.assert_array_equal(one, other)
+    fill = held(problem, plans[0])
+    assert (fill[1:] <= menus.capacity).all()
+    assert rating(problem, plans[0]) == fill[0].max()
+
+
+def test_annealing_is_the_same_without_compiled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    from flexshard.planner.whole_model import annealing, annealing_kernels
+
+    menus = undominated(random_menus(7, 4, 2, 2, 1.5, groups=True))
+    problem = flat(menus)
+    results = []
+    for plain in (False, True):
+        if plain:
+            for name in ("_draw", "_excess", "_energy", "_add", "_harm", "lay", "_busy_table", "_agree"):
+                monkeypatch.setattr(annealing_kernels, name, getattr(annealing_kernels, name).py_func)
+            monkeypatch.setattr(annealing, "lay", annealing_kernels.lay)
+            monkeypatch.setattr(annealing, "anneal_moves", annealing_kernels.anneal_moves.py_func)
+        start = place(problem, problem.begin[:-1].copy(), aim=1_000.0)
+        walk = Annealing(problem, start, aim=1_000.0, floor=0.0, moves=600, seed=1, heat=(0.1, 1e-3), step=1e-3)
+        while walk.run(600):
+            pass
+        results.append(walk.plan)
+    assert results[0] is not None
+    assert results[1] is not None
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_same_plan_every_time() -> None:
+    menus = random_menus(11, 30, 2, 4, 1.2)
+    first, again = (assign(menus, seconds=60, gap=0.04) for _ in range(2))
+    assert first == again
+    assert first.finished
+    check(menus, first)
+
+
+def test_time_gives_the_best_plan_so_far_and_its_gap() -> None:
+    menus = random_menus(12, 60, 2, 8, 1.3)
+    found = assign(menus, seconds=0.3, gap=0.0)
+    check(menus, found)
+    assert not found.finished
+    assert found.gap == pytest.approx(found.rating / found.lower_bound - 1)
+
+
+def test_nothing_to_plan() -> None:
+    menus = Menus((), (), np.full((1, 2), 10.0), ("HBM",), 2)
+    assert assign(menus, seconds=1) == Assignment((), (), 0.0, 0.0, finished=True)
+
+
+def test_what_does_not_fit_is_named_with_its_bytes() -> None:
+    def table(*shares: float) -> tuple[Option, ...]:
+        return tuple(
+            Option(f"{n}", Spread.ANY_RANK, np.ones(1), np.array([[share * 2**20]]), n)
+            for n, share in enumerate(shares)
+        )
+
+    def menus(*tables: tuple[Option, ...]) -> Menus:
+        names = tuple(f"t{n}" for n in range(len(tables)))
+        return Menus(names, tables, np.full((1, 2), 10.0 * 2**20), ("HBM",), 2)
+
+    with pytest.raises(BudgetError, match=r"table 't1': .* needs 12 MiB of HBM for it, 2 MiB more than any has"):
+        assign(menus(table(1.0), table(14.0, 12.0)), seconds=1)
+    with pytest.raises(BudgetError, match=r"need 24 MiB of HBM at least, 4 MiB more .* largest are t1, t2, t0"):
+        assign(menus(table(6.0), table(9.0), table(9.0)), seconds=1)
+    with pytest.raises(BudgetError, match=r"no choice of options was found that fits 10 MiB of HBM per rank") as error:
+        assign(menus(table(6.0), table(6.0), table(6.0)), seconds=1)
+    assert not error.value.by_sums
+    assert error.value.least_bytes == 9 * 2**20
+    with pytest.raises(BudgetError, match="table 't0' has no option"):
+        assign(menus((), table(1.0)), seconds=1)
