@@ -45,7 +45,14 @@ class ProgramAnswer:
 
 
 def solve_menus_program(
-    menus: Menus, bins: Bins, *, at_most: float = np.inf, gap: float, seconds: float, nodes: int = 1_000_000
+    menus: Menus,
+    bins: Bins,
+    *,
+    at_most: float = np.inf,
+    gap: float,
+    seconds: float,
+    nodes: int = 1_000_000,
+    threads: int = 1,
 ) -> ProgramAnswer:
     """Solve the program with HiGHS.
 
@@ -55,6 +62,7 @@ def solve_menus_program(
         at_most: rating of a plan that is known; only better ones are looked for.
         gap: relative, at which the solver stops.
         seconds, nodes: after which the solver stops with what it has.
+        threads: of the solver; its answer depends on how many.
     """
     if seconds <= 0 or any(not any(_reaches(o, at_most) for o in menu) for menu in menus.options):
         return ProgramAnswer(0.0 if seconds <= 0 else np.inf, None, proven=seconds > 0)
@@ -63,6 +71,7 @@ def solve_menus_program(
     # Nodes, not time, end what takes too long, so that every machine gets the same answer.
     for name, value in {"time_limit": min(seconds, 1e6), "mip_rel_gap": gap, "mip_max_nodes": nodes}.items():
         solver.setOptionValue(name, value)
+    solver.setOptionValue("threads", threads)
     solver.run()
     status = solver.modelStatusToString(solver.getModelStatus())
     if status == "Infeasible":
@@ -128,7 +137,7 @@ class _Program:
         return len(self.upper)
 
     def loaded(self) -> Any:
-        """HiGHS with the program, on one thread."""
+        """HiGHS with the program."""
         import highspy  # takes as long to import as a small model to plan
 
         rows, columns, values = (np.concatenate(parts) for parts in self._parts)
@@ -147,7 +156,6 @@ class _Program:
         program.integrality_ = kinds
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
         solver.passModel(program)
         return solver
 
