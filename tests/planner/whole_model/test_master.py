@@ -286,3 +286,10 @@ def test_what_does_not_fit_is_named_with_its_bytes() -> None:
     assert error.value.least_bytes == 9 * 2**20
     with pytest.raises(BudgetError, match="table 't0' has no option"):
         assign(menus((), table(1.0)), seconds=1)
+
+
+def test_programs_run_whatever_number_of_threads_ran_before() -> None:
+    menus = undominated(random_menus(100, 5, 2, 2, 1.1))
+    answers = [solve_menus_program(menus, "ranks", gap=1e-9, seconds=60, threads=threads) for threads in (1, 2, 1)]
+    assert all(answer.proven for answer in answers)
+    assert [answer.bound for answer in answers] == pytest.approx([answers[0].bound] * 3)

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingPlanner
 from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -23,6 +23,7 @@ from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.solving import solve
 from flexshard.planner.torchrec.left_to_torchrec import left_tables, model_of_the_rest
+from flexshard.planner.torchrec.optimal import OptimalShardingPlanner
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
 from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
 from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table, data_type_of_torchrec, optimizer_of_torchrec
@@ -32,8 +33,8 @@ __all__ = ["FlexShardPlanner"]
 
 
 class FlexShardPlanner(ShardingPlanner):
-    """Plans every table of every ``EmbeddingCollection``; leaves other modules to TorchRec's planner, with the memory
-    that is left.
+    """Plans every table of every ``EmbeddingCollection``, and what TorchRec's sharders run (pooled tables, tables that
+    are left to it) under TorchRec's costs, with the memory that is left.
 
     Args:
         plan: to carry out, or a :class:`Problem` to solve for the model's tables; or give ``profiles``, ``cluster`` and
@@ -43,12 +44,12 @@ class FlexShardPlanner(ShardingPlanner):
         cluster: to train on, if no plan or problem is given.
         dedup_factors: DedupFactor of tables, by name as for ``profiles``; 1 for those not named.
         base: directory that a plan's profile paths are relative to: that of its job file.
-        torchrec_planner: for the other modules, with a memory limit of its own; by default TorchRec's with what the
-            plan leaves.
+        torchrec_planner: for the other modules, with a memory limit of its own; by default
+            :class:`OptimalShardingPlanner` with what the plan leaves.
         torchrec_tables: tables of an ``EmbeddingCollection`` (by their own names, or with the module's full name
-            before), or whole modules, that are left to TorchRec's planner too.
-        constraints: TorchRec's, by table; a table whose sharding types or kernels they name is left to TorchRec's
-            planner, which gets them all (a planner of yours in ``torchrec_planner`` has its own).
+            before), or whole modules, that are left to that planner too.
+        constraints: TorchRec's, by table; a table whose sharding types or kernels they name is left to that planner,
+            which gets them all (a planner of yours in ``torchrec_planner`` has its own).
         options: as for :func:`flexshard.solve`, with profiles; by default reduction is "auto" here, and the translation
             of ids is counted as on the device.
 
@@ -235,7 +236,7 @@ class FlexShardPlanner(ShardingPlanner):
         sharders: Sequence[ModuleSharder[Any]],
         tables: Mapping[tuple[str, str], EmbeddingConfig],
     ) -> dict[str, Any]:
-        """TorchRec's plan of the rest of the model, within the memory that planned tables leave."""
+        """Shardings of the rest of the model, within the memory that planned tables leave."""
         assert self._plan is not None
         plan, cluster = self._plan, self._plan.cluster
         unplanned = sum(
@@ -255,7 +256,7 @@ class FlexShardPlanner(ShardingPlanner):
         if planner is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             memory = {"hbm_cap": left} if device == "cuda" else {"ddr_cap": left}
-            planner = EmbeddingShardingPlanner(
+            planner = OptimalShardingPlanner(
                 topology=Topology(
                     world_size=cluster.world_size,
                     local_world_size=cluster.ranks_per_node,

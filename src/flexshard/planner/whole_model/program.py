@@ -72,6 +72,7 @@ def solve_menus_program(
     for name, value in {"time_limit": min(seconds, 1e6), "mip_rel_gap": gap, "mip_max_nodes": nodes}.items():
         solver.setOptionValue(name, value)
     solver.setOptionValue("threads", threads)
+    solver.resetGlobalScheduler(True)  # a process that used HiGHS with another number of threads could not use it again
     solver.run()
     status = solver.modelStatusToString(solver.getModelStatus())
     if status == "Infeasible":
