@@ -57,3 +57,19 @@ def test_elrec_compress_makes_tables_smaller_and_trains_on(tmp_path: Path) -> No
     times = re.search(r"\((\d+) times smaller\)", done.stdout)
     assert times is not None
     assert int(times[1]) >= 10
+
+
+def test_dlrm_trains_to_the_weights_of_the_unsharded_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    script = [str(ROOT / "examples" / "dlrm.py"), "--steps", "3", "--scale", "1000", "--batch-size", "64"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *script], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    moved, difference = re.findall(r"moved weights by up to (\S+), at most (\S+) from unsharded", done.stdout)[0]
+    assert float(moved) > 1e-4
+    assert float(difference) < 1e-6
+    assert float(re.findall(r"at most (\S+) % above the optimum", done.stdout)[0]) <= 1
+    assert float(re.findall(r"ms, (\S+) times ours", done.stdout)[0]) >= 1
+    assert "flex_shard 1" in done.stdout

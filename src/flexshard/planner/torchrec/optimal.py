@@ -39,6 +39,7 @@ __all__ = ["OptimalShardingPlanner"]
 
 logger = logging.getLogger(__name__)
 
+_AFTERWARDS = 0.3  # time that is needed after the search, relative to that before it
 _MEMORY = ("HBM", "host memory", "SSD")
 
 
@@ -164,7 +165,9 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         options = enumerate_options(self._enumerator, module, sharders)
         if not options:
             return ShardingPlan({})
-        seconds = self._timeout_seconds - (time.monotonic() - started) if self._timeout_seconds else np.inf
+        # What is left after options were priced; the chosen ones are priced again, and reported on.
+        used = (1 + _AFTERWARDS) * (time.monotonic() - started)
+        seconds = self._timeout_seconds - used if self._timeout_seconds else np.inf
         chosen, found = self._solve(options, reserved, max(seconds, 0.0))
         self._rating = float(NoopPerfModel(self._topology).rate(chosen))
         self._lower_bound = min(found.lower_bound, self._rating)

@@ -33,8 +33,9 @@ _SCHEDULES = (((0.02, 3e-4), 0.001), ((0.1, 1e-3), 0.005), ((0.02, 1e-3), 0.005)
 _FAR = 10.0  # times the bound: ratings that programs look at first
 _SMALL_PROGRAM = 300  # columns of a program that takes no longer than a short annealing: solved to _EXACT
 _EXACT = 5 * _SAFETY
-_NODES = 1_000
-_LARGEST_PROGRAM = 1_500  # columns, about, of a program with hosts or ranks one by one
+# Columns, about, and nodes of programs with hosts or ranks one by one: while annealing goes on, and when it is over.
+_MOST_COLUMNS, _NODES = 1_500, 1_000
+_LAST_COLUMNS, _LAST_NODES = 6_000, 2_000
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class _Master:
             self._lower = prices.bound
 
     def _search(self) -> None:
-        moves, idle, programs = _FIRST_MOVES, 0, list[Bins](["hosts", "ranks"])
+        moves, idle, last, programs = _FIRST_MOVES, 0, False, list[Bins](["hosts", "ranks"])
         small = self._flat.begin[-1] * self._menus.ranks <= _SMALL_PROGRAM
         if small:
             self._gap = min(self._gap, _EXACT)
@@ -133,7 +134,13 @@ class _Master:
                         return
             idle = 0 if better else idle + 1
             if idle >= _PATIENCE and moves == _MOST_MOVES:
-                return
+                # What annealing does not improve, the program with ranks one by one does at times; or it proves more.
+                known = self._rating
+                if last or self._best is None or not self._solve_program("ranks", _LAST_COLUMNS, _LAST_NODES):
+                    return
+                last, idle = True, 0
+                if self._rating == known or self._done():
+                    return
             moves = min(2 * moves, _MOST_MOVES)
 
     def _done(self) -> bool:
@@ -190,15 +197,15 @@ class _Master:
 
     # -- bounds
 
-    def _solve_program(self, bins: Bins) -> bool:
+    def _solve_program(self, bins: Bins, most_columns: int = _MOST_COLUMNS, nodes: int = _NODES) -> bool:
         """Raise the bound by a program, and keep what it chooses; False if there is no plan at all."""
         bins_of = {"cluster": 1, "hosts": self._menus.hosts, "ranks": self._menus.ranks}
-        if bins != "cluster" and self._flat.begin[-1] * bins_of[bins] > _LARGEST_PROGRAM:
+        if bins != "cluster" and self._flat.begin[-1] * bins_of[bins] > most_columns:
             return True
         # A plan that is better by less than the gap asked for need not be found: that there is no other is the proof.
         at_most = self._rating / (1 + self._gap) * (1 + 2 * _SAFETY)
         gap = self._gap * (0.9 if bins == "ranks" else 0.25)
-        answer = self._answer(bins, at_most, gap)
+        answer = self._answer(bins, at_most, gap, nodes)
         self._lower = max(self._lower, min(answer.bound, at_most, self._rating) * (1 - _SAFETY))
         if answer.choice is None:
             return self._best is not None or not answer.proven
@@ -207,11 +214,11 @@ class _Master:
             self._keep(self._state_of(answer.choice, [answer.ranks[t] for t in range(len(answer.choice))]))
         return True
 
-    def _answer(self, bins: Bins, at_most: float, gap: float) -> ProgramAnswer:
+    def _answer(self, bins: Bins, at_most: float, gap: float, nodes: int) -> ProgramAnswer:
         # Options that are thousands of times as dear as the others make programs hard to compute with.
         for limit in (self._lower * _FAR, np.inf) if np.isinf(at_most) else (at_most,):
             left = self._end - time.monotonic()
-            answer = solve_menus_program(self._menus, bins, at_most=limit, gap=gap, seconds=left, nodes=_NODES)
+            answer = solve_menus_program(self._menus, bins, at_most=limit, gap=gap, seconds=left, nodes=nodes)
             if answer.choice is not None or not answer.proven:
                 break
         return answer
