@@ -261,6 +261,22 @@ def test_callbacks_and_models_without_tables() -> None:
     assert str(planner.plan(model, SHARDERS)) == str(first)
 
 
+def test_why_a_table_is_where_it_is() -> None:
+    model, constraints = drawn(4, 8)
+    planner = OptimalShardingPlanner(**arguments(8, 0.5, constraints))
+    with pytest.raises(PlanError, match="no model was planned in this process"):
+        planner.explain("t3")
+    plan = planner.plan(model, SHARDERS)
+    how = plan.plan["bags"]["t3"]
+    text = planner.explain("t3")
+    assert text == planner.explain("bags.t3")
+    assert text.startswith(f"bags.t3: {how.sharding_type}/{how.compute_kernel} on ")
+    assert "one more GiB of HBM per rank would save" in text
+    assert text.count("  instead ") == 3
+    with pytest.raises(PlanError, match=r"no table 't99' in the plan; its tables are sequences\.t0, bags\.t1, "):
+        planner.explain("t99")
+
+
 class Interaction(nn.Module):
     """Sums."""
 

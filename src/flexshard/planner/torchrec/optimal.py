@@ -34,12 +34,14 @@ from flexshard.errors import BudgetError, PlanError
 from flexshard.planner.torchrec.distinct_shards import PricedOption, enumerate_options, priced, priced_in_full
 from flexshard.planner.whole_model.master import Assignment, assign
 from flexshard.planner.whole_model.menus import Menus, Option, Spread
+from flexshard.planner.whole_model.reasons import explain_table
 
 __all__ = ["OptimalShardingPlanner"]
 
 logger = logging.getLogger(__name__)
 
 _AFTERWARDS = 0.3  # time that is needed after the search, relative to that before it
+_SIMPLE = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise")
 _MEMORY = ("HBM", "host memory", "SSD")
 
 
@@ -105,6 +107,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         )
         self._enumerator: Enumerator  # TorchRec's
         self._gap, self._seed = gap, seed
+        self._solved: tuple[Menus, Assignment] | None = None
         self._rating: float | None = None
         self._lower_bound: float | None = None
 
@@ -145,6 +148,24 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             f" {self.lower_bound:.4g} ms, so this one is at most {100 * self.gap:.2f} % above the optimum"
         )
 
+    def explain(self, table: str) -> str:
+        """Why a table is where it is: its option, what its bytes are worth, the next best options; on rank 0.
+
+        Args:
+            table: with its module's full name, such as "sparse.ebc.ads"; its own name where one module has it.
+
+        Raises:
+            PlanError: nothing is planned here yet, or there is no such table.
+        """
+        if self._solved is None:
+            raise PlanError("no model was planned in this process yet; call plan, or ask rank 0")
+        menus, found = self._solved
+        named = [name for name in menus.tables if name == table or name.rpartition(".")[2] == table]
+        if len(named) != 1:
+            some = "no table" if not named else f"{len(named)} tables"
+            raise PlanError(f"there is {some} {table!r} in the plan; its tables are {', '.join(menus.tables)}")
+        return explain_table(menus, found, named[0], "ms")
+
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plan a model.
 
@@ -152,7 +173,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             PlannerError: no plan fits, with the tables and bytes that stand in the way; or as TorchRec's planner.
         """
         started = time.monotonic()
-        self._rating = self._lower_bound = None
+        self._rating = self._lower_bound = self._solved = None
         if self.plan_loader is not None and self.plan_loader.load() is not None:
             return cast("ShardingPlan", super().plan(module, sharders))
         reserved = self._storage_reservation.reserve(
@@ -208,6 +229,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         except BudgetError as error:
             kind = PlannerErrorType.INSUFFICIENT_STORAGE if error.by_sums else PlannerErrorType.STRICT_CONSTRAINTS
             raise PlannerError(f"no sharding plan fits: {error}", kind) from error
+        self._solved = (menus, found)
         chosen = [options[source] for source in found.choice]
         full = priced_in_full(self._enumerator, [each.option for each in chosen])
         for assumed, option, ranks in zip(chosen, full, found.ranks, strict=True):
@@ -286,12 +308,18 @@ def menus_of(options: Sequence[PricedOption], reserved: Topology) -> Menus:
     return Menus(
         tables=tuple(f"{path}.{name}" if path else name for path, name in tables),
         # In an order of their own: TorchRec's depends on how its sets of names happen to be ordered in a process.
-        options=tuple(tuple(sorted(menu, key=lambda option: option.name)) for menu in tables.values()),
+        options=tuple(tuple(sorted(menu, key=_simplest_first)) for menu in tables.values()),
         capacity=np.array([[getattr(s, kind) for s in storages] for kind in ("hbm", "ddr", "ssd")], np.float64),
         kinds=_MEMORY,
         ranks_per_host=reserved.intra_group_size,
         together=tuple(tuple(sorted(positions[key] for key in group)) for group in groups.values() if len(group) > 1),
     )
+
+
+def _simplest_first(option: Option) -> tuple[int, str]:
+    """Of options that cost the same the first is taken: a table whole rather than as its only column shard."""
+    sharding_type = option.name.partition("/")[0]
+    return _SIMPLE.index(sharding_type) if sharding_type in _SIMPLE else len(_SIMPLE), option.name
 
 
 def _spread(option: ShardingOption) -> Spread | None:
