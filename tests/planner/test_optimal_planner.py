@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ from torchrec.distributed.planner.shard_estimators import (  # noqa: E402
     EmbeddingStorageEstimator,
 )
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # noqa: E402
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption  # noqa: E402
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Stats  # noqa: E402
 from torchrec.distributed.types import CacheParams, ShardingPlan  # noqa: E402
 from torchrec.modules.embedding_tower import EmbeddingTower  # noqa: E402
 
@@ -275,6 +277,150 @@ def test_why_a_table_is_where_it_is() -> None:
     assert text.count("  instead ") == 3
     with pytest.raises(PlanError, match=r"no table 't99' in the plan; its tables are sequences\.t0, bags\.t1, "):
         planner.explain("t99")
+
+
+def test_columns_in_a_key_value_store_are_refused() -> None:
+    model, constraints = drawn(6, 3)
+    constraints["t1"].compute_kernels = ["key_value"]
+    constraints["t1"].sharding_types = ["column_wise", "row_wise"]
+    with pytest.raises(PlanError, match="table 't1': column_wise shards in a key-value store"):
+        OptimalShardingPlanner(**arguments(4, 8, constraints, ssd_cap=10**13)).plan(model, SHARDERS)
+
+
+def test_columns_stay_on_whole_hosts() -> None:
+    model, constraints = drawn(2, 4, largest=1e5)
+    for constraint in constraints.values():
+        constraint.sharding_types, constraint.min_partition = ["table_column_wise"], 16
+    planner = OptimalShardingPlanner(**arguments(3, 16, constraints, local=2))
+    for shardings in planner.plan(model, SHARDERS).plan.values():
+        for how in shardings.values():
+            assert set(how.ranks) <= {0, 1}
+
+
+@pytest.mark.parametrize("what", ["config", "estimator", "enumerate", "populate"])
+def test_patched_objects_of_torchrec_are_asked_as_they_are(what: str) -> None:
+    model, constraints = drawn(3, 4)
+    given = arguments(4, 8, constraints)
+
+    def enumerator() -> EmbeddingEnumerator:
+        made = EmbeddingEnumerator(given["topology"], 512, constraints)
+
+        def dearer(options: list[ShardingOption], *_: Any, **__: Any) -> None:
+            for option in options:
+                for shard in option.shards:
+                    shard.perf.fwd_compute += 1 / len(option.shards) ** 2
+
+        estimator = made._estimators[0]
+        if what == "config":
+            estimator.config.post_process_perfs = lambda shard_perfs, **_: [
+                dataclasses.replace(perf, fwd_compute=perf.fwd_compute / len(shard_perfs)) for perf in shard_perfs
+            ]
+        elif what == "estimator":
+            plain = estimator.estimate
+            estimator.estimate = lambda options, **more: (plain(options, **more), dearer(options))
+        elif what == "enumerate":
+            all_of = made.enumerate
+            made.enumerate = lambda module, sharders: [
+                o for o in all_of(module, sharders) if o.sharding_type == "row_wise"
+            ]
+        else:
+            priced = made.populate_estimates
+            made.populate_estimates = lambda options: (priced(options), dearer(options))
+        return made
+
+    theirs = EmbeddingShardingPlanner(**given, enumerator=enumerator())
+    ours = OptimalShardingPlanner(**given, enumerator=enumerator())
+    plan = ours.plan(model, SHARDERS)
+    theirs.plan(model, SHARDERS)
+    rating = NoopPerfModel(given["topology"]).rate
+    assert rating(ours._best_plan) <= rating(theirs._best_plan) * (1 + 1e-9)
+    assert ours.lower_bound <= rating(theirs._best_plan)
+    if what == "enumerate":
+        assert {how.sharding_type for shardings in plan.plan.values() for how in shardings.values()} == {"row_wise"}
+
+
+class Loader:
+    """Loads a plan, or nothing."""
+
+    def __init__(self, options: Any, context: str) -> None:
+        self.options, self.context, self.loads = options, context, 0
+
+    def load(self) -> Any:
+        self.loads += 1
+        return self.options
+
+    def plan_context_hash(self) -> str:
+        return self.context
+
+    def get_plan_id(self) -> str:
+        return "a plan"
+
+
+def test_plan_loaders_are_asked_once_and_checked() -> None:
+    model, constraints = drawn(3, 4)
+    first = OptimalShardingPlanner(**arguments(4, 8, constraints))
+    plan = first.plan(model, SHARDERS)
+    context = first.hash_planner_context_inputs_str()
+    for options in (None, {}, {option.storage_hash(): option for option in first._best_plan}):
+        loader = Loader(options, context)
+        planner = OptimalShardingPlanner(**arguments(4, 8, constraints), plan_loader=loader)
+        planner._enumerator.enumerate(model, SHARDERS)
+        assert str(planner.plan(model, SHARDERS)) == str(plan)
+        assert loader.loads == 1
+        assert (planner._rating is None) == bool(options)
+    with pytest.raises(PlannerError, match="mismatch"):
+        OptimalShardingPlanner(**arguments(4, 8, constraints), plan_loader=Loader(None, "other")).plan(model, SHARDERS)
+
+
+class Report(Stats):
+    """Keeps what is reported."""
+
+    def log(self, **what: Any) -> None:
+        self.what = what
+
+
+def test_reports_and_reservations_see_one_plan() -> None:
+    reserved = []
+
+    class Counted(FixedPercentageStorageReservation):
+        def reserve(self, *args: Any, **kwargs: Any) -> Topology:
+            reserved.append(1)
+            return super().reserve(*args, **kwargs)
+
+    model, constraints = drawn(7, 12)
+    report = Report()
+    given = arguments(8, 4, constraints) | {"storage_reservation": Counted(0.1)}
+    planner = OptimalShardingPlanner(**given, stats=report)
+    start = time.perf_counter()
+    planner.plan(model, SHARDERS)
+    took = time.perf_counter() - start
+    assert len(reserved) == 1
+    assert 0.5 * took < report.what["run_time"] <= took
+    assert report.what["enumerator"] is planner._enumerator
+    assert report.what["storage_reservation"]._percentage == 0.1
+    assert (planner._num_proposals, planner._num_plans) == (1, 1)
+    planner.plan(nn.Linear(1, 1), SHARDERS)
+    assert (planner._num_proposals, planner._num_plans) == (0, 0)
+
+
+def test_ratings_are_of_what_callbacks_leave() -> None:
+    def all_on_one(options: list[ShardingOption]) -> list[ShardingOption]:
+        for option in options:
+            for shard in option.shards:
+                shard.rank = 0
+        return options
+
+    model, constraints = drawn(3, 4)
+    planner = OptimalShardingPlanner(**arguments(4, 8, constraints), callbacks=[all_on_one])
+    planner.plan(model, SHARDERS)
+    assert planner.rating == NoopPerfModel(planner._topology).rate(planner._best_plan)
+    assert planner.gap > 0.5
+
+
+def test_a_short_time_limit_gives_a_plan() -> None:
+    model, constraints = drawn(8, 60)
+    planner = OptimalShardingPlanner(**arguments(16, 80, constraints, local=8), timeout_seconds=1)
+    assert sum(map(len, planner.plan(model, SHARDERS).plan.values())) == 60
 
 
 class Interaction(nn.Module):

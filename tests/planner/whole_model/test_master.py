@@ -63,7 +63,8 @@ def placements(option: Option, menus: Menus) -> Iterator[tuple[int, ...]]:
     elif option.spread is Spread.HOST_BLOCKS:
         blocks = len(option.perf) // per_host
         for chosen in itertools.product(range(len(hosts)), repeat=blocks):
-            if max(chosen.count(h) for h in chosen) <= -(-blocks // len(hosts)):
+            counts = [chosen.count(h) for h in range(len(hosts))]
+            if max(counts) <= min(counts) + 1:  # no host has two before every host has one
                 yield tuple(rank for h in chosen for rank in hosts[h])
     elif option.spread is Spread.ONE_HOST:
         for host in hosts:
@@ -281,7 +282,7 @@ def test_what_does_not_fit_is_named_with_its_bytes() -> None:
     with pytest.raises(BudgetError, match=r"need 24 MiB of HBM at least, 4 MiB more .* largest are t1, t2, t0"):
         assign(menus(table(6.0), table(9.0), table(9.0)), seconds=1)
     with pytest.raises(BudgetError, match=r"no choice of options was found that fits 10 MiB of HBM per rank") as error:
-        assign(menus(table(6.0), table(6.0), table(6.0)), seconds=1)
+        assign(menus(table(6.0), table(6.0), table(6.0)), seconds=60)
     assert not error.value.by_sums
     assert error.value.least_bytes == 9 * 2**20
     with pytest.raises(BudgetError, match="table 't0' has no option"):
@@ -293,3 +294,80 @@ def test_programs_run_whatever_number_of_threads_ran_before() -> None:
     answers = [solve_menus_program(menus, "ranks", gap=1e-9, seconds=60, threads=threads) for threads in (1, 2, 1)]
     assert all(answer.proven for answer in answers)
     assert [answer.bound for answer in answers] == pytest.approx([answers[0].bound] * 3)
+
+
+def option(spread: Spread, perf: list[float], memory: list[float]) -> Option:
+    return Option(spread.name, spread, np.array(perf, float), np.array([memory], float))
+
+
+def menus_of(
+    tables: list[list[Option]], capacity: list[float], per_host: int, together: tuple[tuple[int, ...], ...] = ()
+) -> Menus:
+    numbered = tuple(tuple(Option(o.name, o.spread, o.perf, o.memory, i) for i, o in enumerate(t)) for t in tables)
+    return Menus(
+        tuple(f"t{i}" for i in range(len(tables))), numbered, np.array([capacity], float), ("HBM",), per_host, together
+    )
+
+
+EVERY, BLOCKS, ONE, ANY = Spread.EVERY_RANK, Spread.HOST_BLOCKS, Spread.ONE_HOST, Spread.ANY_RANK
+
+
+@pytest.mark.parametrize(
+    "menus",
+    [
+        # The best plan is many times the bound: two tables fit, the third has a dear option alone.
+        menus_of([[option(ANY, [1], [6]), option(ANY, [30], [0])] for _ in range(3)], [10, 10], 1),
+        menus_of([[option(ANY, [1], [6]), option(ANY, [1_000], [0])] for _ in range(3)], [10, 10], 1),
+        # One rank a host.
+        menus_of([[option(ONE, [1, 1], [1, 1])], [option(EVERY, [1, 1], [1, 1])]], [3, 3], 1),
+        # A rank of no host.
+        menus_of([[option(ONE, [1, 1, 1], [1, 1, 1])]], [10, 10, 10], 2),
+        # Hosts larger than the cluster.
+        menus_of([[option(ANY, [1], [1])], [option(ANY, [1], [1])]], [1.5, 1.5], 4),
+        # More blocks than hosts, in a group of one host's tables and not.
+        menus_of([[option(BLOCKS, [1] * 4, [5] * 4)], [option(ANY, [1], [5])]], [15, 15], 2),
+        menus_of([[option(BLOCKS, [1] * 4, [1] * 4)], [option(EVERY, [5, 0, 0], [0] * 3)]], [10] * 3, 1),
+        menus_of(
+            [[option(BLOCKS, [1] * 4, [1] * 4), option(ONE, [9], [1])], [option(ONE, [1], [1])]], [10] * 4, 2, ((0, 1),)
+        ),
+        # A rank without memory, costs of nothing, shards of nothing.
+        menus_of([[option(ANY, [2], [4])], [option(ANY, [3], [4])], [option(EVERY, [0, 0], [0, 0])]], [0, 9], 1),
+        menus_of([[option(ANY, [0], [4])], [option(ONE, [0, 0], [4, 4])]], [9, 9], 2),
+    ],
+)
+def test_corners(menus: Menus) -> None:
+    allowed = [tuple(o for o in menu if len(o.perf) != 4 or not menus.together) for menu in menus.options]
+    best = exhaustive(menus.with_options(allowed) if menus.together else menus)
+    found = assign(menus, seconds=30, gap=EXACT)
+    check(menus, found)
+    assert found.rating == pytest.approx(best, rel=2 * EXACT)
+    assert found.lower_bound <= best * (1 + 2e-6)
+    kinds: tuple[Bins, ...] = ("cluster", "hosts", "ranks")
+    for bins in kinds:
+        assert solve_menus_program(undominated(menus), bins, gap=1e-9, seconds=20).bound <= best * (1 + 2e-6)
+
+
+@pytest.mark.parametrize(("seed", "scale"), [(1050, 1e5), (1001, 1e7), (1037, 1e-8), (1050, 1e-11), (1001, 1e10)])
+def test_bounds_hold_in_any_unit(seed: int, scale: float) -> None:
+    menus = random_menus(seed, 4, 2, 2, 1.5)
+    scaled = [
+        tuple(Option(o.name, o.spread, o.perf * scale, o.memory, o.source) for o in menu) for menu in menus.options
+    ]
+    best = exhaustive(menus) * scale
+    found = assign(menus.with_options(scaled), seconds=20, gap=1e-3)
+    assert found.lower_bound <= best * (1 + 2e-6)
+    assert best * (1 - 1e-9) <= found.rating <= best * (1 + 1.1e-3)
+
+
+def test_a_plan_is_found_where_few_are() -> None:
+    menus = random_menus(1035, 7, 2, 2, 1.1, groups=True)
+    exact = solve_menus_program(undominated(menus), "ranks", gap=1e-9, seconds=60)
+    found = assign(menus, seconds=60, gap=EXACT)
+    check(menus, found)
+    assert found.rating == pytest.approx(exact.bound, rel=2 * EXACT)
+
+
+def test_a_first_plan_is_waited_for() -> None:
+    found = assign(random_menus(12, 60, 2, 8, 1.3), seconds=0.0)
+    assert not found.finished
+    assert found.rating < np.inf

@@ -44,14 +44,15 @@ class PricedOption:
 
 
 def enumerate_options(
-    enumerator: Enumerator, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    enumerator: Enumerator, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], *, whole: bool = False
 ) -> list[PricedOption]:
     """The search space of an enumerator, which keeps it for whoever asks for it next, as TorchRec's does.
 
-    An enumerator or estimators of other kinds than TorchRec's own may look at an option's shards together: they are
-    asked as they are.
+    An enumerator or estimators of other kinds than TorchRec's own, or that were patched, may look at an option's shards
+    together: they are asked as they are, as with ``whole``.
     """
-    if not _by_shard_size(enumerator):
+    cached = vars(enumerator).get("_last_stored_module") is module  # what the enumerator has, it gives as it is
+    if cached or whole or not _by_shard_size(enumerator):
         return [priced(option) for option in enumerator.enumerate(module, list(sharders))]
     # A copy, so that what is changed here is not the caller's.
     shadow = cast("EmbeddingEnumerator", copy.copy(enumerator))
@@ -91,10 +92,16 @@ def _by_shard_size(enumerator: Enumerator) -> bool:
     estimators = vars(enumerator).get("_estimators", [])
     if type(enumerator) is not EmbeddingEnumerator or not all(type(estimator) in known for estimator in estimators):
         return False
-    configs = [getattr(getattr(e, "_estimator", e), "config", None) for e in estimators]
-    return all(
-        config is None or type(config).post_process_perfs is HardwarePerfConfig.post_process_perfs for config in configs
-    )
+    inner = [getattr(estimator, "_estimator", estimator) for estimator in estimators]
+    configs = [config for config in (getattr(estimator, "config", None) for estimator in inner) if config is not None]
+    patched = any(_has_own_methods(value) for value in (enumerator, *estimators, *inner, *configs))
+    alone = all(type(config).post_process_perfs is HardwarePerfConfig.post_process_perfs for config in configs)
+    return alone and not patched
+
+
+def _has_own_methods(value: Any) -> bool:
+    """Whether an object's methods were replaced on the object itself."""
+    return any(callable(getattr(type(value), name, None)) for name in vars(value))
 
 
 def _distinct(shards: Sequence[Shard]) -> tuple[list[Shard], npt.NDArray[np.int64]]:

@@ -86,7 +86,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
     ) -> None:
         named = {"proposer": proposer, "partitioner": partitioner, "performance_model": performance_model}
         for name, value in named.items():
-            if value is not None:
+            if value:
                 raise PlanError(
                     f"OptimalShardingPlanner takes no {name}: it searches options and ranks by itself; leave it out, or"
                     " use EmbeddingShardingPlanner"
@@ -171,11 +171,16 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
 
         Raises:
             PlannerError: no plan fits, with the tables and bytes that stand in the way; or as TorchRec's planner.
+            PlanError: columns of a table in a key-value store are among the options.
         """
-        started = time.monotonic()
+        started = time.perf_counter()
         self._rating = self._lower_bound = self._solved = None
-        if self.plan_loader is not None and self.plan_loader.load() is not None:
-            return cast("ShardingPlan", super().plan(module, sharders))
+        self._num_proposals = self._num_plans = 0
+        loader, loaded = self.plan_loader, None
+        if loader is not None:
+            loaded = loader.load()
+            if loaded:
+                return self._as_torchrec(module, sharders, plan_loader=_Loaded(loader, loaded))
         reserved = self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -186,14 +191,37 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         options = enumerate_options(self._enumerator, module, sharders)
         if not options:
             return ShardingPlan({})
+        if loader is not None:
+            self._loader_plan_validation(self.hash_planner_context_inputs_str(), loader.plan_context_hash())
         # What is left after options were priced; the chosen ones are priced again, and reported on.
-        used = (1 + _AFTERWARDS) * (time.monotonic() - started)
-        seconds = self._timeout_seconds - used if self._timeout_seconds else np.inf
-        chosen, found = self._solve(options, reserved, max(seconds, 0.0))
+        used = (1 + _AFTERWARDS) * (time.perf_counter() - started)
+        seconds = max(self._timeout_seconds - used, 0.0) if self._timeout_seconds else np.inf
+        found = self._solve(options, reserved, seconds)
+        chosen = self._chosen(options, found)
+        if chosen is None:  # estimators that look at an option's shards together: they are asked for everything
+            options = enumerate_options(self._enumerator, module, sharders, whole=True)
+            found = self._solve(options, reserved, seconds)
+            chosen = self._chosen(options, found)
+            if chosen is None:
+                raise PlanError("the enumerator's estimators price the same options otherwise when asked again")
         self._rating = float(NoopPerfModel(self._topology).rate(chosen))
+        only = copy.copy(self._enumerator)
+        vars(only)["enumerate"] = lambda module, sharders: chosen  # noqa: ARG005
+        plan = self._as_torchrec(
+            module,
+            sharders,
+            plan_loader=None,
+            _enumerator=only,
+            _stats=[_Timed(each, time.perf_counter() - started, self._enumerator) for each in self._stats],
+            _storage_reservation=_reserved(self._storage_reservation, reserved),
+            _proposers=[_Only(chosen)],
+            _partitioner=_AsPlaced(chosen),
+        )
+        if self._callbacks:  # which may have changed it
+            self._rating = float(NoopPerfModel(self._topology).rate(self._best_plan))
         self._lower_bound = min(found.lower_bound, self._rating)
         logger.info(self.summary)
-        return self._carried_out(module, sharders, chosen)
+        return plan
 
     def collective_plan(
         self,
@@ -206,6 +234,8 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         Raises:
             PlannerError: as :meth:`plan`, on every rank.
         """
+        if pg is None and not dist.is_initialized():
+            return cast("ShardingPlan", super().collective_plan(module, sharders, pg))  # which says what to do
         kinds = get_default_sharders() if sharders is None else sharders
 
         def planned() -> tuple[ShardingPlan, float | None, float | None]:
@@ -219,10 +249,12 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             raise PlanError("no model was planned yet; call plan or collective_plan (a loaded plan is not rated)")
         return value
 
-    def _solve(
-        self, options: Sequence[PricedOption], reserved: Topology, seconds: float
-    ) -> tuple[list[ShardingOption], Assignment]:
-        """The chosen options, with ranks, in the order of their tables."""
+    def _solve(self, options: Sequence[PricedOption], reserved: Topology, seconds: float) -> Assignment:
+        """An option and ranks for every table.
+
+        Raises:
+            PlannerError: nothing fits.
+        """
         menus = menus_of(options, reserved)
         try:
             found = assign(menus, seconds=seconds, gap=self._gap, seed=self._seed)
@@ -230,31 +262,68 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             kind = PlannerErrorType.INSUFFICIENT_STORAGE if error.by_sums else PlannerErrorType.STRICT_CONSTRAINTS
             raise PlannerError(f"no sharding plan fits: {error}", kind) from error
         self._solved = (menus, found)
+        return found
+
+    def _chosen(self, options: Sequence[PricedOption], found: Assignment) -> list[ShardingOption] | None:
+        """The chosen options with ranks, priced in full; None where that gives other costs than were planned with."""
         chosen = [options[source] for source in found.choice]
         full = priced_in_full(self._enumerator, [each.option for each in chosen])
         for assumed, option, ranks in zip(chosen, full, found.ranks, strict=True):
             actual = priced(option)
             if not np.array_equal(actual.perf, assumed.perf) or not np.array_equal(actual.storage, assumed.storage):
-                raise PlanError(
-                    f"table {option.name!r}: TorchRec prices its shards otherwise together than one by one; please"
-                    " report this, and give the enumerator an estimator of your own type meanwhile"
-                )
+                return None
             for shard, rank in zip(option.shards, ranks, strict=True):
                 shard.rank = rank
-        return full, found
+        return full
 
-    def _carried_out(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], chosen: list[ShardingOption]
+    def _as_torchrec(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], **attributes: Any
     ) -> ShardingPlan:
-        """TorchRec's planner with the chosen plan as the only one there is: its checks, callbacks and reports."""
-        enumerator: Enumerator = self._enumerator
-        only = copy.copy(enumerator)
-        vars(only)["enumerate"] = lambda module, sharders: chosen  # noqa: ARG005
-        self._enumerator, self._proposers, self._partitioner = only, [_Only(chosen)], _AsPlaced(chosen)
+        """TorchRec's planner with other parts for once: its checks, callbacks and reports of a plan that is known."""
+        before = {name: vars(self)[name] for name in attributes}
+        for name, value in attributes.items():
+            setattr(self, name, value)
         try:
             return cast("ShardingPlan", super().plan(module, sharders))
         finally:
-            self._enumerator = enumerator
+            for name, value in before.items():
+                setattr(self, name, value)
+
+
+class _Loaded:
+    """A plan loader that has loaded already."""
+
+    def __init__(self, loader: PlanLoader, options: Any) -> None:
+        self._loader, self._options = loader, options
+
+    def load(self) -> Any:
+        """What was loaded."""
+        return self._options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Timed(Stats):  # type: ignore[misc]
+    """Reports that know how long the search took, and the enumerator that was asked."""
+
+    def __init__(self, stats: Stats, seconds: float, enumerator: Enumerator) -> None:
+        self._stats, self._seconds, self._enumerator = stats, seconds, enumerator
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As the report that it stands for."""
+        if "run_time" in kwargs:
+            kwargs["run_time"] += self._seconds
+        if "enumerator" in kwargs:
+            kwargs["enumerator"] = self._enumerator
+        self._stats.log(*args, **kwargs)
+
+
+def _reserved(reservation: StorageReservation, topology: Topology) -> StorageReservation:
+    """A reservation that has been made: it is not asked twice."""
+    made = copy.copy(reservation)
+    vars(made)["reserve"] = lambda *args, **kwargs: topology  # noqa: ARG005
+    return made
 
 
 class _Only(Proposer):  # type: ignore[misc]
@@ -299,8 +368,11 @@ def menus_of(options: Sequence[PricedOption], reserved: Topology) -> Menus:
             groups.setdefault(option.dependency, set()).add(key)
         spread = _spread(option)
         if spread is None:
-            tables.setdefault(key, [])
-            continue
+            raise PlanError(
+                f"table {option.name!r}: column_wise shards in a key-value store need ranks of their own, which"
+                " OptimalShardingPlanner does not look for; constrain the table to other sharding types or kernels, or"
+                " use EmbeddingShardingPlanner"
+            )
         name = f"{option.sharding_type}/{option.compute_kernel}"
         tables.setdefault(key, []).append(Option(name, spread, each.perf, each.storage, source))
     positions = {key: position for position, key in enumerate(tables)}
@@ -309,7 +381,7 @@ def menus_of(options: Sequence[PricedOption], reserved: Topology) -> Menus:
         tables=tuple(f"{path}.{name}" if path else name for path, name in tables),
         # In an order of their own: TorchRec's depends on how its sets of names happen to be ordered in a process.
         options=tuple(tuple(sorted(menu, key=_simplest_first)) for menu in tables.values()),
-        capacity=np.array([[getattr(s, kind) for s in storages] for kind in ("hbm", "ddr", "ssd")], np.float64),
+        capacity=np.maximum([[getattr(s, kind) for s in storages] for kind in ("hbm", "ddr", "ssd")], 0.0),
         kinds=_MEMORY,
         ranks_per_host=reserved.intra_group_size,
         together=tuple(tuple(sorted(positions[key] for key in group)) for group in groups.values() if len(group) > 1),

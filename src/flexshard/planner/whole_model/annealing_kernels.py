@@ -105,13 +105,12 @@ def lay(
     if spread != 3:
         number = world // per_host
         blocks = count // per_host if spread == 1 else 1
-        most = (blocks + number - 1) // number
         taken = np.zeros(number, np.int64)
         for block in range(blocks):
             chosen, least = 0, np.inf
             for host in range(number):
-                if taken[host] >= most or (group >= 0 and hosts[group] >= 0 and hosts[group] != host):
-                    continue
+                if taken[host] > block // number or (group >= 0 and hosts[group] >= 0 and hosts[group] != host):
+                    continue  # no host has two blocks before every host has one
                 harm = 0.0
                 for local in range(per_host):
                     shard = first + block * per_host + local if spread == 1 else first + local % count

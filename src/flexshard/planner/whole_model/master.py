@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import has_numba
 from flexshard.planner.whole_model.annealing import Annealing, State, flat, place, rating
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound, priced_options, totals
 from flexshard.planner.whole_model.menus import Menus, undominated
@@ -25,13 +26,14 @@ __all__ = ["Assignment", "assign"]
 
 _SAFETY = 1e-6  # what HiGHS may be off by
 _FIRST_MOVES, _MOST_MOVES = 30_000, 2_000_000
-_PART = 20_000  # moves between two looks at the clock
+_PART, _PLAIN_PART = 20_000, 200  # moves between two looks at the clock, compiled and not
+_TINY = 1e-12  # instead of a bound of 0
 _PATIENCE = 6  # rounds of most moves without a better plan, after which none is expected
 _AIMS = (1.02, 1.1, 1.3, 2.0, 4.0, 16.0)  # times the bound: asked for in turn until a plan is found
 # Temperatures at the beginning and the end, and steps by which the rating asked for falls, in turn.
 _SCHEDULES = (((0.02, 3e-4), 0.001), ((0.1, 1e-3), 0.005), ((0.02, 1e-3), 0.005))
-_FAR = 10.0  # times the bound: ratings that programs look at first
-_SMALL_PROGRAM = 300  # columns of a program that takes no longer than a short annealing: solved to _EXACT
+_FAR = (10.0, 1e4)  # times the bound: ratings that programs look at, one after the other, while no plan is known
+_SMALL_PROGRAM = 300  # columns, about, of a program that is solved to _EXACT, whatever gap was asked for
 _EXACT = 5 * _SAFETY
 # Columns, about, and nodes of programs with hosts or ranks one by one: while annealing goes on, and when it is over.
 _MOST_COLUMNS, _NODES = 1_500, 1_000
@@ -92,6 +94,7 @@ class _Master:
         self._state: State | None = None
         self._start: tuple[int, ...] | None = None  # sources of the last program's choice
         self._timed_out = False
+        self._refuted: Bins | None = None  # with ranks added up like this, nothing fits
 
     def solve(self) -> Assignment:
         if not self._menus.options:
@@ -101,17 +104,20 @@ class _Master:
         self._look_at(self._menus)
         if not np.isfinite(self._lower):
             raise budget_error(self._given, refuted=True)
-        if not self._solve_program("cluster"):
-            raise budget_error(self._given, refuted=True)
-        self._search()
+        self._solve_program("cluster")
+        if self._refuted is None:
+            self._search()
         if self._best is None:
-            raise budget_error(self._given, refuted=False)
+            by_sums, unknown = self._refuted == "cluster", self._refuted is None and self._timed_out
+            raise budget_error(self._given, refuted=by_sums, timed_out=unknown)
         choice, ranks = self._best
         return Assignment(choice, ranks, self._rating, self._lower, finished=not self._timed_out)
 
     def _look_at(self, menus: Menus) -> None:
         """Go on with these menus."""
         self._menus, self._flat, self._sums = menus, flat(menus), totals(menus)
+        finite = np.where(np.isfinite(self._sums.perf), self._sums.perf, 0.0)
+        self._anything = float(finite.max(axis=1, initial=0.0).sum()) * 2 + _TINY
         prices = lagrangian_bound(menus, self._sums)
         self._per_byte = prices.per_byte
         if self._best is None:  # later menus lack options: what they allow bounds better plans only
@@ -119,36 +125,39 @@ class _Master:
 
     def _search(self) -> None:
         moves, idle, last, programs = _FIRST_MOVES, 0, False, list[Bins](["hosts", "ranks"])
-        small = self._flat.begin[-1] * self._menus.ranks <= _SMALL_PROGRAM
-        if small:
-            self._gap = min(self._gap, _EXACT)
         for number in range(1_000):
             better = self._anneal(number, moves)
-            if self._done():
-                return
             if self._best is not None:
                 self._drop_hopeless()
-                if programs and (number or small):
-                    self._solve_program(programs.pop(0))
-                    if self._done():
-                        return
+            small = self._flat.begin[-1] * self._menus.ranks <= _SMALL_PROGRAM
+            if small:
+                self._gap = min(self._gap, _EXACT)
+            if self._done(number):
+                return
+            if programs and (small or number > (0 if self._best is not None else len(_AIMS))):
+                self._solve_program(programs.pop(0))
+                if self._done(number):
+                    return
             idle = 0 if better else idle + 1
-            if idle >= _PATIENCE and moves == _MOST_MOVES:
+            if self._best is None and not programs and number > 2 * len(_AIMS):
+                return
+            if idle >= _PATIENCE and moves == _MOST_MOVES and not programs:
                 # What annealing does not improve, the program with ranks one by one does at times; or it proves more.
                 known = self._rating
-                if last or self._best is None or not self._solve_program("ranks", _LAST_COLUMNS, _LAST_NODES):
+                if last or self._best is None:
                     return
+                self._solve_program("ranks", _LAST_COLUMNS, _LAST_NODES)
                 last, idle = True, 0
-                if self._rating == known or self._done():
+                if self._done(number) or self._rating == known:
                     return
             moves = min(2 * moves, _MOST_MOVES)
 
-    def _done(self) -> bool:
-        """Whether the plan is good enough, or time is up."""
-        if self._rating <= self._lower * (1 + self._gap):
-            return True
+    def _done(self, number: int) -> bool:
+        """Whether the plan is good enough, there is none, or time is up: the first plan is waited for, some rounds."""
         self._timed_out = self._timed_out or time.monotonic() >= self._end
-        return self._timed_out
+        if self._best is None:
+            return self._refuted is not None or (self._timed_out and number >= len(_AIMS))
+        return self._timed_out or self._rating <= self._lower * (1 + self._gap)
 
     # -- plans
 
@@ -157,7 +166,8 @@ class _Master:
         heat, step = _SCHEDULES[number % len(_SCHEDULES)]
         state = self._state
         if state is None:
-            aim = max(self._lower, 1e-12) * _AIMS[min(number, len(_AIMS) - 1)]
+            # At last, anything that memory holds.
+            aim = max(self._lower, _TINY) * _AIMS[number] if number < len(_AIMS) else self._anything
         else:
             aim = self._rating * (1 - step)
         if state is None or number % 2 == 0:
@@ -165,8 +175,9 @@ class _Master:
         floor = self._lower * (1 + _SAFETY)
         seed = self._seed * 1_000 + number
         annealing = Annealing(self._flat, state, aim=aim, floor=floor, moves=moves, seed=seed, heat=heat, step=step)
-        while annealing.run(_PART):
-            if time.monotonic() >= self._end:
+        while annealing.run(_PART if has_numba() else _PLAIN_PART):
+            if self._best is not None and time.monotonic() >= self._end:
+                self._timed_out = True
                 break
         return annealing.plan is not None and self._keep(annealing.plan)
 
@@ -197,31 +208,38 @@ class _Master:
 
     # -- bounds
 
-    def _solve_program(self, bins: Bins, most_columns: int = _MOST_COLUMNS, nodes: int = _NODES) -> bool:
-        """Raise the bound by a program, and keep what it chooses; False if there is no plan at all."""
+    def _solve_program(self, bins: Bins, most_columns: int = _MOST_COLUMNS, nodes: int = _NODES) -> None:
+        """Raise the bound by a program, and keep what it chooses."""
         bins_of = {"cluster": 1, "hosts": self._menus.hosts, "ranks": self._menus.ranks}
         if bins != "cluster" and self._flat.begin[-1] * bins_of[bins] > most_columns:
-            return True
+            return
         # A plan that is better by less than the gap asked for need not be found: that there is no other is the proof.
         at_most = self._rating / (1 + self._gap) * (1 + 2 * _SAFETY)
         gap = self._gap * (0.9 if bins == "ranks" else 0.25)
         answer = self._answer(bins, at_most, gap, nodes)
-        self._lower = max(self._lower, min(answer.bound, at_most, self._rating) * (1 - _SAFETY))
+        self._lower = max(self._lower, min(answer.bound, self._rating) * (1 - _SAFETY))
         if answer.choice is None:
-            return self._best is not None or not answer.proven
+            return
         self._start = tuple(menu[i].source for menu, i in zip(self._menus.options, answer.choice, strict=True))
         if answer.ranks:
             self._keep(self._state_of(answer.choice, [answer.ranks[t] for t in range(len(answer.choice))]))
-        return True
 
     def _answer(self, bins: Bins, at_most: float, gap: float, nodes: int) -> ProgramAnswer:
         # Options that are thousands of times as dear as the others make programs hard to compute with.
-        for limit in (self._lower * _FAR, np.inf) if np.isinf(at_most) else (at_most,):
+        for limit in [self._lower * far for far in _FAR] if np.isinf(at_most) else [at_most]:
             left = self._end - time.monotonic()
             answer = solve_menus_program(self._menus, bins, at_most=limit, gap=gap, seconds=left, nodes=nodes)
+            self._timed_out = self._timed_out or time.monotonic() >= self._end
             if answer.choice is not None or not answer.proven:
                 break
-        return answer
+        if np.isinf(at_most) and answer.choice is None and answer.proven:
+            # Nothing of a rating that programs can look at; whether memory allows anything at all.
+            left = self._end - time.monotonic()
+            answer = solve_menus_program(self._menus, bins, gap=gap, seconds=left, nodes=nodes, costs=False)
+            if answer.choice is None and answer.proven:
+                self._refuted = bins
+            return replace(answer, bound=limit)
+        return replace(answer, bound=min(answer.bound, limit))
 
     def _state_of(self, indices: Sequence[int], ranks: Sequence[Sequence[int]]) -> State:
         """A plan as the arrays that annealing works on."""
@@ -243,7 +261,7 @@ class _Master:
         priced = priced_options(self._sums, self._rating, self._per_byte)
         least = priced.min(axis=1)
         others = least.sum() - self._per_byte @ self._menus.capacity.sum(axis=1)
-        keep = (others - least[:, None] + priced) / self._menus.ranks < self._rating
+        keep = (others - least[:, None] + priced) / self._menus.ranks < self._rating * (1 + 1e-9)
         sources, ranks = self._best
         indices = []
         kept = []

@@ -60,7 +60,7 @@ class Menus:
         capacity: bytes of each rank, by kind of memory; shape (kinds, ranks).
         kinds: names of the kinds of memory.
         ranks_per_host: consecutive ranks that make a host.
-        together: groups of tables (by position) that must share one host.
+        together: groups of tables (by position) that must share one host; they have options that lie on one alone.
     """
 
     tables: tuple[str, ...]
@@ -98,14 +98,18 @@ def undominated(menus: Menus) -> Menus:
     An option is beaten by one with as many shards, none of which costs or weighs more, and which may lie where this one
     may. On a single host a block is a shard for every rank, and one host is any rank.
     """
-    single, grouped = menus.hosts == 1, {table for group in menus.together for table in group}
+    single = menus.ranks == menus.ranks_per_host  # ranks that are left over are of no host
+    grouped = set() if single else {table for group in menus.together for table in group}
     room = menus.capacity.max(axis=1, initial=0.0)
     kept = []
     for table, menu in enumerate(menus.options):
-        free = single and table not in grouped
-        usable = [_spread_out(option, free, menus.ranks) for option in menu if _fits(option, menus, room)]
+        usable = [
+            _spread_out(option, single, menus.ranks)
+            for option in menu
+            if _fits(option, menus, room) and (table not in grouped or _on_one_host(option, menus))
+        ]
         kept.append(tuple(option for i, option in enumerate(usable) if not _beaten(i, usable)))
-    return _binding(replace(menus, options=tuple(kept)))
+    return _binding(replace(menus, options=tuple(kept), together=() if single else menus.together))
 
 
 def _binding(menus: Menus) -> Menus:
@@ -135,6 +139,8 @@ def _spread_out(option: Option, single_host: bool, ranks: int) -> Option:
 def _fits(option: Option, menus: Menus, room: FloatArray) -> bool:
     """Whether there is a place for each of the shards by itself."""
     shards = len(option.perf)
+    if not shards:
+        return False
     if option.spread is Spread.EVERY_RANK:
         return shards == menus.ranks and bool((option.memory <= menus.capacity).all())
     if option.spread is Spread.HOST_BLOCKS and (menus.hosts == 0 or shards % menus.ranks_per_host):
@@ -142,6 +148,13 @@ def _fits(option: Option, menus: Menus, room: FloatArray) -> bool:
     if option.spread is Spread.ONE_HOST and menus.hosts == 0:
         return False
     return bool((option.memory.max(axis=1, initial=0.0) <= room).all())
+
+
+def _on_one_host(option: Option, menus: Menus) -> bool:
+    """Whether an option of a table that must share a host with others lies on one."""
+    return option.spread is Spread.ONE_HOST or (
+        option.spread is Spread.HOST_BLOCKS and len(option.perf) == menus.ranks_per_host
+    )
 
 
 def _beaten(index: int, menu: Sequence[Option]) -> bool:

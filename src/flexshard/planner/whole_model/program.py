@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from flexshard.errors import SolverError
+from flexshard.planner.whole_model.lagrangian import lagrangian_bound
 from flexshard.planner.whole_model.menus import Menus, Option, Spread
 
 __all__ = ["Bins", "ProgramAnswer", "solve_menus_program"]
@@ -53,6 +55,7 @@ def solve_menus_program(
     seconds: float,
     nodes: int = 1_000_000,
     threads: int = 1,
+    costs: bool = True,
 ) -> ProgramAnswer:
     """Solve the program with HiGHS.
 
@@ -63,22 +66,35 @@ def solve_menus_program(
         gap: relative, at which the solver stops.
         seconds, nodes: after which the solver stops with what it has.
         threads: of the solver; its answer depends on how many.
+        costs: whether they are looked at; otherwise any plan will do that memory allows, and the bound is 0.
     """
     if seconds <= 0 or any(not any(_reaches(o, at_most) for o in menu) for menu in menus.options):
         return ProgramAnswer(0.0 if seconds <= 0 else np.inf, None, proven=seconds > 0)
-    build = _Program(menus, bins, at_most)
+    # Ratings near 1: the solver's tolerances are absolute.
+    unit = (at_most if np.isfinite(at_most) else lagrangian_bound(menus).bound) or 1.0
+    if not np.isfinite(unit):
+        return ProgramAnswer(np.inf, None, proven=True)
+    if not costs:
+        unit = np.inf  # whatever costs is nothing then
+    build = _Program(menus, bins, at_most, unit)
     solver = build.loaded()
     # Nodes, not time, end what takes too long, so that every machine gets the same answer.
-    for name, value in {"time_limit": min(seconds, 1e6), "mip_rel_gap": gap, "mip_max_nodes": nodes}.items():
+    for name, value in {
+        "time_limit": min(seconds, 1e6),
+        "mip_rel_gap": gap,
+        "mip_abs_gap": 0.0,
+        "mip_max_nodes": nodes,
+    }.items():
         solver.setOptionValue(name, value)
     solver.setOptionValue("threads", threads)
-    solver.resetGlobalScheduler(True)  # a process that used HiGHS with another number of threads could not use it again
+    # A process that used HiGHS with another number of threads could not use it again.
+    solver.resetGlobalScheduler(True)
     solver.run()
     status = solver.modelStatusToString(solver.getModelStatus())
     if status == "Infeasible":
         return ProgramAnswer(np.inf, None, proven=True)
     info = solver.getInfo()
-    bound = float(info.mip_dual_bound) if np.isfinite(info.mip_dual_bound) else 0.0
+    bound = float(info.mip_dual_bound) * unit if costs and np.isfinite(info.mip_dual_bound) else 0.0
     if info.primal_solution_status != _FEASIBLE:
         return ProgramAnswer(bound, None)
     values = np.array(solver.getSolution().col_value)
@@ -92,16 +108,15 @@ def _reaches(option: Option, rating: float) -> bool:
 class _Program:
     """Rows and columns as they are added; column 0 is the rating, in which every column's cost is bounded."""
 
-    def __init__(self, menus: Menus, bins: Bins, at_most: float) -> None:
-        self._menus, self._bins = menus, bins
+    def __init__(self, menus: Menus, bins: Bins, at_most: float, unit: float) -> None:
+        self._menus, self._bins, self._unit = menus, bins, unit
         self._width = {"cluster": menus.ranks, "hosts": menus.ranks_per_host, "ranks": 1}[bins]
-        if bins == "hosts" and menus.ranks % menus.ranks_per_host:
+        if bins == "hosts" and (menus.hosts == 0 or menus.ranks % menus.ranks_per_host):
             self._width = menus.ranks
             self._bins = "cluster"
         self._count = menus.ranks // self._width
-        self._by_host = self._bins != "cluster" and menus.hosts > 0
         self._parts: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
-        self.upper: list[float] = [at_most]
+        self.upper: list[float] = [at_most / unit if np.isfinite(at_most) else np.inf]
         self.low: list[float] = []
         self.high: list[float] = []
         self._choices: dict[int, tuple[int, int]] = {}  # column: table, option
@@ -157,7 +172,8 @@ class _Program:
         program.integrality_ = kinds
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
-        solver.passModel(program)
+        if solver.passModel(program) == highspy.HighsStatus.kError:
+            raise SolverError("HiGHS refuses the program of the whole model; please report this with the model")
         return solver
 
     def answer(self, values: IntArray, bound: float, proven: bool) -> ProgramAnswer:
@@ -195,13 +211,13 @@ class _Program:
     def _put_loads(self, column: int, bins: Any, perf: Any, memory: FloatArray) -> None:
         """What one unit of a column adds to bins; ``perf`` (bins,), ``memory`` (kinds, bins)."""
         bins = np.atleast_1d(bins)
-        self._put(self._load + bins, column, perf)
+        self._put(self._load + bins, column, np.asarray(perf) / self._unit)
         for kind, first in enumerate(self._room):
             self._put(first + bins, column, memory[kind] / self._scale[kind])
 
     def _add_group(self, group: Sequence[int]) -> None:
         """Hosts of tables that must share one: a column a host, one of which is 1."""
-        if not self._by_host:
+        if self._bins == "cluster":
             return
         row = self._add_rows(1, 1.0, 1.0)
         columns = [self._add_column(1.0) for _ in range(self._menus.hosts)]
@@ -213,7 +229,7 @@ class _Program:
         column = self._add_column(1.0)
         self._choices[column] = (table, index)
         self._put(self._pick + table, column, 1.0)
-        self._put(self._dearest + table, column, float(option.perf.max(initial=0.0)))
+        self._put(self._dearest + table, column, float(option.perf.max(initial=0.0)) / self._unit)
         if option.spread is Spread.EVERY_RANK:
             width, count = self._width, self._count
             self._put_loads(
@@ -222,7 +238,7 @@ class _Program:
                 option.perf.reshape(count, width).sum(axis=1),
                 option.memory.reshape(len(option.memory), count, width).sum(axis=2),
             )
-        elif not self._by_host:
+        elif self._bins == "cluster":
             self._put_loads(column, 0, option.perf.sum(), option.memory.sum(axis=1, keepdims=True))
         elif option.spread is Spread.ANY_RANK:
             self._add_shards(table, index, column, option, range(self._count))
@@ -244,7 +260,11 @@ class _Program:
             if table in self._group_hosts:
                 link = self._add_rows(1, -np.inf, 0.0)
                 self._put(link, place, 1.0)
-                self._put(link, self._group_hosts[table][host], -1.0)
+                self._put(link, self._group_hosts[table][host], -float(most))
+            if blocks >= menus.hosts:  # every host has as many before any has one more
+                link = self._add_rows(1, 0.0, np.inf)
+                self._put(link, place, 1.0)
+                self._put(link, column, -float(blocks // menus.hosts))
             bins = np.arange(host * ranks_of_host, (host + 1) * ranks_of_host)
             if option.spread is Spread.HOST_BLOCKS:
                 # Blocks of an option are alike; the least of each place keeps the bound where they are not.
@@ -256,7 +276,7 @@ class _Program:
                     perf.reshape(ranks_of_host, self._width).sum(axis=1),
                     memory.reshape(len(memory), ranks_of_host, self._width).sum(axis=2),
                 )
-            elif self._width == per_host:
+            elif self._bins == "hosts":
                 self._put_loads(place, host, option.perf.sum(), option.memory.sum(axis=1, keepdims=True))
             else:
                 self._add_shards(table, index, place, option, bins)

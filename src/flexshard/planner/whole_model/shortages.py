@@ -13,12 +13,13 @@ __all__ = ["budget_error"]
 _NAMED = 3
 
 
-def budget_error(menus: Menus, *, refuted: bool) -> BudgetError:
+def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> BudgetError:
     """The tables, and by how many bytes they are too large, as far as a table or sums over all of them show it.
 
     Args:
         menus: all that was given.
         refuted: whether sums over all ranks have shown that nothing fits.
+        timed_out: whether it was not looked for to the end.
     """
     room, mean = menus.capacity, menus.capacity.mean(axis=1)
     least = [  # of each kind of memory, what each table needs in all
@@ -26,6 +27,9 @@ def budget_error(menus: Menus, *, refuted: bool) -> BudgetError:
         for kind in range(len(menus.kinds))
     ]
     by_sums = refuted or any(needs.sum() > room[kind].sum() for kind, needs in enumerate(least))
+    # A table all of whose options are, in some kind of memory, larger than all ranks together.
+    total = room.sum(axis=1)
+    by_sums |= any(menu and all((o.memory.sum(axis=1) > total).any() for o in menu) for menu in menus.options)
     per_rank = max((float(needs.sum()) / menus.ranks for needs in least), default=0.0)
     for name, menu in zip(menus.tables, menus.options, strict=True):
         if not menu:
@@ -50,6 +54,10 @@ def budget_error(menus: Menus, *, refuted: bool) -> BudgetError:
                 f" {units.format_bytes(beyond)} more than all ranks have; the largest are {largest}",
                 per_rank,
             )
+    if timed_out and not by_sums:
+        return BudgetError(
+            "no plan that fits was found before time was up, and there may be one; allow more time", per_rank, by_sums
+        )
     amounts = " and ".join(
         f"{units.format_bytes(float(mean[kind]))} of {name}" for kind, name in enumerate(menus.kinds)
     )
