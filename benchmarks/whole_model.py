@@ -33,7 +33,7 @@ from flexshard import OptimalShardingPlanner
 from flexshard._internal import as_text, new_grid
 from flexshard.errors import BudgetError
 from flexshard.planner.torchrec.distinct_shards import enumerate_options
-from flexshard.planner.torchrec.optimal import menus_of
+from flexshard.planner.torchrec.search_space import menus_of
 from flexshard.planner.whole_model.annealing import State, flat, rating
 from flexshard.planner.whole_model.master import assign
 from flexshard.planner.whole_model.menus import Menus, Option, Spread, undominated

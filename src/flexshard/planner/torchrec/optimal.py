@@ -16,24 +16,23 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
-    PartitionByType,
-    Partitioner,
     PlanLoader,
     PlannerError,
     PlannerErrorType,
-    Proposer,
     ShardingOption,
     Stats,
     StorageReservation,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from flexshard._internal import on_first_rank
 from flexshard.errors import BudgetError, PlanError
 from flexshard.planner.torchrec.distinct_shards import PricedOption, enumerate_options, priced, priced_in_full
+from flexshard.planner.torchrec.known_plan import AsPlaced, Loaded, Only, Timed, reserved
+from flexshard.planner.torchrec.search_space import menus_of
 from flexshard.planner.whole_model.master import Assignment, assign
-from flexshard.planner.whole_model.menus import Menus, Option, Spread
+from flexshard.planner.whole_model.menus import Menus
 from flexshard.planner.whole_model.reasons import explain_table
 
 __all__ = ["OptimalShardingPlanner"]
@@ -41,8 +40,6 @@ __all__ = ["OptimalShardingPlanner"]
 logger = logging.getLogger(__name__)
 
 _AFTERWARDS = 0.3  # time that is needed after the search, relative to that before it
-_SIMPLE = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise")
-_MEMORY = ("HBM", "host memory", "SSD")
 
 
 class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  # TorchRec has no types
@@ -180,8 +177,8 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         if loader is not None:
             loaded = loader.load()
             if loaded:
-                return self._as_torchrec(module, sharders, plan_loader=_Loaded(loader, loaded))
-        reserved = self._storage_reservation.reserve(
+                return self._as_torchrec(module, sharders, plan_loader=Loaded(loader, loaded))
+        topology = self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
             module=module,
@@ -196,11 +193,11 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         # What is left after options were priced; the chosen ones are priced again, and reported on.
         used = (1 + _AFTERWARDS) * (time.perf_counter() - started)
         seconds = max(self._timeout_seconds - used, 0.0) if self._timeout_seconds else np.inf
-        found = self._solve(options, reserved, seconds)
+        found = self._solve(options, topology, seconds)
         chosen = self._chosen(options, found)
         if chosen is None:  # estimators that look at an option's shards together: they are asked for everything
             options = enumerate_options(self._enumerator, module, sharders, whole=True)
-            found = self._solve(options, reserved, seconds)
+            found = self._solve(options, topology, seconds)
             chosen = self._chosen(options, found)
             if chosen is None:
                 raise PlanError("the enumerator's estimators price the same options otherwise when asked again")
@@ -212,10 +209,10 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             sharders,
             plan_loader=None,
             _enumerator=only,
-            _stats=[_Timed(each, time.perf_counter() - started, self._enumerator) for each in self._stats],
-            _storage_reservation=_reserved(self._storage_reservation, reserved),
-            _proposers=[_Only(chosen)],
-            _partitioner=_AsPlaced(chosen),
+            _stats=[Timed(each, time.perf_counter() - started, self._enumerator) for each in self._stats],
+            _storage_reservation=reserved(self._storage_reservation, topology),
+            _proposers=[Only(chosen)],
+            _partitioner=AsPlaced(chosen),
         )
         if self._callbacks:  # which may have changed it
             self._rating = float(NoopPerfModel(self._topology).rate(self._best_plan))
@@ -288,121 +285,3 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
-
-
-class _Loaded:
-    """A plan loader that has loaded already."""
-
-    def __init__(self, loader: PlanLoader, options: Any) -> None:
-        self._loader, self._options = loader, options
-
-    def load(self) -> Any:
-        """What was loaded."""
-        return self._options
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class _Timed(Stats):  # type: ignore[misc]
-    """Reports that know how long the search took, and the enumerator that was asked."""
-
-    def __init__(self, stats: Stats, seconds: float, enumerator: Enumerator) -> None:
-        self._stats, self._seconds, self._enumerator = stats, seconds, enumerator
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """As the report that it stands for."""
-        if "run_time" in kwargs:
-            kwargs["run_time"] += self._seconds
-        if "enumerator" in kwargs:
-            kwargs["enumerator"] = self._enumerator
-        self._stats.log(*args, **kwargs)
-
-
-def _reserved(reservation: StorageReservation, topology: Topology) -> StorageReservation:
-    """A reservation that has been made: it is not asked twice."""
-    made = copy.copy(reservation)
-    vars(made)["reserve"] = lambda *args, **kwargs: topology  # noqa: ARG005
-    return made
-
-
-class _Only(Proposer):  # type: ignore[misc]
-    """Proposes one plan."""
-
-    def __init__(self, options: list[ShardingOption]) -> None:
-        self._left: list[list[ShardingOption]] = [options]
-
-    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Nothing: what is proposed is known."""
-
-    def feedback(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: there is no second proposal."""
-
-    def propose(self) -> list[ShardingOption] | None:
-        """The plan, once."""
-        return self._left.pop() if self._left else None
-
-
-class _AsPlaced(Partitioner):  # type: ignore[misc]
-    """Puts shards where they were put."""
-
-    def __init__(self, options: Sequence[ShardingOption]) -> None:
-        self._ranks = [[shard.rank for shard in option.shards] for option in options]
-
-    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:  # noqa: ARG002
-        """The proposal with its ranks."""
-        for option, ranks in zip(proposal, self._ranks, strict=True):
-            for shard, rank in zip(option.shards, ranks, strict=True):
-                shard.rank = rank
-        return proposal
-
-
-def menus_of(options: Sequence[PricedOption], reserved: Topology) -> Menus:
-    """Menus of a search space, on the ranks of a topology from which storage is reserved."""
-    tables: dict[tuple[str, str], list[Option]] = {}
-    groups: dict[str, set[tuple[str, str]]] = {}
-    for source, each in enumerate(options):
-        option = each.option
-        key = (option.path, option.name)
-        if option.dependency is not None:
-            groups.setdefault(option.dependency, set()).add(key)
-        spread = _spread(option)
-        if spread is None:
-            raise PlanError(
-                f"table {option.name!r}: column_wise shards in a key-value store need ranks of their own, which"
-                " OptimalShardingPlanner does not look for; constrain the table to other sharding types or kernels, or"
-                " use EmbeddingShardingPlanner"
-            )
-        name = f"{option.sharding_type}/{option.compute_kernel}"
-        tables.setdefault(key, []).append(Option(name, spread, each.perf, each.storage, source))
-    positions = {key: position for position, key in enumerate(tables)}
-    storages = [device.storage for device in reserved.devices]
-    return Menus(
-        tables=tuple(f"{path}.{name}" if path else name for path, name in tables),
-        # In an order of their own: TorchRec's depends on how its sets of names happen to be ordered in a process.
-        options=tuple(tuple(sorted(menu, key=_simplest_first)) for menu in tables.values()),
-        capacity=np.maximum([[getattr(s, kind) for s in storages] for kind in ("hbm", "ddr", "ssd")], 0.0),
-        kinds=_MEMORY,
-        ranks_per_host=reserved.intra_group_size,
-        together=tuple(tuple(sorted(positions[key] for key in group)) for group in groups.values() if len(group) > 1),
-    )
-
-
-def _simplest_first(option: Option) -> tuple[int, str]:
-    """Of options that cost the same the first is taken: a table whole rather than as its only column shard."""
-    sharding_type = option.name.partition("/")[0]
-    return _SIMPLE.index(sharding_type) if sharding_type in _SIMPLE else len(_SIMPLE), option.name
-
-
-def _spread(option: ShardingOption) -> Spread | None:
-    """Where TorchRec lays an option's shards; None for columns in a key-value store, which need ranks of their own."""
-    if option.partition_by == PartitionByType.UNIFORM.value:
-        return Spread.EVERY_RANK
-    if option.partition_by == PartitionByType.MULTI_HOST.value:
-        return Spread.HOST_BLOCKS
-    if option.partition_by == PartitionByType.HOST.value:
-        by_row = option.sharding_type == ShardingType.TABLE_ROW_WISE.value
-        return Spread.HOST_BLOCKS if by_row else Spread.ONE_HOST
-    if option.sharding_type == ShardingType.COLUMN_WISE.value and option.compute_kernel == "key_value":
-        return None
-    return Spread.ANY_RANK
