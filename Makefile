@@ -91,12 +91,14 @@ bench: $(VENV)/.bench
 
 bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.torchrec_planner
+	$(VENV)/bin/python -m benchmarks.whole_model
 	$(VENV)/bin/python -m benchmarks.torchrec_row_wise
 	$(VENV)/bin/python -m benchmarks.table_groups
 	$(VENV)/bin/python -m benchmarks.translation
 	$(VENV)/bin/python -m benchmarks.step_memory
 	$(VENV)/bin/python -m benchmarks.lookups
 	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_sharding_tests "$(CHECKOUT)")
+	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_planner_tests "$(CHECKOUT)")
 	$(if $(CHECKOUT),$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) pandas && $(VENV)/bin/python -m benchmarks.bert4rec "$(CHECKOUT)")
 
 bench-recd: $(VENV)/.bench

@@ -1,5 +1,5 @@
-"""Which placement to choose: problems, methods, plans and their proofs, the frontier, baselines, compression; the
-planner that TorchRec's DistributedModelParallel takes (torchrec/).
+"""Which placement to choose: problems, methods, plans and their proofs, the frontier, baselines, compression; whole
+models of any sharding types (whole_model/); the planners that TorchRec's DistributedModelParallel takes (torchrec/).
 
 May import: embeddings, errors, units, _internal, topologies, profiling, tables, costmodels. No torch but in torchrec/.
 """

@@ -25,8 +25,8 @@ from flexshard.planner.whole_model.shortages import budget_error
 __all__ = ["Assignment", "assign"]
 
 _SAFETY = 1e-6  # what HiGHS may be off by
-_FIRST_MOVES, _MOST_MOVES = 30_000, 2_000_000
-_PART, _PLAIN_PART = 20_000, 200  # moves between two looks at the clock, compiled and not
+# Moves of the first round, of the longest, and between two looks at the clock: compiled, and in Python.
+_MOVES, _PLAIN_MOVES = (30_000, 2_000_000, 20_000), (1_000, 20_000, 200)
 _TINY = 1e-12  # instead of a bound of 0
 _PATIENCE = 6  # rounds of most moves without a better plan, after which none is expected
 _AIMS = (1.02, 1.1, 1.3, 2.0, 4.0, 16.0)  # times the bound: asked for in turn until a plan is found
@@ -124,7 +124,8 @@ class _Master:
             self._lower = prices.bound
 
     def _search(self) -> None:
-        moves, idle, last, programs = _FIRST_MOVES, 0, False, list[Bins](["hosts", "ranks"])
+        moves, most, _ = _MOVES if has_numba() else _PLAIN_MOVES
+        idle, last, programs = 0, False, list[Bins](["hosts", "ranks"])
         for number in range(1_000):
             better = self._anneal(number, moves)
             if self._best is not None:
@@ -141,7 +142,7 @@ class _Master:
             idle = 0 if better else idle + 1
             if self._best is None and not programs and number > 2 * len(_AIMS):
                 return
-            if idle >= _PATIENCE and moves == _MOST_MOVES and not programs:
+            if idle >= _PATIENCE and moves == most and not programs:
                 # What annealing does not improve, the program with ranks one by one does at times; or it proves more.
                 known = self._rating
                 if last or self._best is None:
@@ -150,7 +151,7 @@ class _Master:
                 last, idle = True, 0
                 if self._done(number) or self._rating == known:
                     return
-            moves = min(2 * moves, _MOST_MOVES)
+            moves = min(2 * moves, most)
 
     def _done(self, number: int) -> bool:
         """Whether the plan is good enough, there is none, or time is up: the first plan is waited for, some rounds."""
@@ -175,7 +176,8 @@ class _Master:
         floor = self._lower * (1 + _SAFETY)
         seed = self._seed * 1_000 + number
         annealing = Annealing(self._flat, state, aim=aim, floor=floor, moves=moves, seed=seed, heat=heat, step=step)
-        while annealing.run(_PART if has_numba() else _PLAIN_PART):
+        part = (_MOVES if has_numba() else _PLAIN_MOVES)[2]
+        while annealing.run(part):
             if self._best is not None and time.monotonic() >= self._end:
                 self._timed_out = True
                 break
