@@ -196,7 +196,7 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
     per_row = {one["rows"]: one["look_up"] for one in measured["tables"]}[200_000]
     assert planned.predicted.look_up_seconds > 0
     assert len(measured["tables"]) == 1  # both tables are of one size
-    assert per_row[1] > 0
+    assert sum(per_row[1:]) > 0  # per row or per byte: the fit of one round may give it all to either
     (tmp_path / "step.yaml").write_text(job.read_text() + "rates: dense.yaml\n")
     assert "rates decide nothing without dense" in bad(tmp_path, "plan", "step.yaml", "-o", "x.json")
     text = job.read_text().replace(
