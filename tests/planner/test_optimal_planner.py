@@ -33,6 +33,7 @@ from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder 
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology  # noqa: E402
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator  # noqa: E402
+from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimator as PatchedEstimator  # noqa: E402
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner  # noqa: E402
 from torchrec.distributed.planner.perf_models import NoopPerfModel  # noqa: E402
 from torchrec.distributed.planner.proposers import GreedyProposer  # noqa: E402
@@ -337,6 +338,25 @@ def test_patched_objects_of_torchrec_are_asked_as_they_are(what: str) -> None:
     assert ours.lower_bound <= rating(theirs._best_plan)
     if what == "enumerate":
         assert {how.sharding_type for shardings in plan.plan.values() for how in shardings.values()} == {"row_wise"}
+
+
+def test_estimators_whose_class_was_patched_are_asked_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PatchedEstimator.estimate
+
+    def dearer(self: Any, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
+        plain(self, sharding_options, sharder_data_map)
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.perf.fwd_compute += 1 / len(option.shards) ** 2
+
+    monkeypatch.setattr(PatchedEstimator, "estimate", dearer)
+    model, constraints = drawn(3, 4)
+    given = arguments(4, 8, constraints)
+    ours, theirs = OptimalShardingPlanner(**given), EmbeddingShardingPlanner(**given)
+    ours.plan(model, SHARDERS)
+    theirs.plan(model, SHARDERS)
+    assert ours.rating <= NoopPerfModel(given["topology"]).rate(theirs._best_plan) * (1 + 1e-9)
+    assert any(len(option.shards) > 1 for option in ours._best_plan)
 
 
 class Loader:

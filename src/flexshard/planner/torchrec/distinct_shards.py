@@ -51,6 +51,8 @@ def enumerate_options(
     An enumerator or estimators of other kinds than TorchRec's own, or that were patched, may look at an option's shards
     together: they are asked as they are, as with ``whole``.
     """
+    if whole:  # not what was priced by size before
+        vars(enumerator)["_last_stored_module"] = None
     cached = vars(enumerator).get("_last_stored_module") is module  # what the enumerator has, it gives as it is
     if cached or whole or not _by_shard_size(enumerator):
         return [priced(option) for option in enumerator.enumerate(module, list(sharders))]
@@ -94,14 +96,16 @@ def _by_shard_size(enumerator: Enumerator) -> bool:
         return False
     inner = [getattr(estimator, "_estimator", estimator) for estimator in estimators]
     configs = [config for config in (getattr(estimator, "config", None) for estimator in inner) if config is not None]
-    patched = any(_has_own_methods(value) for value in (enumerator, *estimators, *inner, *configs))
+    patched = any(_is_patched(value) for value in (enumerator, *estimators, *inner, *configs))
     alone = all(type(config).post_process_perfs is HardwarePerfConfig.post_process_perfs for config in configs)
     return alone and not patched
 
 
-def _has_own_methods(value: Any) -> bool:
-    """Whether an object's methods were replaced on the object itself."""
-    return any(callable(getattr(type(value), name, None)) for name in vars(value))
+def _is_patched(value: Any) -> bool:
+    """Whether methods were replaced, on the object itself or on its class."""
+    own = any(callable(getattr(type(value), name, None)) for name in vars(value))
+    asked = (getattr(type(value), name, None) for name in ("enumerate", "populate_estimates", "estimate"))
+    return own or any(method is not None and not method.__module__.startswith("torchrec.") for method in asked)
 
 
 def _distinct(shards: Sequence[Shard]) -> tuple[list[Shard], npt.NDArray[np.int64]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 from torchrec.distributed.planner import Topology
@@ -34,7 +33,7 @@ class Loaded:
         return getattr(self._loader, name)
 
 
-class Timed(Stats):  # type: ignore[misc]
+class Timed(Stats):  # type: ignore[misc]  # TorchRec has no types
     """Reports that know how long the search took, and the enumerator that was asked."""
 
     def __init__(self, stats: Stats, seconds: float, enumerator: Enumerator) -> None:
@@ -52,11 +51,11 @@ class Timed(Stats):  # type: ignore[misc]
 def reserved(reservation: StorageReservation, topology: Topology) -> StorageReservation:
     """A reservation that has been made: it is not asked twice."""
     made = copy.copy(reservation)
-    vars(made)["reserve"] = lambda *args, **kwargs: topology  # noqa: ARG005
+    vars(made)["reserve"] = lambda *args, **kwargs: topology  # noqa: ARG005 - as it is called
     return made
 
 
-class Only(Proposer):  # type: ignore[misc]
+class Only(Proposer):  # type: ignore[misc]  # TorchRec has no types
     """Proposes one plan."""
 
     def __init__(self, options: list[ShardingOption]) -> None:
@@ -73,15 +72,9 @@ class Only(Proposer):  # type: ignore[misc]
         return self._left.pop() if self._left else None
 
 
-class AsPlaced(Partitioner):  # type: ignore[misc]
-    """Puts shards where they were put."""
+class AsPlaced(Partitioner):  # type: ignore[misc]  # TorchRec has no types
+    """Leaves shards where they are: what is proposed has ranks."""
 
-    def __init__(self, options: Sequence[ShardingOption]) -> None:
-        self._ranks = [[shard.rank for shard in option.shards] for option in options]
-
-    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:  # noqa: ARG002
-        """The proposal with its ranks."""
-        for option, ranks in zip(proposal, self._ranks, strict=True):
-            for shard, rank in zip(option.shards, ranks, strict=True):
-                shard.rank = rank
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:  # noqa: ARG002 - as of TorchRec
+        """The proposal."""
         return proposal

@@ -31,7 +31,7 @@ from flexshard.errors import BudgetError, PlanError
 from flexshard.planner.torchrec.distinct_shards import PricedOption, enumerate_options, priced, priced_in_full
 from flexshard.planner.torchrec.known_plan import AsPlaced, Loaded, Only, Timed, reserved
 from flexshard.planner.torchrec.search_space import menus_of
-from flexshard.planner.whole_model.master import Assignment, assign
+from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
 from flexshard.planner.whole_model.menus import Menus
 from flexshard.planner.whole_model.reasons import explain_table
 
@@ -133,9 +133,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         Raises:
             PlanError: nothing is planned yet, or the plan was loaded.
         """
-        if self.rating <= self.lower_bound:
-            return 0.0
-        return self.rating / self.lower_bound - 1 if self.lower_bound > 0 else np.inf
+        return relative_gap(self.rating, self.lower_bound)
 
     @property
     def summary(self) -> str:
@@ -173,11 +171,9 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         started = time.perf_counter()
         self._rating = self._lower_bound = self._solved = None
         self._num_proposals = self._num_plans = 0
-        loader, loaded = self.plan_loader, None
-        if loader is not None:
-            loaded = loader.load()
-            if loaded:
-                return self._as_torchrec(module, sharders, plan_loader=Loaded(loader, loaded))
+        loader = self.plan_loader
+        if loader is not None and (loaded := loader.load()):
+            return self._as_torchrec(module, sharders, plan_loader=Loaded(loader, loaded))
         topology = self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -203,7 +199,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
                 raise PlanError("the enumerator's estimators price the same options otherwise when asked again")
         self._rating = float(NoopPerfModel(self._topology).rate(chosen))
         only = copy.copy(self._enumerator)
-        vars(only)["enumerate"] = lambda module, sharders: chosen  # noqa: ARG005
+        vars(only)["enumerate"] = lambda module, sharders: chosen  # noqa: ARG005 - called by name
         plan = self._as_torchrec(
             module,
             sharders,
@@ -212,7 +208,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             _stats=[Timed(each, time.perf_counter() - started, self._enumerator) for each in self._stats],
             _storage_reservation=reserved(self._storage_reservation, topology),
             _proposers=[Only(chosen)],
-            _partitioner=AsPlaced(chosen),
+            _partitioner=AsPlaced(),
         )
         if self._callbacks:  # which may have changed it
             self._rating = float(NoopPerfModel(self._topology).rate(self._best_plan))

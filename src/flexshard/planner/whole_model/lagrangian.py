@@ -91,14 +91,16 @@ def lagrangian_bound(menus: Menus, sums: Totals | None = None) -> Prices:
     low, high = least, max(least, float(finite.max()), average(np.inf)[0])
     if not np.isfinite(high):
         return Prices(np.inf, np.zeros(len(menus.kinds)))
-    if average(low)[0] > low:
+    value, prices = average(low)
+    if value > low:
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             if average(middle)[0] > middle:
                 low = middle
             else:
                 high = middle
-    return Prices(low, average(low)[1] if np.isfinite(average(low)[0]) else average(high)[1])
+        value, prices = average(low)
+    return Prices(low, prices if np.isfinite(value) else average(high)[1])
 
 
 def _dual(perf: FloatArray, memory: FloatArray, room: FloatArray, ranks: int) -> tuple[float, FloatArray]:

@@ -22,7 +22,7 @@ from flexshard.planner.whole_model.menus import Menus, undominated
 from flexshard.planner.whole_model.program import Bins, ProgramAnswer, solve_menus_program
 from flexshard.planner.whole_model.shortages import budget_error
 
-__all__ = ["Assignment", "assign"]
+__all__ = ["Assignment", "assign", "relative_gap"]
 
 _SAFETY = 1e-6  # what HiGHS may be off by
 # Moves of the first round, of the longest, and between two looks at the clock: compiled, and in Python.
@@ -61,9 +61,14 @@ class Assignment:
     @property
     def gap(self) -> float:
         """By what part of the optimum the rating can exceed it at most."""
-        if self.rating <= self.lower_bound:
-            return 0.0
-        return self.rating / self.lower_bound - 1 if self.lower_bound > 0 else np.inf
+        return relative_gap(self.rating, self.lower_bound)
+
+
+def relative_gap(rating: float, lower_bound: float) -> float:
+    """By what part of the bound a rating exceeds it."""
+    if rating <= lower_bound:
+        return 0.0
+    return rating / lower_bound - 1 if lower_bound > 0 else np.inf
 
 
 def assign(menus: Menus, *, seconds: float, gap: float = 0.01, seed: int = 0) -> Assignment:

@@ -34,14 +34,12 @@ class ProgramAnswer:
     Attributes:
         bound: no plan has a smaller rating; infinite if there is no plan of at most the rating asked for.
         choice: option of each table in the best solution; None where none was found.
-        hosts: by table, the hosts of the blocks that are chosen, where bins are hosts or ranks.
         ranks: by table, the rank of each shard, where bins are ranks.
         proven: whether the solver came to its end.
     """
 
     bound: float
     choice: tuple[int, ...] | None
-    hosts: dict[int, list[int]] = field(default_factory=dict)
     ranks: dict[int, list[int]] = field(default_factory=dict)
     proven: bool = False
 
@@ -179,16 +177,11 @@ class _Program:
     def answer(self, values: IntArray, bound: float, proven: bool) -> ProgramAnswer:
         """Read a solution; ``values`` of the columns after the rating."""
         choice = [0] * len(self._menus.options)
-        hosts: dict[int, list[int]] = {}
-        ranks: dict[int, list[int]] = {}
         for column, (table, index) in self._choices.items():
             if values[column - 1]:
                 choice[table] = index
-        for column, (table, host) in self._blocks.items():
-            hosts.setdefault(table, []).extend([host] * int(values[column - 1]))
-        if self._bins == "ranks":
-            ranks = self._ranks(values, choice, hosts)
-        return ProgramAnswer(bound, tuple(choice), {t: h for t, h in hosts.items() if h}, ranks, proven)
+        ranks = self._ranks(values, choice) if self._bins == "ranks" else {}
+        return ProgramAnswer(bound, tuple(choice), ranks, proven)
 
     # -- rows and columns
 
@@ -294,8 +287,11 @@ class _Program:
                 self._put(row, share, 1.0)
                 self._put_loads(share, place, option.perf[first], option.memory[:, first : first + 1])
 
-    def _ranks(self, values: IntArray, choice: Sequence[int], hosts: dict[int, list[int]]) -> dict[int, list[int]]:
+    def _ranks(self, values: IntArray, choice: Sequence[int]) -> dict[int, list[int]]:
         """The rank of each shard of the chosen options."""
+        hosts: dict[int, list[int]] = {}
+        for column, (table, host) in self._blocks.items():
+            hosts.setdefault(table, []).extend([host] * int(values[column - 1]))
         counted: dict[tuple[int, int], list[int]] = {}
         for column, (table, number, place) in self._shards.items():
             counted.setdefault((table, number), []).extend([place] * int(values[column - 1]))
