@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,28 @@ def random_menus(seed: int, tables: int, hosts: int, per_host: int, tight: float
     return Menus(names, tuple(menus), np.floor(capacity), ("HBM", "host"), per_host, ((0, 1),) if groups else ())
 
 
+def with_phases(menus: Menus, seed: int, loads: int = 3) -> Menus:
+    """The same with several kinds of load, and a charge for each sharding type."""
+    rng = np.random.default_rng(seed)
+    names = ["row_wise", "table_row_wise", "table_column_wise", "table_wise", "column_wise"]
+    split = [
+        tuple(
+            Option(
+                o.name,
+                o.spread,
+                o.perf * rng.dirichlet(np.ones(loads))[:, None],
+                o.memory,
+                o.source,
+                names.index(o.name.partition("/")[0]) - 1,
+            )
+            for o in menu
+        )
+        for menu in menus.options
+    ]
+    charges = tuple(rng.uniform(0, 3, len(names) - 1))
+    return replace(menus, options=tuple(split), loads=tuple(map(str, range(loads))), charges=charges)
+
+
 def placements(option: Option, menus: Menus) -> Iterator[tuple[int, ...]]:
     """Every way of laying an option's shards on ranks."""
     ranks, per_host = menus.ranks, menus.ranks_per_host
@@ -61,72 +84,76 @@ def placements(option: Option, menus: Menus) -> Iterator[tuple[int, ...]]:
     if option.spread is Spread.EVERY_RANK:
         yield tuple(range(ranks))
     elif option.spread is Spread.HOST_BLOCKS:
-        blocks = len(option.perf) // per_host
+        blocks = option.shards // per_host
         for chosen in itertools.product(range(len(hosts)), repeat=blocks):
             counts = [chosen.count(h) for h in range(len(hosts))]
             if max(counts) <= min(counts) + 1:  # no host has two before every host has one
                 yield tuple(rank for h in chosen for rank in hosts[h])
     elif option.spread is Spread.ONE_HOST:
         for host in hosts:
-            yield from itertools.product(host, repeat=len(option.perf))
+            yield from itertools.product(host, repeat=option.shards)
     else:
-        yield from itertools.product(range(ranks), repeat=len(option.perf))
+        yield from itertools.product(range(ranks), repeat=option.shards)
 
 
 def exhaustive(menus: Menus) -> float:
     """The best rating of all plans; infinite if none fits."""
     best = np.inf
     ranks = menus.ranks
-    ways: list[list[tuple[FloatArray, FloatArray, int]]] = []
+    ways: list[list[tuple[FloatArray, FloatArray, int, int]]] = []
     for menu in menus.options:
         table = {}
         for option in menu:
             for where in placements(option, menus):
-                load = np.bincount(where, option.perf, ranks)
+                load = np.array([np.bincount(where, p, ranks) for p in option.perf])
                 used = np.array([np.bincount(where, m, ranks) for m in option.memory])
-                table[load.tobytes() + used.tobytes(), where[0] // menus.ranks_per_host] = (
-                    load,
-                    used,
-                    where[0] // menus.ranks_per_host,
-                )
+                host = where[0] // menus.ranks_per_host
+                table[load.tobytes() + used.tobytes(), host, option.charge] = (load, used, host, option.charge)
         ways.append(list(table.values()))
 
-    def descend(table: int, load: FloatArray, used: FloatArray, hosts: dict[int, int]) -> None:
+    def descend(table: int, load: FloatArray, used: FloatArray, hosts: dict[int, int], paid: frozenset[int]) -> None:
         nonlocal best
-        if load.max() >= best or (used > menus.capacity).any():
+        cost = float(load.max(axis=1).sum()) + sum(menus.charges[charge] for charge in paid)
+        if cost >= best or (used > menus.capacity).any():
             return
         if table == len(ways):
-            best = float(load.max())
+            best = cost
             return
         group = next((g for g in menus.together if table in g), None)
-        for more, bytes_, host in ways[table]:
+        for more, bytes_, host, charge in ways[table]:
             if group is not None and hosts.get(group[0], host) != host:
                 continue
-            descend(table + 1, load + more, used + bytes_, hosts if group is None else hosts | {group[0]: host})
+            chosen = hosts if group is None else hosts | {group[0]: host}
+            descend(table + 1, load + more, used + bytes_, chosen, paid | ({charge} - {-1}))
 
-    descend(0, np.zeros(ranks), np.zeros(menus.capacity.shape), {})
+    descend(0, np.zeros((len(menus.loads), ranks)), np.zeros(menus.capacity.shape), {}, frozenset())
     return best
 
 
 def check(menus: Menus, found: Assignment) -> None:
     """Whether an assignment is one, and rated as it says."""
-    load, used = np.zeros(menus.ranks), np.zeros(menus.capacity.shape)
+    load, used, paid = np.zeros((len(menus.loads), menus.ranks)), np.zeros(menus.capacity.shape), set()
     for table, (menu, source, where) in enumerate(zip(menus.options, found.choice, found.ranks, strict=True)):
         option = next(o for o in menu if o.source == source)
-        assert len(where) == len(option.perf)
+        assert len(where) == option.shards
         assert where in set(placements(option, menus)), (table, option.name, where)
-        load += np.bincount(where, option.perf, menus.ranks)
+        load += np.array([np.bincount(where, p, menus.ranks) for p in option.perf])
+        paid |= {option.charge} - {-1}
         used += np.array([np.bincount(where, m, menus.ranks) for m in option.memory])
     assert (used <= menus.capacity).all()
-    assert found.rating == pytest.approx(load.max(), rel=1e-12)
+    cost = load.max(axis=1).sum() + sum(menus.charges[charge] for charge in paid)
+    assert found.rating == pytest.approx(cost, rel=1e-12)
     for group in menus.together:
         assert len({found.ranks[t][0] // menus.ranks_per_host for t in group}) == 1
 
 
+@pytest.mark.parametrize("phases", [False, True])
 @pytest.mark.parametrize("seed", range(36))
-def test_plans_of_small_models_are_the_best_of_all(seed: int) -> None:
+def test_plans_of_small_models_are_the_best_of_all(seed: int, phases: bool) -> None:
     tight = (1.05, 1.4, 3.0)[seed % 3]
     menus = random_menus(seed, 3, *((2, 2), (1, 3), (3, 1))[seed // 3 % 3], tight, groups=seed % 4 == 3)
+    if phases:
+        menus = with_phases(menus, seed)
     best = exhaustive(menus)
     if np.isinf(best):
         with pytest.raises(BudgetError):
@@ -143,6 +170,8 @@ def test_plans_of_small_models_are_the_best_of_all(seed: int) -> None:
 def test_plans_of_small_models_are_the_mixed_integer_optimum(seed: int) -> None:
     tight = (1.1, 1.5, 4.0)[seed % 3]
     menus = random_menus(seed, 5 + seed % 3, 2, 2, tight, groups=seed % 5 == 0)
+    if seed % 2:
+        menus = with_phases(menus, seed)
     exact = solve_menus_program(undominated(menus), "ranks", gap=1e-9, seconds=60)
     assert exact.proven
     if exact.choice is None:
@@ -157,7 +186,8 @@ def test_plans_of_small_models_are_the_mixed_integer_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_bound_is_below_the_best_plan(seed: int) -> None:
-    menus = undominated(random_menus(seed, 3, 2, 2, (1.1, 1.6)[seed % 2], groups=seed % 3 == 0))
+    menus = random_menus(seed, 3, 2, 2, (1.1, 1.6)[seed % 2], groups=seed % 3 == 0)
+    menus = undominated(with_phases(menus, seed) if seed % 4 > 1 else menus)
     best = exhaustive(menus)
     assert lagrangian_bound(menus).bound <= best * (1 + 1e-9)
     bounds = []
@@ -221,16 +251,19 @@ def test_annealing_in_parts_is_annealing_at_once() -> None:
     assert rating(problem, plans[0]) == fill[0].max()
 
 
-def test_annealing_is_the_same_without_compiled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phases", [False, True])
+def test_annealing_is_the_same_without_compiled_loops(phases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     from flexshard.planner.whole_model import annealing, annealing_kernels
 
     menus = undominated(random_menus(7, 4, 2, 2, 1.5, groups=True))
+    menus = with_phases(menus, 7) if phases else menus
     problem = flat(menus)
     results = []
     for plain in (False, True):
         if plain:
-            for name in ("_draw", "_excess", "_energy", "_add", "_harm", "lay", "_busy_table", "_agree"):
+            helpers = ("_draw", "_excess", "_energy", "_within_memory", "_slowest", "_ask_for", "_add", "_harm")
+            for name in (*helpers, "lay", "_busy_table", "_agree"):
                 monkeypatch.setattr(annealing_kernels, name, getattr(annealing_kernels, name).py_func)
             monkeypatch.setattr(annealing, "lay", annealing_kernels.lay)
             monkeypatch.setattr(annealing, "anneal_moves", annealing_kernels.anneal_moves.py_func)
@@ -336,7 +369,7 @@ EVERY, BLOCKS, ONE, ANY = Spread.EVERY_RANK, Spread.HOST_BLOCKS, Spread.ONE_HOST
     ],
 )
 def test_corners(menus: Menus) -> None:
-    allowed = [tuple(o for o in menu if len(o.perf) != 4 or not menus.together) for menu in menus.options]
+    allowed = [tuple(o for o in menu if o.shards != 4 or not menus.together) for menu in menus.options]
     best = exhaustive(menus.with_options(allowed) if menus.together else menus)
     found = assign(menus, seconds=30, gap=EXACT)
     check(menus, found)

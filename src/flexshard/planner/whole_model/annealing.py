@@ -2,6 +2,7 @@
 
 A state has an option for every table and a rank for every shard; it is as bad as ranks cost more than the rating asked
 for, and hold more than their memory. Whenever nothing is too much, the plan is kept and a lower rating is asked for.
+Where several kinds of load make the rating, each has a share of what is asked for, as in the best plan.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ __all__ = ["Annealing", "Flat", "State", "flat", "place", "rating"]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_TILT, _LEAST_LOAD = 0.1, 0.05
 _MEMORY = 2.0  # weight of a rank's memory beyond capacity beside cost beyond the rating, both relative
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Menus as arrays. What shards weigh and ranks hold has cost first, then each kind of memory.
+    """Menus as arrays. What shards weigh and ranks hold has each kind of load first, then each kind of memory.
 
     Attributes:
         spread, first, shards: of each option: its :class:`Spread`, its first shard, and how many it has.
-        weights: of each shard of each option; shape (1 + kinds, shards).
+        weights: of each shard of each option; shape (loads + kinds, shards).
         begin: first option of each table; shape (tables + 1,).
         slot: first place of each table in ``State.ranks``; shape (tables + 1,).
         group: number of the group of tables on one host that a table is in, or -1.
         capacity: shape (kinds, ranks).
         per_host: ranks of a host.
+        charge: of each option: which one it pays, or the last, which is nothing.
+        charges: shape (charges + 1,).
     """
 
     spread: IntArray
@@ -46,6 +50,13 @@ class Flat:
     group: IntArray
     capacity: FloatArray
     per_host: int
+    charge: IntArray
+    charges: FloatArray
+
+    @property
+    def loads(self) -> int:
+        """Kinds of load."""
+        return len(self.weights) - len(self.capacity)
 
 
 class State(NamedTuple):
@@ -59,9 +70,9 @@ class State(NamedTuple):
 def flat(menus: Menus) -> Flat:
     """Arrays of menus."""
     options = [option for _, option in menus.pairs()]
-    shards = np.array([len(option.perf) for option in options], np.int64)
+    shards = np.array([option.shards for option in options], np.int64)
     sizes = np.array([len(menu) for menu in menus.options], np.int64)
-    most = np.array([max(len(option.perf) for option in menu) for menu in menus.options], np.int64)
+    most = np.array([max(option.shards for option in menu) for menu in menus.options], np.int64)
     group = np.full(len(menus.options), -1, np.int64)
     for number, tables in enumerate(menus.together):
         group[list(tables)] = number
@@ -69,12 +80,14 @@ def flat(menus: Menus) -> Flat:
         spread=np.array([option.spread for option in options], np.int64),
         first=_starts(shards)[:-1],
         shards=shards,
-        weights=np.concatenate([np.concatenate([option.perf[None], option.memory]) for option in options], axis=1),
+        weights=np.concatenate([np.concatenate([option.perf, option.memory]) for option in options], axis=1),
         begin=_starts(sizes),
         slot=_starts(most),
         group=group,
         capacity=menus.capacity,
         per_host=menus.ranks_per_host,
+        charge=np.array([option.charge % (len(menus.charges) + 1) for option in options], np.int64),
+        charges=np.array([*menus.charges, 0.0]),
     )
 
 
@@ -83,7 +96,7 @@ def _starts(sizes: IntArray) -> IntArray:
 
 
 def held(problem: Flat, state: State) -> FloatArray:
-    """Cost and bytes of each rank, added up anew; shape (1 + kinds, ranks)."""
+    """Cost and bytes of each rank, added up anew; shape (loads + kinds, ranks)."""
     counts = problem.shards[state.choice]
     shards = np.concatenate([np.arange(f, f + c) for f, c in zip(problem.first[state.choice], counts, strict=True)])
     where = np.concatenate([state.ranks[s : s + c] for s, c in zip(problem.slot, counts, strict=False)])
@@ -92,15 +105,26 @@ def held(problem: Flat, state: State) -> FloatArray:
 
 
 def rating(problem: Flat, state: State) -> float:
-    """Cost of the slowest rank; infinite where a rank holds more than it may."""
-    fill = held(problem, state)
-    return float(fill[0].max(initial=0.0)) if (fill[1:] <= problem.capacity).all() else np.inf
+    """Cost of the slowest rank, kind by kind of load, and charges; infinite where a rank holds more than it may."""
+    fill, loads = held(problem, state), problem.loads
+    cost = float(fill[:loads].max(axis=1, initial=0.0).sum()) + paid(problem, state)
+    return cost if (fill[loads:] <= problem.capacity).all() else np.inf
 
 
-def _limits(problem: Flat, aim: float) -> tuple[FloatArray, FloatArray]:
-    """What ranks may hold, and what a unit beyond that counts."""
-    limit = np.concatenate([np.full((1, problem.capacity.shape[1]), aim), problem.capacity])
-    per_unit = np.concatenate([[1.0 / aim], _MEMORY / np.maximum(problem.capacity.mean(axis=1), 1.0)])
+def paid(problem: Flat, state: State) -> float:
+    """Charges of a state."""
+    return float(problem.charges[np.unique(problem.charge[state.choice])].sum())
+
+
+def _limits(problem: Flat, aim: float, shares: FloatArray, charged: float = 0.0) -> tuple[FloatArray, FloatArray]:
+    """What ranks may hold, and what a unit beyond that counts; ``shares`` of the kinds of load in what charges leave of
+    ``aim``.
+    """
+    loads, ranks = problem.loads, problem.capacity.shape[1]
+    left = max(aim - charged, aim * _LEAST_LOAD)
+    each = left * shares / shares.sum() if loads > 1 and shares.sum() > 0 else np.full(loads, left / loads)
+    limit = np.concatenate([np.repeat(each[:, None], ranks, axis=1), problem.capacity])
+    per_unit = np.concatenate([[1.0 / aim] * loads, _MEMORY / np.maximum(problem.capacity.mean(axis=1), 1.0)])
     return limit, per_unit
 
 
@@ -108,7 +132,8 @@ def place(problem: Flat, choice: IntArray, aim: float) -> State:
     """Lay chosen options on ranks: what stands on every rank first, then those with the largest shards first."""
     groups = int(problem.group.max(initial=-1)) + 1
     state = State(choice.astype(np.int64), np.zeros(int(problem.slot[-1]), np.int64), np.full(groups, -1, np.int64))
-    limit, per_unit = _limits(problem, aim)
+    shards = np.concatenate([np.arange(problem.first[o], problem.first[o] + problem.shards[o]) for o in choice])
+    limit, per_unit = _limits(problem, aim, problem.weights[: problem.loads, shards].sum(axis=1))
     size = (problem.weights * per_unit[:, None]).max(axis=0)
     largest = [size[problem.first[o] : problem.first[o] + problem.shards[o]].max() for o in choice]
     order = np.lexsort((np.arange(len(choice)), -np.array(largest), problem.spread[choice]))
@@ -154,7 +179,14 @@ class Annealing:
         self._best = State(*(array.copy() for array in state))
         self._random = np.array([(seed * 2_654_435_761 + 1) % 2_147_483_646 + 1], np.int64)
         self._fill = held(problem, state)
-        self._limit, self._per_unit = _limits(problem, aim)
+        allowed = paid(problem, state)
+        self._asked = np.array([aim, allowed])
+        used = np.bincount(problem.charge[state.choice], minlength=len(problem.charges))
+        self._used = used.astype(np.int64)
+        # Shares that differ from round to round, since the best plan's need not be the best shares.
+        tilt = np.exp(_TILT * np.random.default_rng(seed).standard_normal(problem.loads))
+        shares = self._fill[: problem.loads].max(axis=1, initial=0.0) * tilt
+        self._limit, self._per_unit = _limits(problem, aim, shares, allowed)
         self._done, self._found = 0, np.inf
 
     def run(self, moves: int) -> bool:
@@ -164,8 +196,9 @@ class Annealing:
         menus = (problem.spread, problem.first, problem.shards, problem.weights)
         tables = (problem.begin, problem.slot, problem.group, problem.per_host)
         ranks = (self._fill, self._limit, self._per_unit)
+        charges = (problem.loads, problem.charge, problem.charges, self._used, self._asked)
         course = (self._floor, self._found, self._done, part, self._moves, *self._heat, self._step)
-        arguments = (*menus, *tables, *self._work, *self._best, *ranks, *course, self._random)
+        arguments = (*menus, *tables, *self._work, *self._best, *ranks, *charges, *course, self._random)
         self._found = anneal_moves(*arguments)
         self._done += part
         return self._done < self._moves and self._found > self._floor

@@ -1,8 +1,9 @@
 """Compiled loops of annealing; in Python, and some hundred times as slowly, where numba is not installed.
 
-Arrays are those of ``annealing.Flat`` and ``annealing.State``. ``fill`` is what ranks hold, cost first and then each
-kind of memory, ``limit`` what they may hold, both of shape (1 + kinds, ranks); ``per_unit`` is what a unit beyond the
-limit counts. Random numbers are Park and Miller's, whose state is one number below 2^31: the same compiled and not.
+Arrays are those of ``annealing.Flat`` and ``annealing.State``. ``fill`` is what ranks hold, each kind of load first and
+then each kind of memory, ``limit`` what they may hold, both of shape (loads + kinds, ranks); ``per_unit`` is what a
+unit beyond the limit counts. Random numbers are Park and Miller's, whose state is one number below 2^31: the same
+compiled and not.
 """
 
 from __future__ import annotations
@@ -55,6 +56,38 @@ def _energy(fill: FloatArray, limit: FloatArray, per_unit: FloatArray) -> float:
     for rank in range(fill.shape[1]):
         total += _excess(fill, limit, per_unit, rank)
     return total
+
+
+@_compiled
+def _within_memory(fill: FloatArray, limit: FloatArray, loads: int) -> bool:
+    """Whether no rank holds more than its memory."""
+    for kind in range(loads, fill.shape[0]):
+        for rank in range(fill.shape[1]):
+            if fill[kind, rank] > limit[kind, rank]:
+                return False
+    return True
+
+
+@_compiled
+def _slowest(fill: FloatArray, loads: int) -> float:
+    """Of each kind of load that of the rank that has most, added up."""
+    total = 0.0
+    for load in range(loads):
+        total += fill[load].max()
+    return total
+
+
+@_compiled
+def _ask_for(
+    fill: FloatArray, limit: FloatArray, per_unit: FloatArray, loads: int, paid: float, found: float, target: float
+) -> None:
+    """Limit loads to what they are in the plan found, less what it is to improve by."""
+    left = target - paid
+    for load in range(loads - 1, -1, -1):
+        share = fill[load].max() * (target - paid) / (found - paid) if load and found > paid else left
+        limit[load, :] = max(share, 0.0)
+        left -= share
+        per_unit[load] = 1.0 / target
 
 
 @_compiled
@@ -188,6 +221,11 @@ def anneal_moves(
     fill: FloatArray,
     limit: FloatArray,
     per_unit: FloatArray,
+    loads: int,
+    charge: IntArray,
+    charges: FloatArray,
+    used: IntArray,
+    asked: FloatArray,
     floor: float,
     found: float,
     done: int,
@@ -198,26 +236,36 @@ def anneal_moves(
     step: float,
     random: IntArray,
 ) -> float:
-    """Try ``moves`` changes after ``done`` of ``all_moves``; the rating of the best plan, which ``best_*`` hold."""
+    """Try ``moves`` changes after ``done`` of ``all_moves``; the rating of the best plan, which ``best_*`` hold.
+
+    ``used`` is how many tables pay each of ``charges``; ``asked`` the rating asked for, and the charges in it.
+    """
     world, tables = fill.shape[1], choice.shape[0]
-    energy = _energy(fill, limit, per_unit)
+    one = loads == 1 and charges.shape[0] == 1
+    paid = 0.0
+    for number in range(used.shape[0]):
+        if used[number] > 0:
+            paid += charges[number]
+    energy = _energy(fill, limit, per_unit) + max(paid - asked[1], 0.0) * per_unit[0]
     new_fill, new_ranks, new_hosts = fill.copy(), ranks.copy(), hosts.copy()
     for move in range(moves + 1):
-        if energy <= 0 and fill[0].max() < found:
-            found = fill[0].max()
+        if (energy <= 0 or not one) and _slowest(fill, loads) + paid < found and _within_memory(fill, limit, loads):
+            found = _slowest(fill, loads) + paid
             best_choice[:], best_ranks[:], best_hosts[:] = choice, ranks, hosts
             if found <= floor:
                 break
-            limit[0, :] = max(found * (1 - step), floor)
-            per_unit[0] = 1.0 / limit[0, 0]
-            energy = _energy(fill, limit, per_unit)
+            target = max(found * (1 - step), floor)
+            if paid < target < asked[0]:
+                _ask_for(fill, limit, per_unit, loads, paid, found, target)
+                asked[0], asked[1] = target, paid
+            energy = _energy(fill, limit, per_unit) + max(paid - asked[1], 0.0) * per_unit[0]
         if move == moves:
             break
         table = _busy_table(count, slot, choice, ranks, fill, limit, per_unit, random)
         option = choice[table]
         at, how, shards = slot[table], spread[option], count[option]
         kind = _draw(random)
-        new_option, other = option, -1
+        new_option, other, new_paid = option, -1, paid
         if kind < 0.35 and how >= 2:  # one shard to another rank
             shard = int(_draw(random) * shards)
             old = ranks[at + shard]
@@ -263,6 +311,9 @@ def anneal_moves(
             new_option = begin[table] + int(_draw(random) * (begin[table + 1] - begin[table]))
             if new_option == option and how == 0:
                 continue
+            if charge[new_option] != charge[option]:
+                new_paid += charges[charge[new_option]] if used[charge[new_option]] == 0 else 0.0
+                new_paid -= charges[charge[option]] if used[charge[option]] == 1 else 0.0
             new_fill[:] = fill
             for shard in range(shards):
                 _add(weights, first[option] + shard, new_fill, ranks[at + shard], -1.0)
@@ -270,14 +321,16 @@ def anneal_moves(
                 spread[new_option], first[new_option], count[new_option], weights, at, group[table],
                 new_ranks, new_hosts, new_fill, limit, per_unit, per_host, 0.3, random,
             )  # fmt: skip
-        new_energy = _energy(new_fill, limit, per_unit)
+        new_energy = _energy(new_fill, limit, per_unit) + max(new_paid - asked[1], 0.0) * per_unit[0]
         accepted = new_energy <= energy
         if not accepted:
             temperature = hot * (cold / hot) ** ((done + move) / all_moves)
             accepted = _draw(random) < np.exp((energy - new_energy) / temperature)
         if accepted:
             fill[:] = new_fill
-            choice[table], energy = new_option, new_energy
+            used[charge[option]] -= 1
+            used[charge[new_option]] += 1
+            choice[table], energy, paid = new_option, new_energy, new_paid
             _agree(slot, table, other, group, new_ranks, new_hosts, ranks, hosts)
         else:
             _agree(slot, table, other, group, ranks, hosts, new_ranks, new_hosts)

@@ -22,9 +22,9 @@ class Totals:
     """Sums over the shards of each option, one row a table, padded with options of infinite cost.
 
     Attributes:
-        perf: shape (tables, options).
+        perf: of all kinds of load; shape (tables, options).
         memory: shape (kinds, tables, options).
-        largest: cost of the dearest shard; shape (tables, options).
+        largest: of each kind of load the dearest shard's cost, added up, and the charge; shape (tables, options).
     """
 
     perf: FloatArray
@@ -53,7 +53,7 @@ def totals(menus: Menus) -> Totals:
     for table, menu in enumerate(menus.options):
         for index, option in enumerate(menu):
             perf[table, index] = option.perf.sum()
-            largest[table, index] = option.perf.max(initial=0.0)
+            largest[table, index] = menus.dearest(option)
             memory[:, table, index] = option.memory.sum(axis=1)
     return Totals(perf, memory, largest)
 
@@ -73,7 +73,8 @@ def lagrangian_bound(menus: Menus, sums: Totals | None = None) -> Prices:
     """The least T that is not refuted by this: of options whose dearest shard costs at most T, the cheapest per table,
     each byte paid for at the best prices, cost T per rank on average.
 
-    A plan of rating T uses such options only, and on average no rank costs more than the slowest.
+    A plan of rating T uses such options only, and on average no rank costs more than the slowest. Charges count where
+    they alone are beyond T; otherwise they are left out.
     """
     sums = totals(menus) if sums is None else sums
     if not sums.perf.size:

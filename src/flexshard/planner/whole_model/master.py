@@ -198,7 +198,7 @@ class _Master:
         slots = self._flat.slot
         self._best = (
             tuple(option.source for option in options),
-            tuple(tuple(state.ranks[s : s + len(o.perf)].tolist()) for s, o in zip(slots, options, strict=False)),
+            tuple(tuple(state.ranks[s : s + o.shards].tolist()) for s, o in zip(slots, options, strict=False)),
         )
         return True
 

@@ -38,9 +38,11 @@ class Option:
     Attributes:
         name: for people, such as "row_wise/fused".
         spread: where its shards may lie.
-        perf: cost of each shard, in the unit of the costs at hand; shape (shards,).
+        perf: cost of each shard, by kind of load, in the unit of the costs at hand; shape (loads, shards), or (shards,)
+            where there is one.
         memory: bytes of each shard, by kind of memory; shape (kinds, shards).
         source: position in the list that the menu was made of.
+        charge: which of ``Menus.charges`` is paid where it is used; -1 for none.
     """
 
     name: str
@@ -48,11 +50,23 @@ class Option:
     perf: FloatArray
     memory: FloatArray
     source: int = 0
+    charge: int = -1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "perf", np.atleast_2d(self.perf))
+
+    @property
+    def shards(self) -> int:
+        """How many."""
+        return int(self.perf.shape[1])
 
 
 @dataclass(frozen=True)
 class Menus:
     """The options of every table, and the ranks to lay them on.
+
+    A plan's rating is, of each kind of load, that of the rank that has most, added up; and each charge that any option
+    chosen has, once.
 
     Attributes:
         tables: names.
@@ -61,6 +75,8 @@ class Menus:
         kinds: names of the kinds of memory.
         ranks_per_host: consecutive ranks that make a host.
         together: groups of tables (by position) that must share one host; they have options that lie on one alone.
+        loads: names of the kinds of load: what ranks wait for one another after.
+        charges: what is paid once for all options that have it, such as the latency of calls.
     """
 
     tables: tuple[str, ...]
@@ -69,6 +85,8 @@ class Menus:
     kinds: tuple[str, ...]
     ranks_per_host: int
     together: tuple[tuple[int, ...], ...] = ()
+    loads: tuple[str, ...] = ("cost",)
+    charges: tuple[float, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -85,6 +103,14 @@ class Menus:
         for table, options in enumerate(self.options):
             for option in options:
                 yield table, option
+
+    def dearest(self, option: Option) -> float:
+        """What a plan with this option costs at least."""
+        return float(option.perf.max(axis=1, initial=0.0).sum()) + self.charge(option)
+
+    def charge(self, option: Option) -> float:
+        """What is paid once for all options like this one."""
+        return self.charges[option.charge] if option.charge >= 0 else 0.0
 
     def with_options(self, options: Sequence[tuple[Option, ...]]) -> Menus:
         """The same tables with other options."""
@@ -131,14 +157,14 @@ def _binding(menus: Menus) -> Menus:
 def _spread_out(option: Option, single_host: bool, ranks: int) -> Option:
     if single_host and option.spread is Spread.ONE_HOST:
         return replace(option, spread=Spread.ANY_RANK)
-    if single_host and option.spread is Spread.HOST_BLOCKS and len(option.perf) == ranks:
+    if single_host and option.spread is Spread.HOST_BLOCKS and option.shards == ranks:
         return replace(option, spread=Spread.EVERY_RANK)
     return option
 
 
 def _fits(option: Option, menus: Menus, room: FloatArray) -> bool:
     """Whether there is a place for each of the shards by itself."""
-    shards = len(option.perf)
+    shards = option.shards
     if not shards:
         return False
     if option.spread is Spread.EVERY_RANK:
@@ -153,14 +179,14 @@ def _fits(option: Option, menus: Menus, room: FloatArray) -> bool:
 def _on_one_host(option: Option, menus: Menus) -> bool:
     """Whether an option of a table that must share a host with others lies on one."""
     return option.spread is Spread.ONE_HOST or (
-        option.spread is Spread.HOST_BLOCKS and len(option.perf) == menus.ranks_per_host
+        option.spread is Spread.HOST_BLOCKS and option.shards == menus.ranks_per_host
     )
 
 
 def _beaten(index: int, menu: Sequence[Option]) -> bool:
     this = menu[index]
     for other_index, other in enumerate(menu):
-        if other_index == index or len(other.perf) != len(this.perf):
+        if other_index == index or other.shards != this.shards or other.charge not in (-1, this.charge):
             continue
         freer = other.spread is Spread.ANY_RANK and this.spread is Spread.ONE_HOST
         if not freer and other.spread is not this.spread:
@@ -168,7 +194,8 @@ def _beaten(index: int, menu: Sequence[Option]) -> bool:
         if (other.perf > this.perf).any() or (other.memory > this.memory).any():
             continue
         # Of equals the first stays.
-        equal = not freer and (other.perf == this.perf).all() and (other.memory == this.memory).all()
+        same = not freer and other.charge == this.charge
+        equal = same and (other.perf == this.perf).all() and (other.memory == this.memory).all()
         if not equal or other_index < index:
             return True
     return False

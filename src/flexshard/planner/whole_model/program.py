@@ -66,7 +66,7 @@ def solve_menus_program(
         threads: of the solver; its answer depends on how many.
         costs: whether they are looked at; otherwise any plan will do that memory allows, and the bound is 0.
     """
-    if seconds <= 0 or any(not any(_reaches(o, at_most) for o in menu) for menu in menus.options):
+    if seconds <= 0 or any(not any(menus.dearest(o) <= at_most for o in menu) for menu in menus.options):
         return ProgramAnswer(0.0 if seconds <= 0 else np.inf, None, proven=seconds > 0)
     # Ratings near 1: the solver's tolerances are absolute.
     unit = (at_most if np.isfinite(at_most) else lagrangian_bound(menus).bound) or 1.0
@@ -96,15 +96,13 @@ def solve_menus_program(
     if info.primal_solution_status != _FEASIBLE:
         return ProgramAnswer(bound, None)
     values = np.array(solver.getSolution().col_value)
-    return build.answer(np.rint(values[1:]).astype(np.int64), bound, status == "Optimal")
-
-
-def _reaches(option: Option, rating: float) -> bool:
-    return float(option.perf.max(initial=0.0)) <= rating
+    return build.answer(np.rint(values).astype(np.int64), bound, status == "Optimal")
 
 
 class _Program:
-    """Rows and columns as they are added; column 0 is the rating, in which every column's cost is bounded."""
+    """Rows and columns as they are added. First columns are those that the rating adds up: of each kind of load, that
+    of the rank that has most, and whether each charge is paid.
+    """
 
     def __init__(self, menus: Menus, bins: Bins, at_most: float, unit: float) -> None:
         self._menus, self._bins, self._unit = menus, bins, unit
@@ -114,16 +112,18 @@ class _Program:
             self._bins = "cluster"
         self._count = menus.ranks // self._width
         self._parts: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
-        self.upper: list[float] = [at_most / unit if np.isfinite(at_most) else np.inf]
+        loads, limit = len(menus.loads), at_most / unit if np.isfinite(at_most) else np.inf
+        self.upper: list[float] = [limit] * loads + [1.0] * len(menus.charges)
         self.low: list[float] = []
         self.high: list[float] = []
+        self._rated = np.array([1.0] * loads + [charge / unit for charge in menus.charges])
         self._choices: dict[int, tuple[int, int]] = {}  # column: table, option
         self._blocks: dict[int, tuple[int, int]] = {}  # column: table, host
         self._shards: dict[int, tuple[int, int, int]] = {}  # column: table, class of shards, bin
         self._classes: dict[tuple[int, int], list[IntArray]] = {}
         tables = len(menus.options)
         self._pick = self._add_rows(tables, 1.0, 1.0)
-        self._load = self._add_rows(self._count, -np.inf, 0.0)
+        self._load = self._add_rows(self._count * loads, -np.inf, 0.0)
         self._room = []
         self._scale = np.maximum(menus.capacity.max(axis=1), 1.0)
         for kind in range(len(menus.kinds)):
@@ -131,15 +131,23 @@ class _Program:
             self._room.append(self.rows)
             for value in room:
                 self._add_rows(1, -np.inf, float(value))
-        self._dearest = self._add_rows(tables, -np.inf, 0.0)
-        self._put(np.arange(self._load, self._load + self._count), 0, -float(self._width))
-        self._put(np.arange(self._dearest, self._dearest + tables), 0, -1.0)
+        self._dearest = self._add_rows(tables * loads, -np.inf, 0.0)
+        for load in range(loads):
+            self._put(self._load + load * self._count + np.arange(self._count), load, -float(self._width))
+            self._put(self._dearest + load * tables + np.arange(tables), load, -1.0)
+        self._charged = self._add_rows(tables * len(menus.charges), -np.inf, 0.0)
+        for charge in range(len(menus.charges)):
+            self._put(self._charged + charge * tables + np.arange(tables), loads + charge, -1.0)
+        if len(self._rated) > 1 and np.isfinite(limit):
+            row = self._add_rows(1, -np.inf, limit)
+            for column, value in enumerate(self._rated):
+                self._put(row, column, value)
         self._group_hosts: dict[int, list[int]] = {}
         for group in menus.together:
             self._add_group(group)
         for table, menu in enumerate(menus.options):
             for index, option in enumerate(menu):
-                if _reaches(option, at_most):
+                if menus.dearest(option) <= at_most:
                     self._add_option(table, index, option)
 
     @property
@@ -158,7 +166,7 @@ class _Program:
         order = np.lexsort((rows, columns))
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = self.columns, self.rows
-        program.col_cost_ = np.eye(1, self.columns)[0]
+        program.col_cost_ = np.pad(self._rated, (0, self.columns - len(self._rated)))
         program.col_lower_, program.col_upper_ = np.zeros(self.columns), np.array(self.upper)
         program.row_lower_, program.row_upper_ = np.array(self.low), np.array(self.high)
         program.a_matrix_.format_ = highspy.MatrixFormat.kColwise
@@ -166,7 +174,7 @@ class _Program:
         program.a_matrix_.index_ = rows[order].astype(np.int32)
         program.a_matrix_.value_ = values[order]
         kinds = [highspy.HighsVarType.kInteger] * self.columns
-        kinds[0] = highspy.HighsVarType.kContinuous
+        kinds[: len(self._menus.loads)] = [highspy.HighsVarType.kContinuous] * len(self._menus.loads)
         program.integrality_ = kinds
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
@@ -175,10 +183,10 @@ class _Program:
         return solver
 
     def answer(self, values: IntArray, bound: float, proven: bool) -> ProgramAnswer:
-        """Read a solution; ``values`` of the columns after the rating."""
+        """Read a solution, the values of all columns."""
         choice = [0] * len(self._menus.options)
         for column, (table, index) in self._choices.items():
-            if values[column - 1]:
+            if values[column]:
                 choice[table] = index
         ranks = self._ranks(values, choice) if self._bins == "ranks" else {}
         return ProgramAnswer(bound, tuple(choice), ranks, proven)
@@ -201,10 +209,11 @@ class _Program:
         self._parts[1].append(np.full(len(rows), column))
         self._parts[2].append(np.broadcast_to(np.asarray(values, np.float64), rows.shape))
 
-    def _put_loads(self, column: int, bins: Any, perf: Any, memory: FloatArray) -> None:
-        """What one unit of a column adds to bins; ``perf`` (bins,), ``memory`` (kinds, bins)."""
+    def _put_loads(self, column: int, bins: Any, perf: FloatArray, memory: FloatArray) -> None:
+        """What one unit of a column adds to bins; ``perf`` (loads, bins), ``memory`` (kinds, bins)."""
         bins = np.atleast_1d(bins)
-        self._put(self._load + bins, column, np.asarray(perf) / self._unit)
+        for load, values in enumerate(perf):
+            self._put(self._load + load * self._count + bins, column, values / self._unit)
         for kind, first in enumerate(self._room):
             self._put(first + bins, column, memory[kind] / self._scale[kind])
 
@@ -222,17 +231,21 @@ class _Program:
         column = self._add_column(1.0)
         self._choices[column] = (table, index)
         self._put(self._pick + table, column, 1.0)
-        self._put(self._dearest + table, column, float(option.perf.max(initial=0.0)) / self._unit)
+        tables = len(self._menus.options)
+        rows = self._dearest + table + tables * np.arange(len(option.perf))
+        self._put(rows, column, option.perf.max(axis=1, initial=0.0) / self._unit)
+        if option.charge >= 0:
+            self._put(self._charged + option.charge * tables + table, column, 1.0)
         if option.spread is Spread.EVERY_RANK:
             width, count = self._width, self._count
             self._put_loads(
                 column,
                 np.arange(count),
-                option.perf.reshape(count, width).sum(axis=1),
+                option.perf.reshape(len(option.perf), count, width).sum(axis=2),
                 option.memory.reshape(len(option.memory), count, width).sum(axis=2),
             )
         elif self._bins == "cluster":
-            self._put_loads(column, 0, option.perf.sum(), option.memory.sum(axis=1, keepdims=True))
+            self._put_loads(column, 0, option.perf.sum(axis=1, keepdims=True), option.memory.sum(axis=1, keepdims=True))
         elif option.spread is Spread.ANY_RANK:
             self._add_shards(table, index, column, option, range(self._count))
         else:
@@ -241,7 +254,7 @@ class _Program:
     def _add_on_hosts(self, table: int, index: int, column: int, option: Option) -> None:
         """Blocks, or all shards, on hosts that are chosen."""
         menus, per_host = self._menus, self._menus.ranks_per_host
-        blocks = len(option.perf) // per_host if option.spread is Spread.HOST_BLOCKS else 1
+        blocks = option.shards // per_host if option.spread is Spread.HOST_BLOCKS else 1
         most = -(-blocks // menus.hosts)
         row = self._add_rows(1, 0.0, 0.0)
         self._put(row, column, -float(blocks))
@@ -261,16 +274,18 @@ class _Program:
             bins = np.arange(host * ranks_of_host, (host + 1) * ranks_of_host)
             if option.spread is Spread.HOST_BLOCKS:
                 # Blocks of an option are alike; the least of each place keeps the bound where they are not.
-                perf = option.perf.reshape(blocks, per_host).min(axis=0)
-                memory = option.memory.reshape(len(option.memory), blocks, per_host).min(axis=1)
-                self._put_loads(
-                    place,
-                    bins,
-                    perf.reshape(ranks_of_host, self._width).sum(axis=1),
-                    memory.reshape(len(memory), ranks_of_host, self._width).sum(axis=2),
+                perf, memory = (
+                    each.reshape(len(each), blocks, per_host)
+                    .min(axis=1)
+                    .reshape(len(each), ranks_of_host, self._width)
+                    .sum(axis=2)
+                    for each in (option.perf, option.memory)
                 )
+                self._put_loads(place, bins, perf, memory)
             elif self._bins == "hosts":
-                self._put_loads(place, host, option.perf.sum(), option.memory.sum(axis=1, keepdims=True))
+                self._put_loads(
+                    place, host, option.perf.sum(axis=1, keepdims=True), option.memory.sum(axis=1, keepdims=True)
+                )
             else:
                 self._add_shards(table, index, place, option, bins)
 
@@ -285,16 +300,16 @@ class _Program:
                 share = self._add_column(float(len(members)))
                 self._shards[share] = (table, number, int(place))
                 self._put(row, share, 1.0)
-                self._put_loads(share, place, option.perf[first], option.memory[:, first : first + 1])
+                self._put_loads(share, place, option.perf[:, [first]], option.memory[:, [first]])
 
     def _ranks(self, values: IntArray, choice: Sequence[int]) -> dict[int, list[int]]:
         """The rank of each shard of the chosen options."""
         hosts: dict[int, list[int]] = {}
         for column, (table, host) in self._blocks.items():
-            hosts.setdefault(table, []).extend([host] * int(values[column - 1]))
+            hosts.setdefault(table, []).extend([host] * int(values[column]))
         counted: dict[tuple[int, int], list[int]] = {}
         for column, (table, number, place) in self._shards.items():
-            counted.setdefault((table, number), []).extend([place] * int(values[column - 1]))
+            counted.setdefault((table, number), []).extend([place] * int(values[column]))
         found: dict[int, list[int]] = {}
         per_host = self._menus.ranks_per_host
         for table, index in enumerate(choice):
@@ -304,7 +319,7 @@ class _Program:
             elif option.spread is Spread.HOST_BLOCKS:
                 found[table] = [host * per_host + local for host in hosts[table] for local in range(per_host)]
             else:
-                ranks = [0] * len(option.perf)
+                ranks = [0] * option.shards
                 for number, members in enumerate(self._classes[table, index]):
                     for shard, rank in zip(members, counted[table, number], strict=True):
                         ranks[int(shard)] = rank
@@ -314,7 +329,7 @@ class _Program:
 
 def _alike(option: Option) -> list[IntArray]:
     """Positions of shards with the same cost and bytes, class by class."""
-    keys = np.concatenate([option.perf[None], option.memory]).T
+    keys = np.concatenate([option.perf, option.memory]).T
     _, which = np.unique(keys, axis=0, return_inverse=True)
     which = which.ravel()
     return [np.flatnonzero(which == number).astype(np.int64) for number in range(int(which.max(initial=-1)) + 1)]

@@ -74,7 +74,7 @@ def _ranks(ranks: tuple[int, ...], world: int) -> str:
 
 def _figures(option: Option, menus: Menus, unit: str) -> str:
     """Cost and bytes of an option's dearest shard."""
-    shards = len(option.perf)
+    shards = option.shards
     parts = [f"{option.perf.max(initial=0.0):.4g} {unit}"] + [
         f"{units.format_bytes(float(option.memory[kind].max(initial=0.0)))} of {name}"
         for kind, name in enumerate(menus.kinds)
