@@ -62,6 +62,14 @@ if TYPE_CHECKING:
         strategy_name as strategy_name,
         table_wise_cost as table_wise_cost,
     )
+    from flexshard.costmodels.pooled import (
+        POOLED_KERNELS as POOLED_KERNELS,
+        POOLED_LOADS as POOLED_LOADS,
+        POOLED_TYPES as POOLED_TYPES,
+        PooledCosts as PooledCosts,
+        PooledOption as PooledOption,
+    )
+    from flexshard.costmodels.pooled_cost import pooled_cost as pooled_cost, rank_loads as rank_loads
     from flexshard.costmodels.replica_reduction import (
         gathered_bytes as gathered_bytes,
         touched_rows as touched_rows,
@@ -109,6 +117,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "layout": ["Layout", "Piece", "rows_with_places"],
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
+        "pooled": ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "PooledCosts", "PooledOption"],
+        "pooled_cost": ["pooled_cost", "rank_loads"],
         "replica_reduction": ["gathered_bytes", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
         "step": ["PhaseCurve", "StepModel"],

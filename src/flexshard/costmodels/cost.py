@@ -8,8 +8,8 @@ from typing import Literal
 
 __all__ = ["KINDS", "QUANTILE", "Collective", "CollectiveKind", "Cost"]
 
-CollectiveKind = Literal["all_to_all", "all_reduce", "all_gather"]
-KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "all_reduce", "all_gather")
+CollectiveKind = Literal["all_to_all", "all_reduce", "all_gather", "reduce_scatter", "host"]
+KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "all_reduce", "all_gather")  # that have overlaps of their own
 
 QUANTILE = 0.999
 _Z = NormalDist().inv_cdf(QUANTILE)
@@ -20,7 +20,8 @@ class Collective:
     """One collective of an iteration.
 
     Attributes:
-        kind: "all_to_all" (inside groups of ``group_size``), "all_reduce" or "all_gather" (across them).
+        kind: "all_to_all" (inside groups of ``group_size``), "all_reduce", "all_gather" or "reduce_scatter" (across
+            them); or "host", between a rank and its host's memory, which is no collective and takes time all the same.
         group_size: g of its level.
         calls: per iteration.
         nbytes: buffer of one rank and call, on average over ranks and calls.
@@ -55,6 +56,11 @@ class Collective:
     def seconds(self) -> float:
         """Time of all calls: α is paid once per call, whatever the rows (docs/model.md)."""
         return self.calls * (self.alpha_seconds + (self.nbytes + self.excess_bytes) / self.bytes_per_s)
+
+    @property
+    def moves_lookups(self) -> bool:
+        """Whether it carries what a batch looks up, not gradients of copies."""
+        return self.kind == "all_to_all" or (self.content.startswith("pooled ") and self.content != "pooled replicas")
 
     def link(self, world_size: int) -> int:
         """Group size of the level whose links it crosses: an all-to-all inside groups stays on those of its level, all
@@ -91,6 +97,7 @@ class Cost:
             of a thousand (:func:`flexshard.costmodels.fullest_bytes`); None where it was not asked for or is not known.
             Does not add.
         look_up_seconds, update_seconds: of the rank that serves most; 0 where no rates are known.
+        host_memory_bytes: of host memory.
     """
 
     static_memory_bytes: float = 0.0
@@ -103,6 +110,7 @@ class Cost:
     fullest_dynamic_bytes: float | None = None
     look_up_seconds: float = 0.0
     update_seconds: float = 0.0
+    host_memory_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         merged = {c.key: c for c in self.collectives}
@@ -121,6 +129,7 @@ class Cost:
             None,
             self.look_up_seconds + other.look_up_seconds,
             self.update_seconds + other.update_seconds,
+            self.host_memory_bytes + other.host_memory_bytes,
         )
 
     @property
@@ -141,13 +150,13 @@ class Cost:
 
     @property
     def dynamic_comm_seconds(self) -> float:
-        """Time of the all-to-alls, forward and backward."""
-        return sum(c.seconds for c in self.collectives if c.kind == "all_to_all")
+        """Time of the all-to-alls, forward and backward, and of what pooled tables move for a batch besides."""
+        return sum(c.seconds for c in self.collectives if c.moves_lookups)
 
     @property
     def static_comm_seconds(self) -> float:
         """Time of the all-reduces and all-gathers of copies, backward only."""
-        return sum(c.seconds for c in self.collectives if c.kind != "all_to_all")
+        return sum(c.seconds for c in self.collectives if not c.moves_lookups)
 
     @property
     def comm_seconds(self) -> float:

@@ -20,8 +20,10 @@ OverlapLike = str | Mapping[str, float] | None  # as people write it
 
 def hidden_share(overlap: Overlap | None, kind: CollectiveKind, group_size: int, content: str) -> float:
     """Share of a collective's time that is hidden. Without one of its own, as much of an all-gather as of an
-    all-reduce.
+    all-reduce, and of a reduce-scatter as of an all-gather.
     """
+    if kind == "reduce_scatter":
+        kind = "all_gather"
     hidden: Mapping[Any, float] = {} if overlap is None else overlap
     own = hidden.get((kind, group_size, content), hidden.get((kind, group_size)))
     if own is None:

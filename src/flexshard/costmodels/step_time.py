@@ -27,7 +27,15 @@ PHASES: Mapping[str, str] = {
     "replicas": "gradients",
     "touched": "gradients",
     "touched_rows": "gradients",
+    "pooled ids": "pooled ids",
+    "pooled host reads": "pooled look up",
+    "pooled sums": "pooled sums",
+    "pooled gradients": "pooled gradients",
+    "pooled replicas": "pooled gradients",
+    "pooled host writes": "pooled update",
 }
+# Of modules that TorchRec runs, one collective after the other.
+_IN_TURN = frozenset(name for content, name in PHASES.items() if content.startswith("pooled "))
 
 
 @dataclass(frozen=True)
@@ -135,11 +143,11 @@ def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...
     found: list[Phase] = []
     if cost.index_dedup_seconds:
         found.append(Phase("find distinct ids", {"rank": cost.index_dedup_seconds}))
-    found += _of_collectives(cost, world_size, ("counts", "ids"))
+    found += _of_collectives(cost, world_size, ("counts", "ids", "pooled ids", "pooled look up"))
     found.append(Phase("look up", {"rank": cost.look_up_seconds}))
-    found += _of_collectives(cost, world_size, ("embeddings", "embeddings and gradients"))
+    found += _of_collectives(cost, world_size, ("embeddings", "embeddings and gradients", "pooled sums"))
     found.append(Phase("dense", {"rank": work.dense_seconds}))
-    found += _of_collectives(cost, world_size, ("gradients",))
+    found += _of_collectives(cost, world_size, ("gradients", "pooled gradients", "pooled update"))
     found.append(Phase("update", {"rank": cost.update_seconds}))
     return tuple(phase for phase in found if phase.seconds)
 
@@ -150,7 +158,7 @@ def _of_collectives(cost: Cost, world: int, names: tuple[str, ...]) -> list[Phas
         mine = tuple(one for one in cost.collectives if phase_of(one) == name)
         links: dict[str, float] = {}
         for one in mine:
-            link = f"links@{one.link(world)}"
+            link = "links in turn" if name in _IN_TURN else f"links@{one.link(world)}"
             links[link] = links.get(link, 0.0) + one.exposed_seconds
         phases.append(Phase(name, links, mine))
     return phases

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from flexshard.planner.plan import Settings
-from flexshard.planner.solver.instance import Instance
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
 
 __all__ = ["job_digest"]
 
 
-def job_digest(instance: Instance, settings: Settings) -> str:
+# What came later is not in the digest of jobs that do without.
+_LATER = {"host_memory": None, "gap": 0.01, "constraints": ()}
+
+
+def job_digest(tables: Sequence[Table], cluster: Cluster, settings: Settings) -> str:
     """SHA-256 of tables, profiles, cluster and settings, in hexadecimal."""
-    tables = [
+    listed = [
         (t.name, t.rows, t.dim, t.dtype, t.optimizer, t.replication_multiplier, t.features, t.profile.digest)
         + ((t.dedup_factor,) if t.dedup_factor > 1 else ())
-        for t in instance.tables
+        + ((t.pooling,) if t.is_pooled else ())
+        for t in tables
     ]
-    text = json.dumps([tables, asdict(instance.cluster), asdict(settings)], sort_keys=True)
+    asked = {name: value for name, value in asdict(settings).items() if name not in _LATER or value != _LATER[name]}
+    text = json.dumps([listed, asdict(cluster), asked], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
 from flexshard.costmodels import Cost, LocalRates, Phase, StepWork, step_phases
 from flexshard.errors import PlanError
+from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.tables import DATA_TYPES
 from flexshard.topologies import Cluster
 
@@ -37,6 +38,9 @@ class Settings:
         objective: what is least: "communication" or "step".
         dense_seconds: of a step besides its embeddings; None where it is not known.
         rates: of lookups and updates, where they were given.
+        host_memory: bytes of host memory per rank that pooled tables might take.
+        gap: proven, that was asked for where there are pooled tables.
+        constraints: what was asked of pooled tables, in words.
     """
 
     batch_size: int
@@ -54,6 +58,9 @@ class Settings:
     objective: str = "communication"
     dense_seconds: float | None = None
     rates: LocalRates | None = None
+    host_memory: float | None = None
+    gap: float = 0.01
+    constraints: tuple[str, ...] = ()
 
 
 @renamed_parameters(first_rank="first_position")
@@ -173,6 +180,8 @@ class Plan:
         memory_price_seconds_per_gib: exposed time that one more GiB would save at the margin.
         next_gib_seconds: the same of the best plan with one GiB more; None for method "paper".
         job_digest: SHA-256 of the tables, profiles, cluster and settings that the plan was made from.
+        pooled: pooled tables by name, in the order given; ``tables`` has the others.
+        pooled_predicted: the part of ``predicted`` that is theirs; None where there are none.
     """
 
     cluster: Cluster
@@ -184,6 +193,8 @@ class Plan:
     memory_price_seconds_per_gib: float
     next_gib_seconds: float | None
     job_digest: str
+    pooled: Mapping[str, PooledTablePlan] = field(default_factory=dict)
+    pooled_predicted: Cost | None = None
 
     def table(self, name: str) -> TablePlan:
         """One table.
@@ -192,7 +203,7 @@ class Plan:
             PlanError: the plan has no table of this name; lists those it has.
         """
         if name not in self.tables:
-            known = list(self.tables)
+            known = [*self.tables, *self.pooled]
             shown = ", ".join(known[:20]) + (f", ... ({len(known)} in all)" if len(known) > 20 else "")
             raise PlanError(f"the plan has no table {name!r}; it has {shown}")
         return self.tables[name]

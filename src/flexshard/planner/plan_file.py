@@ -23,6 +23,7 @@ _CAME_LATER: dict[str, Any] = {
     "fullest_dynamic_bytes": None,
     "look_up_seconds": 0.0,
     "update_seconds": 0.0,
+    "host_memory_bytes": 0.0,
 }
 
 Body = dict[str, Any]
@@ -47,8 +48,12 @@ def fingerprint(plan: Plan) -> str:
 
 def _digest(body: Body) -> str:
     # Where a profile lies is not part of what the plan says: the same job planned elsewhere is the same plan.
-    tables = [{key: value for key, value in table.items() if key != "profile_path"} for table in body["tables"]]
-    return digest_of(body | {"tables": tables})
+    tables = {
+        part: [{key: value for key, value in table.items() if key != "profile_path"} for table in body[part]]
+        for part in ("tables", "pooled")
+        if part in body
+    }
+    return digest_of(body | tables)
 
 
 def _body(plan: Plan) -> Body:
@@ -64,8 +69,11 @@ def _body(plan: Plan) -> Body:
             objective="communication",
             dense_seconds=None,
             rates=None,
+            host_memory=None,
+            gap=0.01,
+            constraints=(),
         ),
-        "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None, ranks_per_link=1),
+        "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None, ranks_per_link=1, host_bytes_per_s=None),
         "predicted": cost_document(plan.predicted),
         "lower_bound_seconds": plan.lower_bound_seconds,
         "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,
@@ -75,6 +83,17 @@ def _body(plan: Plan) -> Body:
             _table_document(asdict(table), index_dedup=plan.settings.index_dedup is True)
             for table in plan.tables.values()
         ],
+        **_pooled_document(plan),
+    }
+
+
+def _pooled_document(plan: Plan) -> Body:
+    """What plans with pooled tables say besides."""
+    if plan.pooled_predicted is None:
+        return {}
+    return {
+        "pooled": [_without(asdict(table), cache_load_factor=None, dedup_factor=1.0) for table in plan.pooled.values()],
+        "pooled_predicted": cost_document(plan.pooled_predicted),
     }
 
 
@@ -116,6 +135,9 @@ def plan_of(body: Body, where: str) -> Plan:
     try:
         fields_of_plan["predicted"] = _cost(body["predicted"])
         fields_of_plan["baselines"] = {name: _cost(cost) for name, cost in body["baselines"].items()}
+        if "pooled" in body:
+            fields_of_plan["pooled"] = {table["name"]: table for table in body["pooled"]}
+            fields_of_plan["pooled_predicted"] = _cost(body["pooled_predicted"])
         of_all = {"index_dedup": body["settings"]["index_dedup"] is True}
         fields_of_plan["tables"] = {table["name"]: of_all | _table(table) for table in body["tables"]}
     except (KeyError, TypeError, AttributeError) as error:

@@ -9,10 +9,12 @@ from typing import Any, Literal, TypedDict, cast
 
 import numpy as np
 
+from flexshard import units
 from flexshard._internal import check_finite, check_int, first_repeated
 from flexshard.costmodels import CollectiveKind, LocalRates, OverlapLike, StepWork, overlap_of
 from flexshard.errors import JobError
 from flexshard.planner.budget import Budget, BudgetLike, parse_budget
+from flexshard.planner.constraints import TableConstraints, check_constraints
 from flexshard.planner.methods import METHODS, Method
 from flexshard.planner.named import parse
 from flexshard.planner.reductions import REDUCTIONS, Reduction
@@ -20,7 +22,7 @@ from flexshard.planner.translations import TRANSLATIONS, Translation
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["FrontierOptions", "Problem", "ProblemOptions"]
+__all__ = ["FrontierOptions", "PlannerOptions", "Problem", "ProblemOptions"]
 
 
 class FrontierOptions(TypedDict, total=False):
@@ -34,8 +36,8 @@ class FrontierOptions(TypedDict, total=False):
     translation: str | Translation
 
 
-class ProblemOptions(FrontierOptions, total=False):
-    """All options of :class:`Problem`; ``batch_size`` is required."""
+class PlannerOptions(FrontierOptions, total=False):
+    """Options of :class:`Problem`, but for its constraints; ``batch_size`` is required."""
 
     budget: BudgetLike
     method: str | Method
@@ -44,6 +46,18 @@ class ProblemOptions(FrontierOptions, total=False):
     sample_order: Literal["file", "shuffled"]
     objective: Literal["communication", "step"] | None
     step: StepWork | None
+    host_memory: str | float | None
+    timeout_seconds: float
+    gap: float
+
+
+class ProblemOptions(PlannerOptions, total=False):
+    """All options of :class:`Problem`; ``batch_size`` is required."""
+
+    constraints: Mapping[str, TableConstraints]
+
+
+_OPTIONS = tuple(ProblemOptions.__annotations__)
 
 
 @dataclass(frozen=True, init=False)
@@ -77,6 +91,12 @@ class Problem:
         objective: what is least: "step" (a whole step, in each phase of which links work at once; the default where
             ``step`` is given) or "communication" (all collectives one after the other, the default otherwise).
         step: what else a step does; None where it is not known.
+        constraints: what is asked of pooled tables, by name.
+        host_memory: bytes of host memory per rank that pooled tables may take ("200GiB"); None for none. Its kernels
+            run on CUDA alone.
+        timeout_seconds: after which the search for pooled tables' options ends with the best plan so far. Where it is
+            not reached, every process and machine finds the same plan.
+        gap: proven, at which that search ends: 0.01 is at most 1 % above the optimum.
 
     Raises:
         JobError: an option that cannot be used, no tables, or two of one name.
@@ -97,6 +117,10 @@ class Problem:
     sample_order: Literal["file", "shuffled"]
     objective: Literal["communication", "step"]
     step: StepWork | None
+    constraints: Mapping[str, TableConstraints]
+    host_memory: float | None
+    timeout_seconds: float
+    gap: float
 
     def __init__(
         self,
@@ -115,6 +139,10 @@ class Problem:
         sample_order: Literal["file", "shuffled"] = "file",
         objective: Literal["communication", "step"] | None = None,
         step: StepWork | None = None,
+        constraints: Mapping[str, TableConstraints] | None = None,
+        host_memory: str | float | None = None,
+        timeout_seconds: float = 60.0,
+        gap: float = 0.01,
     ) -> None:
         chosen = parse(method, METHODS, Method, "method")
         values: dict[str, Any] = {
@@ -154,6 +182,11 @@ class Problem:
                 f"memory 'p99.9' needs to know how many ids samples have, and the profile of table {unknown[0]!r} does"
                 " not say; build it from data, or let the budget bound the mean"
             )
+        values |= _of_pooled(values, constraints or {}, host_memory)
+        for name, least, given in (("timeout_seconds", 0.0, timeout_seconds), ("gap", 0.0, gap)):
+            values[name] = check_finite(given, name, JobError)
+            if values[name] < least:
+                raise JobError(f"{name} must be at least {least:g}, found {given}")
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -164,7 +197,7 @@ class Problem:
         cluster: Cluster | None,
         options: ProblemOptions | FrontierOptions,
         *,
-        takes: Collection[str] = ProblemOptions.__annotations__,
+        takes: Collection[str] = _OPTIONS,
     ) -> Problem:
         """The problem that a verb was given: itself, or its tables, cluster and options.
 
@@ -184,12 +217,12 @@ class Problem:
                     f"a Problem says it all, found {more!r} beside it; use dataclasses.replace(problem, ...)"
                 )
             return tables
-        other = [name for name in given if name in ProblemOptions.__annotations__ and name not in takes]
+        other = [name for name in given if name in _OPTIONS and name not in takes]
         if other:
             raise TypeError(f"got an option that decides nothing here: {other[0]!r}")
         if "batch_size" not in given:
             raise TypeError("batch_size is required: samples per rank")
-        unknown = next((name for name in given if name not in ProblemOptions.__annotations__), None)
+        unknown = next((name for name in given if name not in _OPTIONS), None)
         if unknown is not None:
             raise TypeError(f"got an unexpected option: {unknown!r}; there are {', '.join(takes)}")
         return cls(tables, cast("Cluster", cluster), **given)
@@ -215,6 +248,29 @@ class Problem:
         return None if bandwidth is None else LocalRates.of_bandwidth(bandwidth)
 
     @property
+    def pooled_tables(self) -> tuple[Table, ...]:
+        """Those whose rows are added up where they are looked up, so that whole tables and their shards are placed."""
+        return tuple(table for table in self.tables if table.is_pooled)
+
+    @property
+    def sequence_tables(self) -> tuple[Table, ...]:
+        """The others, placed row by row."""
+        return tuple(table for table in self.tables if not table.is_pooled)
+
+    def without_pooled(self, what: str) -> Problem:
+        """This problem, for what looks at tables without pooling alone.
+
+        Raises:
+            JobError: some are pooled; names ``what``.
+        """
+        if self.pooled_tables:
+            raise JobError(
+                f"{what} is of tables without pooling, and {self.pooled_tables[0].name!r} is pooled; leave pooled"
+                " tables out"
+            )
+        return self
+
+    @property
     def is_deduplicated(self) -> bool:
         """Whether batches of some table are deduplicated."""
         return any(table.dedup_factor > 1 for table in self.tables)
@@ -222,6 +278,38 @@ class Problem:
     def without_deduplication(self) -> Problem:
         """The same of whole batches."""
         return replace(self, tables=tuple(replace(table, dedup_factor=1.0) for table in self.tables))
+
+
+def _of_pooled(
+    values: Mapping[str, Any], constraints: Mapping[str, TableConstraints], host_memory: str | float | None
+) -> dict[str, Any]:
+    """Checked options that concern pooled tables."""
+    tables, cluster = values["tables"], values["cluster"]
+    pooled = [table for table in tables if table.is_pooled]
+    nbytes = None
+    if host_memory is not None:
+        nbytes = units.parse_bytes(host_memory) if isinstance(host_memory, str) else float(host_memory)
+        if not 0 < nbytes < float("inf"):
+            raise JobError(f"host_memory is a number of bytes above 0, found {host_memory!r}")
+        if not pooled:
+            raise JobError("host_memory decides nothing where no table is pooled; leave it out")
+        if cluster.host_bytes_per_s is None:
+            raise JobError(
+                f"host_memory needs to know how fast ranks reach it, and cluster {cluster.name!r} does not say; give"
+                " the cluster a host_bandwidth"
+            )
+    check_constraints(constraints, tables, cluster, host_memory=nbytes is not None)
+    if pooled and values["method"].tiers is not None:
+        raise JobError(
+            f"method {values['method'].name!r} places rows one by one, and table {pooled[0].name!r} is pooled; plan"
+            " pooled tables with method 'optimal'"
+        )
+    if pooled and values["memory"] != "mean":
+        raise JobError(
+            f"memory {values['memory']!r} is not known of pooled tables, such as {pooled[0].name!r}; let the budget"
+            " bound the mean"
+        )
+    return {"constraints": dict(constraints), "host_memory": nbytes}
 
 
 def _one_of(value: str, known: tuple[str, str], name: str) -> str:

@@ -17,6 +17,7 @@ from flexshard.tables.optimizers.registry import OPTIMIZERS
 __all__ = ["Table", "expected_distinct", "place_bytes", "translation_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
+POOLINGS = ("none", "sum", "mean")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class Table:
         dedup_factor: ids of a batch per id that deduplicated batches look up (RecD paper, section 4.2); of several
             features, of all their ids together (:func:`combined_dedup_factor`). 1 if batches are not deduplicated, or
             if the profile counts distinct lists alone.
+        pooling: what is made of a sample's rows: nothing ("none", as ``EmbeddingCollection`` has them), or their "sum"
+            or "mean" (``EmbeddingBagCollection``).
 
     Raises:
         TableError: a field is out of range, or the profile is of a larger table.
@@ -51,6 +54,7 @@ class Table:
     replication_multiplier: float | None = None
     features: Sequence[str] = ()
     dedup_factor: float = 1.0
+    pooling: str = "none"
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
@@ -74,11 +78,18 @@ class Table:
         if factor < 1:
             raise TableError(f"{where}: dedup_factor must be at least 1 (nothing repeats), found {factor}")
         object.__setattr__(self, "dedup_factor", factor)
+        if self.pooling not in POOLINGS:
+            raise TableError(f"{where}: pooling must be one of {', '.join(POOLINGS)}, found {self.pooling!r}")
         if self.profile.num_rows > self.rows:
             raise TableError(
                 f"{where}: has {self.rows:,} rows, but its profile is of {self.profile.num_rows:,};"
                 " use the profile of this table, or build it with the table's number of rows"
             )
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether rows are added up where they are looked up."""
+        return self.pooling != "none"
 
     @property
     def row_bytes(self) -> int:

@@ -68,6 +68,11 @@ class Level:
             rate.alpha_seconds, 2 * rate.bytes_per_s, rate.source, f"twice the all-reduce: {rate.note}"
         )
 
+    @property
+    def reduce_scatter(self) -> CollectiveRate | None:
+        """Across the groups, derived as the all-gather is: the other half of an all-reduce."""
+        return self.all_gather
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", check_int(self.group_size, "group_size", ClusterError))
 
@@ -85,6 +90,7 @@ class Cluster:
         levels: innermost first; group sizes 1, ..., U, each dividing the next, W among them.
         hbm_bytes_per_s: bandwidth of a rank's memory; None where it is not known.
         ranks_per_link: ranks of a node that share a link to other nodes: the busiest of them has what others leave.
+        host_bytes_per_s: bandwidth between a rank and its host's memory, in one direction; None where it is not known.
 
     Raises:
         ClusterError: the fields contradict each other; the message names the level.
@@ -98,6 +104,7 @@ class Cluster:
     levels: tuple[Level, ...]
     hbm_bytes_per_s: float | None = None
     ranks_per_link: int = 1
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
@@ -105,9 +112,9 @@ class Cluster:
             object.__setattr__(self, name, check_int(getattr(self, name), name, ClusterError, least=0))
         for name in ("hbm_bytes", "reserve_bytes"):
             object.__setattr__(self, name, check_finite(getattr(self, name), name, ClusterError))
-        if self.hbm_bytes_per_s is not None:
-            bandwidth = check_finite(self.hbm_bytes_per_s, "hbm_bytes_per_s", ClusterError)
-            object.__setattr__(self, "hbm_bytes_per_s", bandwidth)
+        for name in ("hbm_bytes_per_s", "host_bytes_per_s"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_finite(getattr(self, name), name, ClusterError))
         problem = problem_of(self)
         if problem is not None:
             raise ClusterError(f"cluster {self.name!r}: {problem[1]}")
@@ -187,6 +194,8 @@ def problem_of(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None:
         return ("ranks_per_link",), f"ranks_per_link must be 1 to {of_node}, found {cluster.ranks_per_link}"
     if cluster.hbm_bytes_per_s is not None and cluster.hbm_bytes_per_s <= 0:
         return ("memory_bandwidth",), f"memory_bandwidth must be above 0 B/s, found {cluster.hbm_bytes_per_s}"
+    if cluster.host_bytes_per_s is not None and cluster.host_bytes_per_s <= 0:
+        return ("host_bandwidth",), f"host_bandwidth must be above 0 B/s, found {cluster.host_bytes_per_s}"
     if not 0 <= cluster.reserve_bytes < cluster.hbm_bytes:
         return ("reserve",), f"reserve must be at least 0 and below memory, found {cluster.reserve_bytes:.0f} bytes"
     return _level_problem(cluster)

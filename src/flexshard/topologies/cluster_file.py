@@ -75,6 +75,7 @@ class ClusterSpec(StrictModel):
     reserve: Bytes
     memory_bandwidth: Bandwidth | None = None
     ranks_per_link: int = 1
+    host_bandwidth: Bandwidth | None = None
     levels: list[LevelSpec]
 
 
@@ -83,14 +84,13 @@ def load_cluster(path: PathLike) -> Cluster:
     spec, tree = load_yaml(path, ClusterSpec, FORMAT)
     fields = (spec.name, spec.nodes, spec.ranks_per_node, spec.memory, spec.reserve)
     levels = tuple(_level(path, tree, index, level) for index, level in enumerate(spec.levels))
+    values = (*fields, levels, spec.memory_bandwidth, spec.ranks_per_link, spec.host_bandwidth)
     try:
-        return Cluster(*fields, levels, spec.memory_bandwidth, spec.ranks_per_link)
+        return Cluster(*values)
     except ClusterError:
         # Check again without the constructor, to know which field to point at.
         draft = object.__new__(Cluster)
-        for field, value in zip(
-            Cluster.__dataclass_fields__, (*fields, levels, spec.memory_bandwidth, spec.ranks_per_link), strict=True
-        ):
+        for field, value in zip(Cluster.__dataclass_fields__, values, strict=True):
             object.__setattr__(draft, field, value)
         problem = problem_of(draft)
         assert problem is not None
@@ -124,6 +124,7 @@ def _body(cluster: Cluster) -> dict[str, Any]:
         "reserve": f"{cluster.reserve_bytes!r} B",
         **({} if cluster.hbm_bytes_per_s is None else {"memory_bandwidth": f"{cluster.hbm_bytes_per_s!r} B/s"}),
         **({} if cluster.ranks_per_link == 1 else {"ranks_per_link": cluster.ranks_per_link}),
+        **({} if cluster.host_bytes_per_s is None else {"host_bandwidth": f"{cluster.host_bytes_per_s!r} B/s"}),
         "levels": [
             {"group_size": level.group_size}
             | {

@@ -51,6 +51,7 @@ class HardwareSpec(StrictModel):
     gpus_per_node: Figure
     memory: Figure
     memory_bandwidth: Figure | None = None
+    host_bandwidth: Figure | None = None
     scale_up_bandwidth: Figure
     domain_nodes: Figure | None = None
     domain_bandwidth: Figure | None = None
@@ -79,6 +80,10 @@ class PresetSpec(StrictModel):
     all_to_all: Planes | None = None
     all_reduce: Planes | None = None
     fitted: Fitted | None = None
+
+
+def _bandwidth(figure: Figure | None) -> float | None:
+    return None if figure is None else units.parse_bandwidth(str(figure.value))
 
 
 @dataclass(frozen=True)
@@ -140,11 +145,8 @@ class Preset:
             hbm_bytes=units.parse_bytes(str(self.spec.hardware.memory.value)),
             reserve_bytes=units.parse_bytes(str(self.spec.reserve.value)),
             levels=levels,
-            hbm_bytes_per_s=(
-                None
-                if self.spec.hardware.memory_bandwidth is None
-                else units.parse_bandwidth(str(self.spec.hardware.memory_bandwidth.value))
-            ),
+            hbm_bytes_per_s=_bandwidth(self.spec.hardware.memory_bandwidth),
+            host_bytes_per_s=_bandwidth(self.spec.hardware.host_bandwidth),
             ranks_per_link=max(1, hardware.gpus_per_node // hardware.nics_per_node)
             if self.spec.hardware.nics_per_node
             else 1,

@@ -11,11 +11,11 @@ import numpy as np
 from flexshard import units
 from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError, SolverError
+from flexshard.planner.deciding import limit_of
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.programs import solve_program
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
-from flexshard.planner.solving import limit_of
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 

@@ -22,11 +22,12 @@ from flexshard.planner.compression.bound import dual_bound, price_of
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
 from flexshard.planner.compression.menu import ChoiceProblem, choice_problem, feasible_subsets
 from flexshard.planner.compression.program import Choice, best_choice
+from flexshard.planner.deciding import limit_of
 from flexshard.planner.methods import Optimal
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.solver.deduplication import Variants
-from flexshard.planner.solving import limit_of, solve
+from flexshard.planner.solving import solve
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 

@@ -20,7 +20,7 @@ from flexshard import units
 from flexshard._internal import PathLike, differing_ranks, on_all_ranks, on_first_rank
 from flexshard.errors import JobError, PlanError
 from flexshard.planner.plan import Plan, TablePlan, Tier
-from flexshard.planner.problem import Problem, ProblemOptions
+from flexshard.planner.problem import PlannerOptions, Problem
 from flexshard.planner.solving import solve
 from flexshard.planner.torchrec.left_to_torchrec import left_tables, model_of_the_rest
 from flexshard.planner.torchrec.optimal import OptimalShardingPlanner
@@ -68,7 +68,7 @@ class FlexShardPlanner(ShardingPlanner):
         torchrec_planner: ShardingPlanner | None = None,
         torchrec_tables: Collection[str] = (),
         constraints: Mapping[str, ParameterConstraints] | None = None,
-        **options: Unpack[ProblemOptions],
+        **options: Unpack[PlannerOptions],
     ) -> None:
         if plan is None and (profiles is None or cluster is None or "batch_size" not in options):
             raise JobError("FlexShardPlanner needs a plan, or profiles, a cluster and a batch_size to solve one")
@@ -227,7 +227,7 @@ class FlexShardPlanner(ShardingPlanner):
                 "none of the model's tables has a profile; profiles were given for"
                 f" {', '.join(self._rankings.profiles) or 'none'}"
             )
-        options: ProblemOptions = {"reduction": "auto", "translation": "device", **self._options}
+        options: PlannerOptions = {"reduction": "auto", "translation": "device", **self._options}
         return Problem(planned, self._cluster, **options)
 
     def _others(

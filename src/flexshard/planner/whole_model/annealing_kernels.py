@@ -261,6 +261,11 @@ def anneal_moves(
             energy = _energy(fill, limit, per_unit) + max(paid - asked[1], 0.0) * per_unit[0]
         if move == moves:
             break
+        if not one and (done + move) % 100 == 0 and asked[0] > paid:
+            # Shares of the rating asked for follow what there is, so that one may grow as another falls.
+            asked[1] = paid
+            _ask_for(fill, limit, per_unit, loads, paid, _slowest(fill, loads) + paid, asked[0])
+            energy = _energy(fill, limit, per_unit) + max(paid - asked[1], 0.0) * per_unit[0]
         table = _busy_table(count, slot, choice, ranks, fill, limit, per_unit, random)
         option = choice[table]
         at, how, shards = slot[table], spread[option], count[option]

@@ -19,7 +19,7 @@ from flexshard._internal import has_numba
 from flexshard.planner.whole_model.annealing import Annealing, State, flat, place, rating
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound, priced_options, totals
 from flexshard.planner.whole_model.menus import Menus, undominated
-from flexshard.planner.whole_model.program import Bins, ProgramAnswer, solve_menus_program
+from flexshard.planner.whole_model.program import Bins, ProgramAnswer, program_columns, solve_menus_program
 from flexshard.planner.whole_model.shortages import budget_error
 
 __all__ = ["Assignment", "assign", "relative_gap"]
@@ -135,7 +135,7 @@ class _Master:
             better = self._anneal(number, moves)
             if self._best is not None:
                 self._drop_hopeless()
-            small = self._flat.begin[-1] * self._menus.ranks <= _SMALL_PROGRAM
+            small = program_columns(self._menus, "ranks") <= _SMALL_PROGRAM
             if small:
                 self._gap = min(self._gap, _EXACT)
             if self._done(number):
@@ -217,8 +217,7 @@ class _Master:
 
     def _solve_program(self, bins: Bins, most_columns: int = _MOST_COLUMNS, nodes: int = _NODES) -> None:
         """Raise the bound by a program, and keep what it chooses."""
-        bins_of = {"cluster": 1, "hosts": self._menus.hosts, "ranks": self._menus.ranks}
-        if bins != "cluster" and self._flat.begin[-1] * bins_of[bins] > most_columns:
+        if bins != "cluster" and program_columns(self._menus, bins) > most_columns:
             return
         # A plan that is better by less than the gap asked for need not be found: that there is no other is the proof.
         at_most = self._rating / (1 + self._gap) * (1 + 2 * _SAFETY)

@@ -18,7 +18,7 @@ from flexshard.errors import SolverError
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
 from flexshard.planner.whole_model.menus import Menus, Option, Spread
 
-__all__ = ["Bins", "ProgramAnswer", "solve_menus_program"]
+__all__ = ["Bins", "ProgramAnswer", "program_columns", "solve_menus_program"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -97,6 +97,14 @@ def solve_menus_program(
         return ProgramAnswer(bound, None)
     values = np.array(solver.getSolution().col_value)
     return build.answer(np.rint(values).astype(np.int64), bound, status == "Optimal")
+
+
+def program_columns(menus: Menus, bins: Bins) -> int:
+    """About how many columns the program has: one an option, and one a bin of shards that may lie anywhere."""
+    count = {"cluster": 1, "hosts": menus.hosts, "ranks": menus.ranks}[bins]
+    hosts = min(count, menus.hosts)
+    of_spread = {Spread.EVERY_RANK: 1, Spread.HOST_BLOCKS: 1 + hosts}
+    return sum(of_spread.get(option.spread, 1 + count) for _, option in menus.pairs())
 
 
 class _Program:

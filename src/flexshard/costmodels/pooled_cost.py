@@ -1,0 +1,115 @@
+"""What pooled tables cost together, once each has an option and a rank for every shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels.cost import Collective, Cost
+from flexshard.costmodels.overlap import hidden_share
+from flexshard.costmodels.pooled import POOLED_LOADS, Channel, PooledCosts, PooledOption
+
+__all__ = ["RankLoads", "pooled_cost", "rank_loads"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class RankLoads:
+    """What every rank has of pooled tables; arrays of shape (ranks,) unless they say otherwise.
+
+    Attributes:
+        moved: bytes by channel.
+        local_seconds: of lookups and updates; shape (2, ranks).
+        static_bytes, dynamic_bytes, host_bytes: as of :class:`PooledOption`.
+        ids: looked up.
+        seconds: of each kind of :data:`POOLED_LOADS`, without latencies; shape (loads, ranks).
+    """
+
+    moved: Mapping[Channel, FloatArray]
+    local_seconds: FloatArray
+    static_bytes: FloatArray
+    dynamic_bytes: FloatArray
+    host_bytes: FloatArray
+    ids: FloatArray
+    seconds: FloatArray
+
+
+def rank_loads(
+    costs: PooledCosts, placed: Sequence[tuple[PooledOption, Sequence[int]]], received_bytes: float = 0.0
+) -> RankLoads:
+    """Add shards up by rank.
+
+    Args:
+        costs: of the cluster.
+        placed: of each table an option, and the rank of each of its shards.
+        received_bytes: of sums that every rank has of its own samples, of all tables.
+    """
+    world = costs.cluster.world_size
+
+    def at(where: Sequence[int], values: FloatArray) -> FloatArray:
+        return np.bincount(where, values, world).astype(np.float64)
+
+    moved: dict[Channel, FloatArray] = {}
+    local, seconds = np.zeros((2, world)), np.zeros((len(POOLED_LOADS), world))
+    sums = {name: np.zeros(world) for name in ("static_bytes", "dynamic_bytes", "host_bytes", "ids")}
+    for option, where in placed:
+        for channel, nbytes in option.moved.items():
+            moved[channel] = moved.get(channel, np.zeros(world)) + at(where, nbytes)
+        local += [at(where, each) for each in option.local_seconds]
+        seconds += [at(where, each) for each in costs.seconds(option)]
+        for name, total in sums.items():
+            total += at(where, getattr(option, name))
+    sums["dynamic_bytes"] += received_bytes
+    return RankLoads(moved, local, seconds=seconds, **sums)
+
+
+def pooled_cost(
+    costs: PooledCosts, placed: Sequence[tuple[PooledOption, Sequence[int]]], received_bytes: float = 0.0
+) -> Cost:
+    """The metrics of pooled tables; arguments as of :func:`rank_loads`.
+
+    Memory is the fullest rank's. Of every kind of load, collectives and local work have what the rank that is busiest
+    with it has, so that seconds add up to what ranks wait for.
+    """
+    loads = rank_loads(costs, placed, received_bytes)
+    busiest = loads.seconds.argmax(axis=1)
+    fullest = int((loads.static_bytes + loads.dynamic_bytes).argmax())
+    calls: dict[Channel, int] = {}
+    for sharding_type in dict.fromkeys(option.sharding_type for option, _ in placed):
+        for channel, number in costs.calls(sharding_type).items():
+            calls[channel] = calls.get(channel, 0) + number
+    collectives = []
+    for channel in sorted(loads.moved):
+        kind, size, content = channel
+        nbytes, number, rate = loads.moved[channel], calls.get(channel, 1), costs.rate(channel)
+        rank = busiest[next(i for i, contents in enumerate(POOLED_LOADS.values()) if content in contents)]
+        mean = float(nbytes.mean())
+        collectives.append(
+            Collective(
+                kind,
+                size,
+                number,
+                mean / number,
+                rate.alpha_seconds,
+                rate.bytes_per_s,
+                hidden_share(costs.overlap, kind, size, content),
+                content,
+                (float(nbytes[rank]) - mean) / number,
+            )
+        )
+    names = list(POOLED_LOADS)
+    return Cost(
+        static_memory_bytes=float(loads.static_bytes[fullest]),
+        dynamic_memory_bytes=float(loads.dynamic_bytes[fullest]),
+        input_ids=float(loads.ids.mean()),
+        rows_read=float(loads.ids.max()),
+        collectives=tuple(collectives),
+        dynamic_memory_sigma_bytes=None,
+        look_up_seconds=float(loads.local_seconds[0, busiest[names.index("look up")]]),
+        update_seconds=float(loads.local_seconds[1, busiest[names.index("update")]]),
+        host_memory_bytes=float(loads.host_bytes.max()),
+    )

@@ -1,0 +1,131 @@
+"""What the plan of a pooled table may be, in the words of TorchRec's ``ParameterConstraints`` and a few more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from flexshard._internal import check_finite, check_int
+from flexshard.costmodels import POOLED_KERNELS, POOLED_TYPES
+from flexshard.errors import JobError
+from flexshard.tables import Table
+from flexshard.topologies import Cluster
+
+__all__ = ["TableConstraints", "check_constraints"]
+
+_CACHED = 0.2  # TorchRec's share of rows that a cache holds
+
+
+@dataclass(frozen=True)
+class TableConstraints:
+    """What is asked of a pooled table; nothing by default.
+
+    Attributes:
+        sharding_types: allowed, in TorchRec's words; None for all.
+        compute_kernels: allowed: "fused", "dense", "fused_uvm", "fused_uvm_caching"; None for "fused", and where the
+            problem has host memory the two with UVM. Data-parallel tables have "dense" always.
+        min_partition: least columns of a column shard, 128 by default; TorchRec takes the least width from there on
+            that divides the table's.
+        cache_load_factors: shares of the rows that "fused_uvm_caching" may hold in a rank's memory.
+        pin: the rank of each shard, in order of rows and columns; options of as many shards are left.
+        forbid: sharding types, kernels, or both ("row_wise/fused"), that are not allowed.
+        with_tables: tables (``with`` in job files) that are sharded as this one is, each of their shards on the rank of
+            this one's.
+        apart: tables none of whose shards may share a rank with one of this table's; nor may two of its own then.
+        device_group: TorchRec's; a cluster's ranks are all of one kind, so that it decides nothing and is refused.
+    """
+
+    sharding_types: Sequence[str] | None = None
+    compute_kernels: Sequence[str] | None = None
+    min_partition: int | None = None
+    cache_load_factors: Sequence[float] = (_CACHED,)
+    pin: Sequence[int] = ()
+    forbid: Sequence[str] = ()
+    with_tables: Sequence[str] = ()
+    apart: Sequence[str] = ()
+    device_group: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("min_partition", "device_group") or value is None:
+                continue
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise JobError(f"{_word(field.name)} must be a list, found {value!r}")
+            object.__setattr__(self, field.name, tuple(value))
+        _known(self.sharding_types, POOLED_TYPES, "sharding_types")
+        _known(self.compute_kernels, POOLED_KERNELS, "compute_kernels")
+        for one in self.forbid:
+            _known(str(one).split("/"), (*POOLED_TYPES, *POOLED_KERNELS), "forbid")
+        if self.min_partition is not None:
+            object.__setattr__(self, "min_partition", check_int(self.min_partition, "min_partition", JobError))
+        for share in self.cache_load_factors:
+            if not 0 < check_finite(share, "cache_load_factors", JobError) <= 1:
+                raise JobError(f"cache_load_factors are shares of the rows above 0 and up to 1, found {share!r}")
+        for rank in self.pin:
+            check_int(rank, "pin", JobError, least=0)
+        if self.device_group is not None:
+            raise JobError(
+                "device_group decides nothing: all ranks of a cluster are of one kind; leave it out, or plan by"
+                " TorchRec's costs with OptimalShardingPlanner"
+            )
+
+    def __str__(self) -> str:
+        """What is asked, in words."""
+        given = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        return ", ".join(f"{_word(name)} {_listed(value)}" for name, value, usual in given if value != usual)
+
+    def forbids(self, sharding_type: str, compute_kernel: str) -> bool:
+        """Whether an option is forbidden."""
+        return any(one in (sharding_type, compute_kernel, f"{sharding_type}/{compute_kernel}") for one in self.forbid)
+
+    def kernels(self, *, host_memory: bool) -> tuple[str, ...]:
+        """Kernels that may be used."""
+        if self.compute_kernels is not None:
+            return tuple(self.compute_kernels)
+        return ("fused", "fused_uvm", "fused_uvm_caching") if host_memory else ("fused",)
+
+
+def check_constraints(
+    constraints: Mapping[str, TableConstraints], tables: Sequence[Table], cluster: Cluster, *, host_memory: bool
+) -> None:
+    """Whether constraints are of tables that there are, and can be kept.
+
+    Raises:
+        JobError: one is not, with the table and the constraint.
+    """
+    known = {table.name: table for table in tables}
+    for name, constraint in constraints.items():
+        where = f"constraints of table {name!r}"
+        if not isinstance(constraint, TableConstraints):
+            raise JobError(f"{where}: must be TableConstraints, found {constraint!r}")
+        if name not in known:
+            raise JobError(f"{where}: there is no such table; there are {', '.join(known)}")
+        if not known[name].is_pooled:
+            raise JobError(
+                f"{where} decide nothing, since it is not pooled: its rows are placed one by one; leave them out"
+            )
+        for word, others in (("with", constraint.with_tables), ("apart", constraint.apart)):
+            for other in others:
+                if other == name or other not in known or not known[other].is_pooled:
+                    raise JobError(f"{where}: {word} names {other!r}, which is no other pooled table")
+        for rank in constraint.pin:
+            if rank >= cluster.world_size:
+                raise JobError(f"{where}: pin names rank {rank} of {cluster.world_size}, counted from 0")
+        uvm = [one for one in constraint.compute_kernels or () if one.startswith("fused_uvm")]
+        if uvm and not host_memory:
+            raise JobError(f"{where}: {uvm[0]} needs host memory; say how much a rank may take of it (host_memory)")
+
+
+def _known(given: Sequence[str] | None, known: Sequence[str], name: str) -> None:
+    for one in given or ():
+        if one not in known:
+            raise JobError(f"{name} must be of {', '.join(known)}, found {one!r}")
+
+
+def _listed(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _word(name: str) -> str:
+    return "with" if name == "with_tables" else name

@@ -1,0 +1,235 @@
+"""Pooled tables under our costs as menus of the master problem, with what is asked of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, PooledCosts, PooledOption
+from flexshard.errors import JobError
+from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.whole_model.menus import Menus, Option, Spread
+from flexshard.tables import Table
+
+__all__ = ["Choice", "PooledMenus", "pooled_menus"]
+
+FloatArray = npt.NDArray[np.float64]
+Choice = tuple[PooledOption, tuple[int, ...]]  # an option, and the rank of each shard
+
+_SPREADS = {
+    "data_parallel": Spread.EVERY_RANK,
+    "row_wise": Spread.EVERY_RANK,
+    "table_row_wise": Spread.HOST_BLOCKS,
+    "grid_shard": Spread.HOST_BLOCKS,
+    "table_column_wise": Spread.ONE_HOST,
+    "table_wise": Spread.ANY_RANK,
+    "column_wise": Spread.ANY_RANK,
+}
+_ASKED = ("sharding_types", "compute_kernels", "min_partition", "cache_load_factors", "forbid")
+HBM, HOST = "HBM", "host memory"
+
+
+@dataclass(frozen=True, eq=False)
+class PooledMenus:
+    """Menus, and what their options stand for.
+
+    Attributes:
+        costs: of the cluster.
+        tables: in the problem's order.
+        options: those that each table may have by itself, pins and company aside.
+        menus: of the tables, those that are sharded alike as one.
+        members: of each menu, the tables in it.
+        meant: of each menu by ``Option.source``, an option for each member.
+        pinned: of each menu, ranks of its shards where they are given.
+    """
+
+    costs: PooledCosts
+    tables: tuple[Table, ...]
+    options: tuple[tuple[PooledOption, ...], ...]
+    menus: Menus
+    members: tuple[tuple[int, ...], ...]
+    meant: tuple[tuple[tuple[PooledOption, ...], ...], ...]
+    pinned: tuple[tuple[int, ...], ...]
+
+    @property
+    def received_bytes(self) -> float:
+        """Of sums that every rank has of its own samples."""
+        return sum(self.costs.received_bytes(table) for table in self.tables)
+
+    def chosen(self, choice: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[Choice]:
+        """Options and ranks of all tables, in their order, from those of the menus."""
+        found: dict[int, Choice] = {}
+        for menu, (source, where) in enumerate(zip(choice, ranks, strict=True)):
+            for table, option in zip(self.members[menu], self.meant[menu][source], strict=True):
+                found[table] = (option, self.pinned[menu] or tuple(where))
+        return [found[table] for table in range(len(self.tables))]
+
+
+def pooled_menus(
+    tables: Sequence[Table],
+    costs: PooledCosts,
+    constraints: Mapping[str, TableConstraints],
+    *,
+    hbm_bytes: float,
+    host_bytes: float | None,
+) -> PooledMenus:
+    """Menus of pooled tables.
+
+    Args:
+        tables: pooled ones.
+        costs: of the cluster.
+        constraints: by table.
+        hbm_bytes: that they may take of a rank's memory in all.
+        host_bytes: of host memory per rank; None where there is none.
+
+    Raises:
+        JobError: constraints leave a table no option.
+    """
+    asked = [constraints.get(table.name, TableConstraints()) for table in tables]
+    options = [
+        _options(table, costs, one, host=host_bytes is not None) for table, one in zip(tables, asked, strict=True)
+    ]
+    positions = {table.name: index for index, table in enumerate(tables)}
+    groups = _groups(asked, positions)
+    apart = sorted({tuple(sorted((index, positions[other]))) for index, one in enumerate(asked) for other in one.apart})
+    for one, other in apart:
+        if any(one in group and other in group for group in groups):
+            raise JobError(
+                f"tables {tables[one].name!r} and {tables[other].name!r} are to be apart and with one another"
+            )
+    menus, meant, pinned = [], [], []
+    for group in groups:
+        alike = _alike([options[index] for index in group])
+        pins = list(dict.fromkeys(asked[index].pin for index in group if asked[index].pin))
+        names = " and ".join(repr(tables[index].name) for index in group)
+        if not alike:
+            raise JobError(f"tables {names} are to be with one another, and have no way of sharding in common")
+        if len(pins) > 1:
+            raise JobError(f"tables {names} are to be with one another, and are pinned to other ranks each")
+        kept = [each for each in alike if not pins or _can_be_at(each[0], pins[0], costs)]
+        if not kept:
+            raise JobError(
+                f"table {names}: pin {list(pins[0])} leaves no option; shards of those there are cannot lie so:"
+                f" {', '.join(f'{each[0].name} has {each[0].shards}' for each in alike)}"
+            )
+        meant.append(tuple(kept))
+        pinned.append(tuple(pins[0]) if pins else ())
+        marks = np.array([[len({one, other} & set(group)) for one, other in apart]], np.float64).T
+        menus.append(tuple(_menu_option(costs, each, pinned[-1], marks, number) for number, each in enumerate(kept)))
+    world = costs.cluster.world_size
+    room = [hbm_bytes - sum(costs.received_bytes(table) for table in tables), 0.0 if host_bytes is None else host_bytes]
+    capacity = np.repeat(np.array([*room, *[1.0] * len(apart)])[:, None], world, axis=1)
+    whole = Menus(
+        tables=tuple(" + ".join(tables[index].name for index in group) for group in groups),
+        options=tuple(menus),
+        capacity=np.maximum(capacity, 0.0),
+        kinds=(HBM, HOST, *(f"{tables[a].name} apart from {tables[b].name}" for a, b in apart)),
+        ranks_per_host=costs.cluster.ranks_per_node,
+        loads=tuple(POOLED_LOADS),
+        charges=tuple(costs.latency(one) for one in POOLED_TYPES),
+    )
+    return PooledMenus(
+        costs,
+        tuple(tables),
+        tuple(map(tuple, options)),
+        _needed_loads(whole),
+        tuple(groups),
+        tuple(meant),
+        tuple(pinned),
+    )
+
+
+def _options(table: Table, costs: PooledCosts, asked: TableConstraints, *, host: bool) -> list[PooledOption]:
+    """What a table may be by itself.
+
+    Raises:
+        JobError: nothing.
+    """
+
+    def under(asked: TableConstraints) -> list[PooledOption]:
+        found = costs.options(
+            table,
+            sharding_types=POOLED_TYPES if asked.sharding_types is None else asked.sharding_types,
+            compute_kernels=asked.kernels(host_memory=host),
+            min_partition=asked.min_partition,
+            cache_load_factors=asked.cache_load_factors,
+        )
+        return [one for one in found if not asked.forbids(one.sharding_type, one.compute_kernel)]
+
+    default = TableConstraints()
+    given = [name for name in _ASKED if getattr(asked, name) != getattr(default, name)]
+    found = under(asked)
+    if not found:
+        without = [name for name in given if under(replace(asked, **{name: getattr(default, name)}))]
+        named = " and ".join(without or given)
+        raise JobError(
+            f"table {table.name!r}: {named} leave{'s' if len(without or given) == 1 else ''} no way of sharding its"
+            f" {table.rows:,} rows of {table.dim} on {costs.cluster.world_size} ranks; allow others"
+        )
+    for name in given:
+        other = under(replace(asked, **{name: getattr(default, name)}))
+        if [(one.name, one.sizes) for one in other] == [(one.name, one.sizes) for one in found]:
+            warnings.warn(f"table {table.name!r}: constraint {name} decides nothing", UserWarning, stacklevel=2)
+    return found
+
+
+def _groups(asked: Sequence[TableConstraints], positions: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Tables that are to be sharded alike, in order of their first one."""
+    group = list(range(len(asked)))
+    for index, one in enumerate(asked):
+        for other in one.with_tables:
+            old, new = sorted((group[index], group[positions[other]]), reverse=True)
+            group = [new if each == old else each for each in group]
+    return [tuple(i for i, each in enumerate(group) if each == first) for first in dict.fromkeys(group)]
+
+
+def _alike(menus: Sequence[Sequence[PooledOption]]) -> list[tuple[PooledOption, ...]]:
+    """Options that all of the tables have, with as many shards."""
+    first, *others = [{(one.name, one.shards): one for one in menu} for menu in menus]
+    return [(one, *(other[key] for other in others)) for key, one in first.items() if all(key in o for o in others)]
+
+
+def _can_be_at(option: PooledOption, pin: Sequence[int], costs: PooledCosts) -> bool:
+    """Whether an option's shards may lie on these ranks."""
+    spread, per_host = _SPREADS[option.sharding_type], costs.cluster.ranks_per_node
+    if len(pin) != option.shards:
+        return False
+    if spread is Spread.EVERY_RANK:
+        return list(pin) == list(range(costs.cluster.world_size))
+    if spread is Spread.ONE_HOST:
+        return len({rank // per_host for rank in pin}) == 1
+    if spread is Spread.HOST_BLOCKS:
+        blocks = np.array(pin).reshape(-1, per_host)
+        return bool((blocks == blocks[:, :1] // per_host * per_host + np.arange(per_host)).all())
+    return True
+
+
+def _menu_option(
+    costs: PooledCosts, members: Sequence[PooledOption], pin: Sequence[int], marks: FloatArray, source: int
+) -> Option:
+    """Tables sharded alike as one option; ``marks``, of shape (pairs, 1), keep it apart from others."""
+    first = members[0]
+    perf = np.sum([costs.seconds(one) for one in members], axis=0)
+    held = np.sum([[one.static_bytes + one.dynamic_bytes, one.host_bytes] for one in members], axis=0)
+    memory = np.concatenate([held, np.repeat(marks, first.shards, axis=1)])
+    spread = _SPREADS[first.sharding_type]
+    if pin:  # as shards of every rank, most of which are nothing
+        world = costs.cluster.world_size
+        perf, memory = (np.array([np.bincount(pin, row, world) for row in each]) for each in (perf, memory))
+        spread = Spread.EVERY_RANK
+    return Option(first.name, spread, perf, memory, source, POOLED_TYPES.index(first.sharding_type))
+
+
+def _needed_loads(menus: Menus) -> Menus:
+    """Without the kinds of load that no option has."""
+    used = [
+        load
+        for load in range(len(menus.loads))
+        if any(option.perf[load].any() for _, option in menus.pairs()) or load == 0
+    ]
+    options = tuple(tuple(replace(option, perf=option.perf[used]) for option in menu) for menu in menus.options)
+    return replace(menus, options=options, loads=tuple(menus.loads[load] for load in used))
