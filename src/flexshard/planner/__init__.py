@@ -25,8 +25,15 @@ if TYPE_CHECKING:
         TTOption as TTOption,
     )
     from flexshard.planner.compression.decision_file import is_compression as is_compression
-    from flexshard.planner.explanations.differences import Move as Move, PlanDiff as PlanDiff, diff as diff
+    from flexshard.planner.constraints import TableConstraints as TableConstraints
+    from flexshard.planner.explanations.differences import (
+        Move as Move,
+        PlanDiff as PlanDiff,
+        PooledMove as PooledMove,
+        diff as diff,
+    )
     from flexshard.planner.explanations.plan_text import costs_grid as costs_grid, plan_renderable as plan_renderable
+    from flexshard.planner.explanations.pooled_text import PooledExplanation as PooledExplanation
     from flexshard.planner.explanations.reasons import TableExplanation as TableExplanation, explain as explain
     from flexshard.planner.frontier import ParetoCurve as ParetoCurve, ParetoPoint as ParetoPoint, pareto as pareto
     from flexshard.planner.job import Job as Job
@@ -41,6 +48,11 @@ if TYPE_CHECKING:
         Tier as Tier,
     )
     from flexshard.planner.plan_file import cost_document as cost_document, plan_document as plan_document
+    from flexshard.planner.pooled_plan import (
+        PooledAlternative as PooledAlternative,
+        PooledShard as PooledShard,
+        PooledTablePlan as PooledTablePlan,
+    )
     from flexshard.planner.problem import Problem as Problem
     from flexshard.planner.reductions import REDUCTIONS as REDUCTIONS
     from flexshard.planner.replanning import (
@@ -70,8 +82,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "compression.choosing": ["plan_compression"],
         "compression.decision": ["CompressionPlan", "TTOption", "TableChoice", "TableOption"],
         "compression.decision_file": ["is_compression"],
-        "explanations.differences": ["Move", "PlanDiff", "diff"],
+        "constraints": ["TableConstraints"],
+        "explanations.differences": ["Move", "PlanDiff", "PooledMove", "diff"],
         "explanations.plan_text": ["costs_grid", "plan_renderable"],
+        "explanations.pooled_text": ["PooledExplanation"],
         "explanations.reasons": ["TableExplanation", "explain"],
         "frontier": ["ParetoCurve", "ParetoPoint", "pareto"],
         "job": ["Job"],
@@ -80,6 +94,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "methods": ["METHODS"],
         "plan": ["Alternative", "Plan", "Settings", "TablePlan", "Tier"],
         "plan_file": ["cost_document", "plan_document"],
+        "pooled_plan": ["PooledAlternative", "PooledShard", "PooledTablePlan"],
         "problem": ["Problem"],
         "replanning": ["Replan", "TableMoves", "moving_seconds", "replan", "row_moves"],
         "reductions": ["REDUCTIONS"],

@@ -17,6 +17,7 @@ from flexshard.costmodels import StepWork, TTRates, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
 from flexshard.planner.budget import parse_budget
 from flexshard.planner.compression.decision import TTOption
+from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.job import Job
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table, TTShape
@@ -37,6 +38,20 @@ class CompressSpec(StrictModel):
     loss: float = 0.0
 
 
+class ConstraintsSpec(StrictModel):
+    """What is asked of a pooled table; fields as of :class:`TableConstraints`."""
+
+    sharding_types: list[str] | None = None
+    compute_kernels: list[str] | None = None
+    min_partition: int | None = None
+    cache_load_factors: list[float] | None = None
+    pin: list[int] = Field(default_factory=list)
+    forbid: list[str] = Field(default_factory=list)
+    with_tables: list[str] = Field(default_factory=list, alias="with")
+    apart: list[str] = Field(default_factory=list)
+    device_group: str | None = None
+
+
 class TableSpec(StrictModel):
     """A table of a job file; rows default to the profile's."""
 
@@ -50,6 +65,8 @@ class TableSpec(StrictModel):
     features: list[str] = Field(default_factory=list)
     dedup_factor: float = 1.0
     compress: list[CompressSpec] = Field(default_factory=list)
+    pooling: Literal["none", "sum", "mean"] = "none"
+    constraints: ConstraintsSpec | None = None
 
 
 class JobSpec(StrictModel):
@@ -72,6 +89,9 @@ class JobSpec(StrictModel):
     dense: str | None = None
     rates: str | None = None
     loss_limit: float | None = None
+    host_memory: str | None = None
+    timeout_seconds: float = 60.0
+    gap: float = 0.01
 
 
 def load_job(path: PathLike) -> Job:
@@ -109,6 +129,11 @@ def load_job(path: PathLike) -> Job:
         for index, table in enumerate(tables)
         if spec.tables[index].compress
     }
+    constraints = {
+        table.name: at(["tables", index, "constraints"], partial(_constraints, asked))
+        for index, table in enumerate(tables)
+        if (asked := spec.tables[index].constraints) is not None
+    }
     step = None
     if spec.dense is not None:
         text = spec.dense
@@ -121,7 +146,11 @@ def load_job(path: PathLike) -> Job:
         file, known = folder / spec.rates, step
         step = at(["rates"], lambda: replace(known, rates=TTRates.load(file).local))
     others = spec.model_dump(exclude={"tables", "cluster", "dense", "rates"})
-    return at([], lambda: Job(tables, cluster, options=options, step=step, **others))
+    return at([], lambda: Job(tables, cluster, options=options, step=step, constraints=constraints, **others))
+
+
+def _constraints(spec: ConstraintsSpec) -> TableConstraints:
+    return TableConstraints(**{name: value for name, value in spec.model_dump().items() if value is not None})
 
 
 def _option(table: Table, spec: CompressSpec) -> TTOption:
@@ -150,6 +179,7 @@ def _table(folder: Path, spec: TableSpec) -> Table:
         spec.replication_multiplier,
         tuple(spec.features),
         spec.dedup_factor,
+        spec.pooling,
     )
 
 

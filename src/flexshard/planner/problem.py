@@ -270,6 +270,10 @@ class Problem:
             )
         return self
 
+    def without_pooled_tables(self) -> Problem:
+        """The problem of the other tables alone; there must be some."""
+        return replace(self, tables=self.sequence_tables, constraints={}, host_memory=None)
+
     @property
     def is_deduplicated(self) -> bool:
         """Whether batches of some table are deduplicated."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         plot_pareto as plot_pareto,
         plot_skew as plot_skew,
     )
+    from flexshard.plots.ranks import plot_ranks as plot_ranks
     from flexshard.plots.sessions import plot_duplication as plot_duplication, plot_sessions as plot_sessions
     from flexshard.plots.steps import plot_step as plot_step
     from flexshard.plots.traffic import plot_reduction as plot_reduction
@@ -22,6 +23,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "planning": ["plot_marginal", "plot_normalized_costs", "plot_pareto", "plot_skew"],
+        "ranks": ["plot_ranks"],
         "sessions": ["plot_duplication", "plot_sessions"],
         "steps": ["plot_step"],
         "traffic": ["plot_reduction"],

@@ -17,11 +17,16 @@ _LOOK = {
     "find distinct ids": ("white", "...."),
     "counts": ("0.92", ""),
     "ids": ("0.85", ""),
+    "pooled ids": ("0.85", "oo"),
+    "pooled look up": ("white", "//"),
     "look up": ("white", "////"),
     "embeddings": ("0.65", ""),
     "embeddings and gradients": ("0.55", ""),
+    "pooled sums": ("0.65", "oo"),
     "dense": ("white", "xxxx"),
     "gradients": ("0.4", ""),
+    "pooled gradients": ("0.4", "oo"),
+    "pooled update": ("white", "\\\\"),
     "update": ("white", "\\\\\\\\"),
 }
 
@@ -52,5 +57,7 @@ def plot_step(plan: Plan, path: PathLike) -> None:
         axes.set_xlim(0, 1.12 * left.max(initial=0.0) or 1.0)
         known = "" if plan.settings.dense_seconds is not None else ", without dense work"
         axes.set_xlabel(f"step [ms], links at once in each phase{known}")
-        figure.legend(loc="outside upper center", ncols=min(len(present), 8), fontsize=8.5, frameon=False)
+        figure.legend(
+            loc="outside upper center", ncols=min(len(present), 5 if plan.pooled else 8), fontsize=8.5, frameon=False
+        )
         save(figure, path)

@@ -262,7 +262,17 @@ def test_annealing_is_the_same_without_compiled_loops(phases: bool, monkeypatch:
     results = []
     for plain in (False, True):
         if plain:
-            helpers = ("_draw", "_excess", "_energy", "_within_memory", "_slowest", "_ask_for", "_add", "_harm")
+            helpers = (
+                "_draw",
+                "_excess",
+                "_energy",
+                "_within_memory",
+                "_slowest",
+                "_ask_for",
+                "_badness",
+                "_add",
+                "_harm",
+            )
             for name in (*helpers, "lay", "_busy_table", "_agree"):
                 monkeypatch.setattr(annealing_kernels, name, getattr(annealing_kernels, name).py_func)
             monkeypatch.setattr(annealing, "lay", annealing_kernels.lay)

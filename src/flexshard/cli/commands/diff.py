@@ -26,9 +26,17 @@ def diff_command(
         positions = f"{move.first_position:,} to {move.first_position + move.rows - 1:,}"
         ends = ["-" if size is None else str(size) for size in (move.source, move.target)]
         grid.add_row(move.table, *ends, positions, f"{move.rows:,}", units.format_bytes(move.nbytes))
+    for pooled in changes.pooled:
+        sides = ["-" if side is None else f"{side[0]} on {_ranks(side[1])}" for side in (pooled.source, pooled.target)]
+        grid.add_row(pooled.table, *sides, "pooled", "", units.format_bytes(pooled.nbytes))
     note = "".join(
         f"\n{name}: the two plans order rows by different profiles, so equal positions may be other rows."
         for name in changes.reranked
     )
     grid.caption = f"{changes.rows:,} rows, {units.format_bytes(changes.nbytes)} move{note}"
     emit(changes.document(), as_json=as_json, text=grid)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    distinct = sorted(set(ranks))
+    return f"{len(distinct)} ranks" if len(distinct) > 4 else f"rank{'s' * (len(distinct) > 1)} {str(distinct)[1:-1]}"

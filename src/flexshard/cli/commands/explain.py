@@ -24,7 +24,7 @@ def explain_command(
         emit(texts, as_json=as_json, text="\n\n".join(texts.values()))
         return
     loaded = planner.Plan.load(plan)
-    if table is None and len(loaded.tables) > 1:
+    if table is None and len(loaded.tables) + len(loaded.pooled) > 1:
         emit(planner.plan_document(loaded), as_json=as_json, text=planner.plan_renderable(loaded))
         return
     explanation = planner.explain(loaded, table)

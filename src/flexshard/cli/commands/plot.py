@@ -12,18 +12,21 @@ from flexshard import planner, plots
 from flexshard.cli.app import AsJson, JobFile, app, written
 from flexshard.cli.outputs import Force, check_output
 from flexshard.errors import JobError
+from flexshard.tables import Table
 
 
 @app.command("plot")
 def plot_command(
-    what: Annotated[str, typer.Argument(help="costs (Figure 3), skew (Figure 4), marginal (Figure 5), or step.")],
+    what: Annotated[str, typer.Argument(help="costs, skew, marginal (Figures 3, 4 and 5), step, or ranks.")],
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
     table: Annotated[str | None, typer.Option(help="One table of the job; all, or the first, by default.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a figure of the FlexShard paper for the job's own profiles, or the phases of a step of its plan."""
+    """Draw a figure of the FlexShard paper for the job's own profiles; or of its plan the phases of a step, or what
+    every rank has of it.
+    """
     check_output(output, "picture", inputs=[job], force=force)
     spec = planner.load_job(job)
     tables = [t for t in spec.tables if table in (None, t.name)]
@@ -38,7 +41,16 @@ def plot_command(
     elif what == "marginal":
         plots.plot_marginal(planner.marginal_curve(replace(spec, tables=tuple(tables))), output)
     elif what == "step":
-        plots.plot_step(planner.solve(replace(spec, tables=tuple(tables))), output)
+        plots.plot_step(planner.solve(_of(spec, tables)), output)
+    elif what == "ranks":
+        plots.plot_ranks(planner.solve(_of(spec, tables)), output)
     else:
-        raise JobError(f"there is no plot {what!r}; draw costs, skew, marginal or step")
+        raise JobError(f"there is no plot {what!r}; draw costs, skew, marginal, step or ranks")
     written(output, as_json)
+
+
+def _of(job: planner.Job, tables: list[Table]) -> planner.Problem:
+    """The job of these tables alone."""
+    names = {table.name for table in tables}
+    asked = {name: one for name, one in job.constraints.items() if name in names}
+    return replace(job, tables=tuple(tables), constraints=asked)

@@ -33,7 +33,8 @@ def compare(
     time_limit_seconds: float = 60.0,
     **options: Unpack[ProblemOptions],
 ) -> Plan:
-    """The plan of a problem, with the baselines "whole_table" and, where it is installed, "torchrec" added.
+    """The plan of a problem, with the baselines "whole_table", where no table is pooled, and, where it is installed,
+    "torchrec" added.
 
     Args:
         tables: a :class:`Problem`, such as a job; or the tables of one.
@@ -47,7 +48,9 @@ def compare(
     """
     problem = Problem.of(tables, cluster, options)
     plan = solve(problem)
-    added = {"whole_table": whole_table_cost(problem, time_limit_seconds=time_limit_seconds)}
+    added = {}
+    if not problem.pooled_tables:  # whose plan is one of whole tables
+        added["whole_table"] = whole_table_cost(problem, time_limit_seconds=time_limit_seconds)
     if torchrec or (torchrec is None and torchrec_installed()):
         added["torchrec"] = torchrec_cost(problem)
     return replace(plan, baselines={**plan.baselines, **added})

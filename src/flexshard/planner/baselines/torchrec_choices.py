@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from flexshard.costmodels import (
+    POOLED_KERNELS,
     Cost,
     LocalRates,
+    PooledCosts,
     RowWidths,
     collectives_between,
     placement_cost,
+    pooled_cost,
     priced,
     table_wise_cost,
     with_hottest,
@@ -27,6 +30,8 @@ from flexshard.tables import DATA_TYPES, Table
 
 __all__ = ["TorchRecChoice", "price_choices", "torchrec_choices", "torchrec_cost"]
 
+_CACHED = 0.2  # TorchRec's share of rows that a cache holds
+
 
 @dataclass(frozen=True)
 class TorchRecChoice:
@@ -35,10 +40,15 @@ class TorchRecChoice:
     Attributes:
         sharding_type: "data_parallel", "row_wise", "table_wise" or "column_wise".
         shards: (rank, share of the table's columns) of each shard of the last two.
+        compute_kernel, ranks, columns: of a pooled table its kernel, the rank of each shard, and how many columns the
+            first has.
     """
 
     sharding_type: str
     shards: tuple[tuple[int, float], ...] = ()
+    compute_kernel: str = "fused"
+    ranks: tuple[int, ...] = ()
+    columns: int = 0
 
 
 def torchrec_cost(problem: Problem) -> Cost:
@@ -56,12 +66,19 @@ def torchrec_cost(problem: Problem) -> Cost:
 def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
     """Ask TorchRec's ``EmbeddingShardingPlanner``, with its defaults, on a topology of the cluster's figures.
 
-    The tables are those of one ``EmbeddingCollection`` on the meta device, a feature each, whose pooling factor is L.
+    The tables are those of collections on the meta device, whose features' pooling factors add up to L.
     """
     try:
         import torch
-        from torchrec import EmbeddingCollection, EmbeddingConfig
+        from torchrec import (
+            EmbeddingBagCollection,
+            EmbeddingBagConfig,
+            EmbeddingCollection,
+            EmbeddingConfig,
+            PoolingType,
+        )
         from torchrec.distributed.embedding import EmbeddingCollectionSharder
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
         from torchrec.distributed.planner.types import PlannerError
         from torchrec.modules.embedding_configs import DataType
@@ -69,26 +86,34 @@ def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
         raise MissingDependencyError(f"TorchRec's planner needs TorchRec; run 'make setup' ({error})") from error
     tables, cluster, batch_size = problem.tables, problem.cluster, problem.batch_size
     groups: dict[int, list[Any]] = {}
+    pooled: list[Any] = []
     for index, table in enumerate(tables):
-        config = EmbeddingConfig(
-            name=f"table_{index}",
-            embedding_dim=table.dim,
-            num_embeddings=table.rows,
-            feature_names=[f"feature_{index}"],
+        fields = {
+            "name": f"table_{index}",
+            "embedding_dim": table.dim,
+            "num_embeddings": table.rows,
+            "feature_names": [f"feature_{index}_{number}" for number in range(_features(table))],
             # TorchRec has no tables of float64; they count as float32 there.
-            data_type=DataType[DATA_TYPES[table.dtype].torchrec or "FP32"],
-        )
-        groups.setdefault(table.dim, []).append(config)  # a collection's tables share one dimension
+            "data_type": DataType[DATA_TYPES[table.dtype].torchrec or "FP32"],
+        }
+        if table.is_pooled:
+            pooled.append(EmbeddingBagConfig(**fields, pooling=PoolingType[table.pooling.upper()]))
+        else:
+            groups.setdefault(table.dim, []).append(EmbeddingConfig(**fields))  # these share one dimension
     model = torch.nn.ModuleDict(
         {
             f"dim_{dim}": EmbeddingCollection(tables=configs, device=torch.device("meta"))
             for dim, configs in groups.items()
         }
     )
+    if pooled:
+        model["pooled"] = EmbeddingBagCollection(tables=pooled, device=torch.device("meta"))
     outer = cluster.level(cluster.world_size).all_to_all
     inner = cluster.level(cluster.ranks_per_node).all_to_all if cluster.ranks_per_node > 1 else outer
     constraints = {
-        f"table_{index}": ParameterConstraints(pooling_factors=[table.profile.avg_length])
+        f"table_{index}": ParameterConstraints(
+            pooling_factors=[table.profile.avg_length / _features(table)] * _features(table)
+        )
         for index, table in enumerate(tables)
     }
     try:
@@ -102,7 +127,7 @@ def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
                 inter_host_bw=(outer.bytes_per_s if outer else 1e9) / 1e3,
             )
             planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, constraints=constraints)
-            plan = planner.plan(model, [EmbeddingCollectionSharder()])
+            plan = planner.plan(model, [EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder()])
     except PlannerError as error:
         raise SolverError(f"TorchRec's planner found no plan: {str(error).strip().splitlines()[0]}") from error
     shardings = {name: sharding for module in plan.plan.values() for name, sharding in module.items()}
@@ -112,18 +137,32 @@ def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without TorchRec's advice on how to set its planner up for training, which nobody here is doing."""
-    logger = logging.getLogger("torchrec")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger("torchrec"), logging.getLogger()]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _features(table: Table) -> int:
+    return max(1, len(table.features)) if table.is_pooled else 1
 
 
 def _choice(sharding: Any, table: Table) -> TorchRecChoice:
+    if table.is_pooled:
+        shards = [] if sharding.sharding_spec is None else sharding.sharding_spec.shards
+        return TorchRecChoice(
+            sharding.sharding_type,
+            compute_kernel=sharding.compute_kernel,
+            ranks=tuple(int(shard.placement.rank()) for shard in shards) or tuple(sharding.ranks),
+            columns=int(shards[0].shard_sizes[1]) if shards else table.dim,
+        )
     if sharding.sharding_type in ("data_parallel", "row_wise"):
         return TorchRecChoice(sharding.sharding_type)
     shards = sharding.sharding_spec.shards
@@ -135,6 +174,8 @@ def _choice(sharding: Any, table: Table) -> TorchRecChoice:
 
 def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
     """Cost of whole-table choices: what all ranks share, and the busiest rank's part of each metric besides."""
+    if problem.pooled_tables:
+        return _with_pooled(problem, choices)
     cluster, hidden = problem.cluster, problem.hidden
     shared, received = Cost(), Cost()
     per_rank = [Cost() for _ in range(cluster.world_size)]
@@ -164,6 +205,29 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
         return found
     look_up, update = _local(problem, choices, problem.rates)
     return replace(found, look_up_seconds=look_up, update_seconds=update)
+
+
+def _with_pooled(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
+    """The same of a model with pooled tables; the fullest rank with some is taken to be that with the others."""
+    costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
+    placed, others = [], []
+    for table, choice in zip(problem.tables, choices, strict=True):
+        if not table.is_pooled:
+            others.append(choice)
+            continue
+        kernel = choice.compute_kernel if choice.compute_kernel in POOLED_KERNELS else "fused"
+        options = costs.options(
+            table,
+            sharding_types=[choice.sharding_type],
+            compute_kernels=[kernel],
+            min_partition=choice.columns or None,
+            cache_load_factors=[_CACHED],
+        )
+        # A table that is cut in one piece is TorchRec's under whatever name.
+        (option,) = options or costs.options(table, sharding_types=["table_wise"], compute_kernels=[kernel])
+        placed.append((option, choice.ranks))
+    pooled = pooled_cost(costs, placed, sum(costs.received_bytes(table) for table in problem.pooled_tables))
+    return pooled + price_choices(problem.without_pooled_tables(), others) if others else pooled
 
 
 def _local(problem: Problem, choices: Sequence[TorchRecChoice], rates: LocalRates) -> tuple[float, float]:

@@ -9,8 +9,9 @@ from typing import Any
 from flexshard._internal import deprecated_attribute, renamed_parameters, with_names
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.plan_file import FIELDS
+from flexshard.planner.pooled_plan import PooledShard, PooledTablePlan
 
-__all__ = ["Move", "PlanDiff", "diff"]
+__all__ = ["Move", "PlanDiff", "PooledMove", "diff"]
 
 
 @renamed_parameters(first_rank="first_position")
@@ -36,31 +37,51 @@ class Move:
 
 
 @dataclass(frozen=True)
+class PooledMove:
+    """A pooled table that is sharded or placed otherwise.
+
+    Attributes:
+        table: its name.
+        source, target: its sharding types and ranks; None where only one plan has it.
+        nbytes: weights that ranks need and do not have yet.
+    """
+
+    table: str
+    source: tuple[str, tuple[int, ...]] | None
+    target: tuple[str, tuple[int, ...]] | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class PlanDiff:
     """All moves between two plans.
 
     Attributes:
         moves: in order of tables and positions.
         reranked: tables whose profiles differ, so that equal positions may be other rows.
+        pooled: moves of pooled tables.
     """
 
     moves: tuple[Move, ...]
     reranked: tuple[str, ...]
+    pooled: tuple[PooledMove, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As a mapping for machines, with the names of a plan's file."""
         document: dict[str, Any] = with_names(asdict(self), FIELDS)
+        if not self.pooled:
+            del document["pooled"]
         return document | {"rows": self.rows, "nbytes": self.nbytes}
 
     @property
     def rows(self) -> int:
-        """Rows that move."""
+        """Rows of tables without pooling that move."""
         return sum(move.rows for move in self.moves)
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that move."""
-        return sum(move.nbytes for move in self.moves)
+        return sum(move.nbytes for move in self.moves) + sum(move.nbytes for move in self.pooled)
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
@@ -70,7 +91,39 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
         moves += _moves(name, before.tables.get(name), after.tables.get(name))
     both = [name for name in before.tables if name in after.tables]
     reranked = [n for n in both if before.tables[n].profile_digest != after.tables[n].profile_digest]
-    return PlanDiff(tuple(moves), tuple(reranked))
+    pooled = [
+        _pooled_move(name, before.pooled.get(name), after.pooled.get(name))
+        for name in dict.fromkeys([*before.pooled, *after.pooled])
+    ]
+    return PlanDiff(tuple(moves), tuple(reranked), tuple(move for move in pooled if move is not None))
+
+
+def _pooled_move(name: str, before: PooledTablePlan | None, after: PooledTablePlan | None) -> PooledMove | None:
+    """How a pooled table moves; None where it stays as it is."""
+    source, target = _where(before), _where(after)
+    kernels = {one.compute_kernel for one in (before, after) if one is not None}
+    if source == target and len(kernels) == 1:
+        return None
+    known = after or before
+    assert known is not None
+    held = () if before is None else before.shards
+    cells = 0
+    for one in () if after is None else after.shards:
+        there = sum(_shared(one, other) for other in held if other.rank == one.rank)
+        cells += one.rows * one.columns - there
+    return PooledMove(name, source, target, cells * (known.row_bytes // known.dim))
+
+
+def _where(table: PooledTablePlan | None) -> tuple[str, tuple[int, ...]] | None:
+    return None if table is None else (table.sharding_type, tuple(shard.rank for shard in table.shards))
+
+
+def _shared(one: PooledShard, other: PooledShard) -> int:
+    """Numbers of a table that are in both shards."""
+    rows = min(one.first_row + one.rows, other.first_row + other.rows) - max(one.first_row, other.first_row)
+    last = min(one.first_column + one.columns, other.first_column + other.columns)
+    columns = last - max(one.first_column, other.first_column)
+    return max(rows, 0) * max(columns, 0)
 
 
 def _moves(name: str, before: TablePlan | None, after: TablePlan | None) -> list[Move]:

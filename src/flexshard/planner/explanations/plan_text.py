@@ -11,6 +11,7 @@ from rich.text import Text
 from flexshard import units
 from flexshard._internal import as_text, new_grid
 from flexshard.costmodels import Cost
+from flexshard.planner.explanations.pooled_text import pooled_grid
 from flexshard.planner.plan import Plan, TablePlan
 
 __all__ = [
@@ -33,7 +34,10 @@ def plan_text(plan: Plan) -> str:
 
 def plan_renderable(plan: Plan) -> RenderableType:
     """Tiers of the tables, costs beside the baselines, and the proof."""
-    parts: list[RenderableType] = [_heading(plan), _tiers_grid(plan), costs_grid(plan)]
+    parts: list[RenderableType] = [_heading(plan)]
+    parts += [_tiers_grid(plan)] if plan.tables else []
+    parts += [pooled_grid(plan)] if plan.pooled else []
+    parts.append(costs_grid(plan))
     if any(one.content for one in plan.predicted.collectives):
         parts.append(calls_grid(plan))
     if plan.settings.objective == "step":
@@ -66,12 +70,18 @@ def _heading(plan: Plan) -> Text:
     s, c = plan.settings, plan.cluster
     budget = f"{s.budget}{_less_reserve(plan)} = {units.format_bytes(s.budget_bytes)}"
     return Text(
-        f"{len(plan.tables)} table(s) on {c.name} ({c.nodes} nodes x {c.ranks_per_node} ranks),"
+        f"{_tables(plan)} on {c.name} ({c.nodes} nodes x {c.ranks_per_node} ranks),"
         f" batch {s.batch_size:,} per rank, budget {budget} per rank,"
         f" method {s.method}, at most {s.tiers} tiers"
         + _once(plan)
         + (f", overlap {', '.join(f'{n} {v:.0%}' for n, v in s.overlap)}" if s.overlap else "")
     )
+
+
+def _tables(plan: Plan) -> str:
+    if not plan.pooled:
+        return f"{len(plan.tables)} table(s)"
+    return f"{len(plan.pooled)} pooled table(s)" + (f" and {len(plan.tables)} without pooling" if plan.tables else "")
 
 
 def _once(plan: Plan) -> str:
@@ -190,7 +200,11 @@ def _proof(plan: Plan) -> list[Text]:
         least = f"less than {_exact(plan.lower_bound_seconds)} of exposed communication"
     proof = f"Proof: no plan within the budget has {least}; this one has {_exact(cost)} (relative gap {gap:.2g})."
     lines = [proof]
-    if plan.settings.method == "optimal":
+    if plan.pooled:
+        price = units.format_seconds(plan.memory_price_seconds_per_gib)
+        worth = f"is worth about {price}" if plan.memory_price_seconds_per_gib else "is worth nothing"
+        lines.append(f"Memory: at the bound's prices one more GiB per rank {worth} per iteration.")
+    elif plan.settings.method == "optimal":
         saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
         lines.append(f"Memory: {worth_of_memory(plan, saved)}.")
     if plan.predicted.fullest_dynamic_bytes is not None:

@@ -10,6 +10,7 @@ from flexshard._internal import deprecated_attribute, with_names
 from flexshard.costmodels import RowWidths, idle_seconds, overlap_of, row_lines, strategy_name
 from flexshard.errors import PlanError
 from flexshard.planner.explanations.plan_text import table_heading, worth_of_memory
+from flexshard.planner.explanations.pooled_text import PooledExplanation, explain_pooled
 from flexshard.planner.plan import Alternative, Plan, TablePlan
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.problem import Problem
@@ -79,7 +80,7 @@ class TableExplanation:
         return document
 
 
-def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation:
+def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation | PooledExplanation:
     """Explain one table of a plan (its only one by default), from the plan alone; a problem is solved first.
 
     Raises:
@@ -87,9 +88,13 @@ def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation:
     """
     if isinstance(plan, Problem):
         plan = solve(plan)
-    if name is None and len(plan.tables) > 1:
-        raise PlanError(f"which of the plan's {len(plan.tables)} tables? name one")
-    table = plan.table(next(iter(plan.tables)) if name is None else name)
+    names = [*plan.tables, *plan.pooled]
+    if name is None and len(names) > 1:
+        raise PlanError(f"which of the plan's {len(names)} tables? name one")
+    name = names[0] if name is None else name
+    if name in plan.pooled:
+        return explain_pooled(plan, plan.pooled[name])
+    table = plan.table(name)
     boundaries = _boundaries(plan, table)
     saved = None if plan.next_gib_seconds is None else plan.objective_seconds(plan.predicted) - plan.next_gib_seconds
     text = "\n".join([table_heading(table), "", *_tier_lines(plan, table, boundaries), "", *_rest(plan, table, saved)])

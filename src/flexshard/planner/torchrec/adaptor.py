@@ -14,27 +14,31 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingPlanner
 from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from flexshard import units
 from flexshard._internal import PathLike, differing_ranks, on_all_ranks, on_first_rank
 from flexshard.errors import JobError, PlanError
-from flexshard.planner.plan import Plan, TablePlan, Tier
+from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.plan import Plan
 from flexshard.planner.problem import PlannerOptions, Problem
 from flexshard.planner.solving import solve
 from flexshard.planner.torchrec.left_to_torchrec import left_tables, model_of_the_rest
+from flexshard.planner.torchrec.model_tables import check_model, check_table, dtype_of, optimizer_of, row_wise_plan
 from flexshard.planner.torchrec.optimal import OptimalShardingPlanner
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
+from flexshard.planner.torchrec.pooled_shardings import pooled_collections, pooled_shardings, table_constraints
 from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
-from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table, data_type_of_torchrec, optimizer_of_torchrec
+from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
 __all__ = ["FlexShardPlanner"]
 
 
 class FlexShardPlanner(ShardingPlanner):
-    """Plans every table of every ``EmbeddingCollection``, and what TorchRec's sharders run (pooled tables, tables that
-    are left to it) under TorchRec's costs, with the memory that is left.
+    """Plans every table of every ``EmbeddingCollection``, and the pooled ones of every ``EmbeddingBagCollection`` that
+    have profiles, under one memory limit; what is left (pooled tables without profiles, tables that are left to
+    TorchRec) under TorchRec's costs, with the memory that is left. TorchRec's sharders run pooled tables.
 
     Args:
         plan: to carry out, or a :class:`Problem` to solve for the model's tables; or give ``profiles``, ``cluster`` and
@@ -48,8 +52,10 @@ class FlexShardPlanner(ShardingPlanner):
             :class:`OptimalShardingPlanner` with what the plan leaves.
         torchrec_tables: tables of an ``EmbeddingCollection`` (by their own names, or with the module's full name
             before), or whole modules, that are left to that planner too.
-        constraints: TorchRec's, by table; a table whose sharding types or kernels they name is left to that planner,
-            which gets them all (a planner of yours in ``torchrec_planner`` has its own).
+        constraints: TorchRec's, by table. Of a pooled table with a profile, sharding types, kernels, ``min_partition``
+            and the load factor of a cache are kept; where they say more, and where they name sharding types or kernels
+            of another table, it is left to that planner, which gets them all (a planner of yours in
+            ``torchrec_planner`` has its own).
         options: as for :func:`flexshard.solve`, with profiles; by default reduction is "auto" here, and the translation
             of ids is counted as on the device.
 
@@ -112,7 +118,7 @@ class FlexShardPlanner(ShardingPlanner):
         self._plan = plan
 
         def checked() -> ShardingPlan:
-            _check_model(module, decided)
+            check_model(module, decided)
             return self._with_rankings(decided)
 
         return on_all_ranks(checked, PlanError, group)
@@ -131,10 +137,11 @@ class FlexShardPlanner(ShardingPlanner):
         tables = {
             (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
         }
-        left_out = left_tables(tables, self._torchrec_tables, self._constraints)
+        pooled = pooled_collections(module, kinds)
+        left_out = left_tables(tables, self._torchrec_tables, self._constraints, pooled)
         ours = {key: config for key, config in tables.items() if key not in left_out}
         if self._plan is None:
-            self._plan = solve(self._problem or self._problem_of(ours, collections, kinds))
+            self._plan = solve(self._problem or self._problem_of(ours, collections, kinds, pooled))
         plan, result = self._plan, {}
         used = {key_of(*key, plan.tables) for key in left_out}
         for fqn, part in collections.items():
@@ -142,12 +149,15 @@ class FlexShardPlanner(ShardingPlanner):
             shardings, named = self._shardings(fqn, configs, plan)
             used |= named
             result[fqn] = EmbeddingModuleShardingPlan(shardings)
-        left = [name for name in plan.tables if name not in used]
+        bags, named = pooled_shardings(pooled, plan)
+        used |= named
+        result |= {fqn: EmbeddingModuleShardingPlan(shardings) for fqn, shardings in bags.items()}
+        left = [name for name in (*plan.tables, *plan.pooled) if name not in used]
         if left:
-            raise PlanError(
-                f"the plan has table {left[0]!r}, which no EmbeddingCollection of the model has; plan for this model"
-            )
-        rest = model_of_the_rest(module, collections, left_out, set(kinds) - {EmbeddingCollection})
+            kind = "EmbeddingBagCollection" if left[0] in plan.pooled else "EmbeddingCollection"
+            raise PlanError(f"the plan has table {left[0]!r}, which no {kind} of the model has; plan for this model")
+        planned = {fqn: set(shardings) for fqn, shardings in bags.items()}
+        rest = model_of_the_rest(module, collections, left_out, set(kinds) - {EmbeddingCollection}, planned)
         if rest is not None:
             for fqn, shardings in self._others(rest, sharders, ours).items():
                 result.setdefault(fqn, type(shardings)()).update(shardings)
@@ -177,11 +187,11 @@ class FlexShardPlanner(ShardingPlanner):
                     UserWarning,
                     stacklevel=5,
                 )
-                table = _row_wise(config, plan)
+                table = row_wise_plan(config, plan)
             else:
                 used.add(name)
                 table = plan.tables[name]
-                _check_table(name, table, config)
+                check_table(name, table, config)
             shardings[config.name] = FlexShardParameterSharding(
                 sharding_type=FLEX_SHARD,
                 compute_kernel="fused",
@@ -199,36 +209,49 @@ class FlexShardPlanner(ShardingPlanner):
         tables: Mapping[tuple[str, str], EmbeddingConfig],
         collections: Mapping[str, EmbeddingCollection],
         kinds: Mapping[Any, Any],
+        pooled: Mapping[str, EmbeddingBagCollection],
     ) -> Problem:
         """The model's tables that have profiles, under the options that were given."""
         assert self._cluster is not None
-        owners: dict[str, list[str]] = {}
-        for fqn, table in tables:
-            owners.setdefault(table, []).append(fqn)
-        planned = []
-        for (fqn, name), config in tables.items():
+        left = set(self._torchrec_tables)
+        bags = {
+            (fqn, config.name): config
+            for fqn, part in pooled.items()
+            for config in part.embedding_bag_configs()
+            if not left & {fqn, config.name, f"{fqn}.{config.name}"}
+            and table_constraints(self._constraints.get(config.name)) is not None
+        }
+        owners = [name for _, name in (*tables, *bags)]
+        planned, asked = [], {}
+        for (fqn, name), config in (*tables.items(), *bags.items()):
             key = key_of(fqn, name, self._rankings.profiles)
             if key is None:
                 continue
-            planned.append(
-                Table(
-                    f"{fqn}.{name}" if len(owners[name]) > 1 else name,
-                    config.num_embeddings,
-                    config.embedding_dim,
-                    self._rankings.profile(key),
-                    dtype=_dtype(config),
-                    optimizer=_optimizer(name, collections[fqn].embeddings[name].weight, kinds[EmbeddingCollection]),
-                    features=tuple(config.feature_names),
-                    dedup_factor=self._dedup_factors.get(f"{fqn}.{name}", self._dedup_factors.get(name, 1.0)),
-                )
+            is_pooled = (fqn, name) in bags
+            module = pooled[fqn].embedding_bags[name] if is_pooled else collections[fqn].embeddings[name]
+            sharder = kinds[EmbeddingBagCollection if is_pooled else EmbeddingCollection]
+            table = Table(
+                f"{fqn}.{name}" if owners.count(name) > 1 else name,
+                config.num_embeddings,
+                config.embedding_dim,
+                self._rankings.profile(key),
+                dtype=dtype_of(config),
+                optimizer=optimizer_of(name, module.weight, sharder),
+                features=tuple(config.feature_names),
+                dedup_factor=self._dedup_factors.get(f"{fqn}.{name}", self._dedup_factors.get(name, 1.0)),
+                pooling=bags[fqn, name].pooling.value.lower() if is_pooled else "none",
             )
+            planned.append(table)
+            constraint = table_constraints(self._constraints.get(name)) if is_pooled else None
+            if constraint is not None and constraint != TableConstraints():
+                asked[table.name] = constraint
         if not planned:
             raise PlanError(
                 "none of the model's tables has a profile; profiles were given for"
                 f" {', '.join(self._rankings.profiles) or 'none'}"
             )
         options: PlannerOptions = {"reduction": "auto", "translation": "device", **self._options}
-        return Problem(planned, self._cluster, **options)
+        return Problem(planned, self._cluster, **options, constraints=asked)
 
     def _others(
         self,
@@ -240,7 +263,7 @@ class FlexShardPlanner(ShardingPlanner):
         assert self._plan is not None
         plan, cluster = self._plan, self._plan.cluster
         unplanned = sum(
-            config.num_embeddings * config.embedding_dim * DATA_TYPES[_dtype(config)].nbytes / cluster.world_size
+            config.num_embeddings * config.embedding_dim * DATA_TYPES[dtype_of(config)].nbytes / cluster.world_size
             for (fqn, name), config in tables.items()
             if key_of(fqn, name, plan.tables) is None
         )
@@ -284,24 +307,6 @@ class FlexShardPlanner(ShardingPlanner):
         return replace(how, ranked_rows=self._rankings.ranked_rows(fqn, name, how.table, how.world_size))
 
 
-def _check_model(module: nn.Module, decided: ShardingPlan) -> None:
-    """Whether this rank's model has the tables that rank 0 planned for.
-
-    Raises:
-        PlanError: it has others.
-    """
-    for fqn, part in module.named_modules():
-        if type(part) is not EmbeddingCollection:
-            continue
-        shardings = dict(decided.plan.get(fqn) or {})
-        for config in part.embedding_configs():
-            if config.name not in shardings:
-                raise PlanError(f"rank 0's model has no table {config.name!r} in {fqn or 'the model'}; build one model")
-            how = shardings[config.name]
-            if isinstance(how, FlexShardParameterSharding) and how.table is not None:
-                _check_table(config.name, how.table, config)
-
-
 def same_on_all_ranks(given: str | None, plan: Plan, group: dist.ProcessGroup) -> None:
     """Check that no rank was given another plan than the one that rank 0 carries out; every rank must call it.
 
@@ -315,68 +320,3 @@ def same_on_all_ranks(given: str | None, plan: Plan, group: dist.ProcessGroup) -
             f"rank {different[0]} was given plan {fingerprints[different[0]][:12]}, rank 0 carries out"
             f" {plan.fingerprint[:12]} (tables {', '.join(list(plan.tables)[:3])}); give every rank the same file"
         )
-
-
-def _dtype(config: EmbeddingConfig) -> str:
-    kind = data_type_of_torchrec(config.data_type.name)
-    if kind is None:
-        raise PlanError(
-            f"table {config.name!r}: data type {config.data_type.name} cannot be trained; use FP32, FP16 or BF16"
-        )
-    return kind.name
-
-
-def _optimizer(name: str, weight: torch.Tensor, sharder: Any) -> str:
-    """Our name of the optimizer that a table will have, SGD (FBGEMM's default) where none is set.
-
-    Raises:
-        PlanError: the memory of its state is not known.
-    """
-    from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-
-    (kind,) = getattr(weight, "_optimizer_classes", [None])
-    try:
-        wanted = optimizer_type_to_emb_opt_type(kind) if kind else (sharder.fused_params or {}).get("optimizer")
-    except ValueError:  # one that TorchRec has no kernel of
-        wanted = getattr(kind, "__name__", kind)
-    wanted = getattr(wanted, "value", wanted) or "sgd"
-    known = optimizer_of_torchrec(wanted)
-    if known is None:
-        raise PlanError(
-            f"table {name!r}: optimizer {wanted} is none that plans are made for; use one of {', '.join(OPTIMIZERS)}"
-        )
-    return known.name
-
-
-def _check_table(name: str, table: TablePlan, config: EmbeddingConfig) -> None:
-    expected = (table.rows, table.dim, table.dtype)
-    actual = (config.num_embeddings, config.embedding_dim, _dtype(config))
-    for what, planned, has in zip(("rows", "dim", "dtype"), expected, actual, strict=True):
-        if planned != has:
-            raise PlanError(f"table {name!r}: the plan is for {what} {planned}, the model has {has}; plan again")
-    if table.features and set(table.features) != set(config.feature_names):
-        raise PlanError(
-            f"table {name!r}: the plan is for features {', '.join(table.features)}, the model has"
-            f" {', '.join(config.feature_names)}; plan again"
-        )
-
-
-def _row_wise(config: EmbeddingConfig, plan: Plan) -> TablePlan:
-    """All rows over all ranks."""
-    tier = Tier("row_wise", plan.cluster.world_size, config.num_embeddings, 0, 1.0, None, 0.0, 0.0, 0.0)
-    return TablePlan(
-        name=config.name,
-        rows=config.num_embeddings,
-        dim=config.embedding_dim,
-        dtype=_dtype(config),
-        optimizer="",
-        features=tuple(config.feature_names),
-        kappa_replicated=1.0,
-        kappa_sharded=1.0,
-        profile_digest="",
-        profile_path=None,
-        num_samples=0,
-        avg_length=0.0,
-        tiers=(tier,),
-        index_dedup=plan.settings.index_dedup is True,
-    )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from flexshard.errors import PlanError
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD
@@ -22,7 +22,10 @@ TableKey = tuple[str, str]
 
 
 def left_tables(
-    tables: Iterable[TableKey], names: Collection[str], constraints: Mapping[str, ParameterConstraints]
+    tables: Iterable[TableKey],
+    names: Collection[str],
+    constraints: Mapping[str, ParameterConstraints],
+    pooled: Mapping[str, EmbeddingBagCollection],
 ) -> set[TableKey]:
     """Tables (module, name) that TorchRec keeps: those named, those of modules named, and those whose constraints ask
     for sharding types or kernels of TorchRec's.
@@ -33,12 +36,12 @@ def left_tables(
     known = list(tables)
     wanted = set(names)
     left = {(fqn, name) for fqn, name in known if wanted & {name, f"{fqn}.{name}", fqn}}
-    unknown = wanted - {text for fqn, name in known for text in (name, f"{fqn}.{name}", fqn)}
+    bags = [(fqn, config.name) for fqn, part in pooled.items() for config in part.embedding_bag_configs()]
+    unknown = wanted - {text for fqn, name in (*known, *bags) for text in (name, f"{fqn}.{name}", fqn)}
     if unknown:
-        shown = ", ".join(f"{fqn}.{name}" if fqn else name for fqn, name in known)
+        shown = ", ".join(f"{fqn}.{name}" if fqn else name for fqn, name in (*known, *bags))
         raise PlanError(
-            f"no EmbeddingCollection and no table is called {min(unknown)!r}, which is to be left to TorchRec; there"
-            f" are {shown}"
+            f"no collection and no table is called {min(unknown)!r}, which is to be left to TorchRec; there are {shown}"
         )
     for fqn, name in known:
         given = constraints.get(name)
@@ -77,11 +80,22 @@ def part_of(collection: EmbeddingCollection, configs: Sequence[EmbeddingConfig])
     return part
 
 
+def _bag_part_of(collection: Any, configs: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
+    """A collection of some of a collection's pooled tables, with the same weights."""
+    meta = torch.device("meta")
+    part = EmbeddingBagCollection(list(configs), is_weighted=collection.is_weighted(), device=meta)
+    for config in configs:
+        part.embedding_bags[config.name] = collection.embedding_bags[config.name]
+    part._device = collection.device
+    return part
+
+
 def model_of_the_rest(
     module: nn.Module,
     collections: Mapping[str, EmbeddingCollection],
     left: Collection[TableKey],
     kinds: Collection[Any],
+    planned: Mapping[str, Collection[str]],
 ) -> nn.Module | None:
     """What TorchRec's planner is to plan, under the names that it has in the model; None if there is nothing.
 
@@ -89,8 +103,14 @@ def model_of_the_rest(
         module: the whole model.
         collections: its embedding collections by name, of which TorchRec keeps the tables in ``left``.
         kinds: types of modules that other sharders shard.
+        planned: pooled tables that are planned already, by module.
     """
     rest = {fqn: part for fqn, part in module.named_modules() if type(part) in kinds}
+    for fqn, names in planned.items():
+        bags = rest.pop(fqn)
+        left_of = [config for config in bags.embedding_bag_configs() if config.name not in names]
+        if left_of:
+            rest[fqn] = _bag_part_of(bags, left_of)
     for fqn, collection in collections.items():
         configs = [config for config in collection.embedding_configs() if (fqn, config.name) in left]
         if configs:

@@ -21,7 +21,7 @@ __all__ = ["Annealing", "Flat", "State", "flat", "place", "rating"]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_TILT, _LEAST_LOAD = 0.1, 0.05
+_LEAST_LOAD = 0.05  # of a rating asked for, whatever charges take of it
 _MEMORY = 2.0  # weight of a rank's memory beyond capacity beside cost beyond the rating, both relative
 
 
@@ -183,9 +183,7 @@ class Annealing:
         self._asked = np.array([aim, allowed])
         used = np.bincount(problem.charge[state.choice], minlength=len(problem.charges))
         self._used = used.astype(np.int64)
-        # Shares that differ from round to round, since the best plan's need not be the best shares.
-        tilt = np.exp(_TILT * np.random.default_rng(seed).standard_normal(problem.loads))
-        shares = self._fill[: problem.loads].max(axis=1, initial=0.0) * tilt
+        shares = self._fill[: problem.loads].max(axis=1, initial=0.0)
         self._limit, self._per_unit = _limits(problem, aim, shares, allowed)
         self._done, self._found = 0, np.inf
 

@@ -20,6 +20,7 @@ __all__ = ["anneal_moves", "lay"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+_RATING = 3.0  # weight of the rating beyond the one asked for beside ranks' loads, both relative
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -74,6 +75,19 @@ def _slowest(fill: FloatArray, loads: int) -> float:
     total = 0.0
     for load in range(loads):
         total += fill[load].max()
+    return total
+
+
+@_compiled
+def _badness(
+    fill: FloatArray, limit: FloatArray, per_unit: FloatArray, loads: int, paid: float, asked: FloatArray, one: bool
+) -> float:
+    """How far a state is from what is asked for; where there are several kinds of load, by how much its rating is, too,
+    which ranks beyond their limits alone do not tell.
+    """
+    total = _energy(fill, limit, per_unit)
+    if not one:
+        total += _RATING * max(_slowest(fill, loads) + paid - asked[0], 0.0) / asked[0]
     return total
 
 
@@ -246,7 +260,7 @@ def anneal_moves(
     for number in range(used.shape[0]):
         if used[number] > 0:
             paid += charges[number]
-    energy = _energy(fill, limit, per_unit) + max(paid - asked[1], 0.0) * per_unit[0]
+    energy = _badness(fill, limit, per_unit, loads, paid, asked, one)
     new_fill, new_ranks, new_hosts = fill.copy(), ranks.copy(), hosts.copy()
     for move in range(moves + 1):
         if (energy <= 0 or not one) and _slowest(fill, loads) + paid < found and _within_memory(fill, limit, loads):
@@ -258,14 +272,14 @@ def anneal_moves(
             if paid < target < asked[0]:
                 _ask_for(fill, limit, per_unit, loads, paid, found, target)
                 asked[0], asked[1] = target, paid
-            energy = _energy(fill, limit, per_unit) + max(paid - asked[1], 0.0) * per_unit[0]
+            energy = _badness(fill, limit, per_unit, loads, paid, asked, one)
         if move == moves:
             break
         if not one and (done + move) % 100 == 0 and asked[0] > paid:
             # Shares of the rating asked for follow what there is, so that one may grow as another falls.
             asked[1] = paid
             _ask_for(fill, limit, per_unit, loads, paid, _slowest(fill, loads) + paid, asked[0])
-            energy = _energy(fill, limit, per_unit) + max(paid - asked[1], 0.0) * per_unit[0]
+            energy = _badness(fill, limit, per_unit, loads, paid, asked, one)
         table = _busy_table(count, slot, choice, ranks, fill, limit, per_unit, random)
         option = choice[table]
         at, how, shards = slot[table], spread[option], count[option]
@@ -326,7 +340,7 @@ def anneal_moves(
                 spread[new_option], first[new_option], count[new_option], weights, at, group[table],
                 new_ranks, new_hosts, new_fill, limit, per_unit, per_host, 0.3, random,
             )  # fmt: skip
-        new_energy = _energy(new_fill, limit, per_unit) + max(new_paid - asked[1], 0.0) * per_unit[0]
+        new_energy = _badness(new_fill, limit, per_unit, loads, new_paid, asked, one)
         accepted = new_energy <= energy
         if not accepted:
             temperature = hot * (cold / hot) ** ((done + move) / all_moves)

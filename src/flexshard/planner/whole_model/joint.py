@@ -16,7 +16,6 @@ import numpy as np
 from flexshard.costmodels import PooledCosts
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.budget import Budget
-from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.deciding import Decision, checked_limit, decide
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deduplication import Variants
@@ -124,7 +123,7 @@ class _Sequences:
 def decide_whole(problem: Problem) -> WholeDecision:
     """Choose and place; raises as :func:`flexshard.solve`."""
     started = time.monotonic()
-    sequences = _Sequences(_alone(problem)) if problem.sequence_tables else None
+    sequences = _Sequences(problem.without_pooled_tables()) if problem.sequence_tables else None
     costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
     neutral = pooled_row_wise(problem, costs)[1] + (0.0 if sequences is None else sequences.row_wise_bytes())
     limit = checked_limit(problem, neutral)
@@ -148,6 +147,8 @@ def decide_whole(problem: Problem) -> WholeDecision:
     count = len(pooled.menus.tables)
     real = undominated(menus)
     prices = dict(zip(real.kinds, lagrangian_bound(real).per_byte.tolist(), strict=True))
+    if chosen is not None:  # whose price is exact, while the bound's takes tables for divisible
+        prices[HBM] = max(prices.get(HBM, 0.0), chosen.placement.price)
     return WholeDecision(
         problem,
         limit,
@@ -169,12 +170,6 @@ def pooled_row_wise(problem: Problem, costs: PooledCosts) -> tuple[list[Choice],
     held = sum((one.static_bytes + one.dynamic_bytes for one, _ in choices), np.zeros(len(ranks)))
     received = sum(costs.received_bytes(table) for table in problem.pooled_tables)
     return choices, float(held.max()) + received
-
-
-def _alone(problem: Problem) -> Problem:
-    """The tables without pooling."""
-    none: dict[str, TableConstraints] = {}
-    return replace(problem, tables=problem.sequence_tables, constraints=none, host_memory=None)
 
 
 def _within(menus: Menus, less: float) -> Menus:
@@ -233,7 +228,7 @@ def _with_sequences(menus: Menus, columns: Sequence[_Column]) -> Menus:
 
 
 def _with_dense(menus: Menus, problem: Problem) -> Menus:
-    """The menus, and what a step takes besides its embeddings, as a table that has no choice: gaps are of whole steps."""
+    """The menus, and the rest of a step as a table that has no choice: gaps are of whole steps."""
     if problem.step is None or not problem.step.dense_seconds:
         return menus
     perf, memory = np.zeros((len(menus.loads), menus.ranks)), np.zeros((len(menus.kinds), menus.ranks))

@@ -1,0 +1,149 @@
+"""Pooled tables of a plan in words: where they are, why, and what else they could be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table as Grid
+
+from flexshard import units
+from flexshard._internal import new_grid
+from flexshard.planner.plan import Plan
+from flexshard.planner.pooled_plan import PooledAlternative, PooledTablePlan
+
+__all__ = ["PooledExplanation", "explain_pooled", "pooled_grid", "ranks_in_words"]
+
+_MOST_TABLES, _RANKS_NAMED = 40, 6
+
+
+@dataclass(frozen=True)
+class PooledExplanation:
+    """Why a pooled table is sharded as it is.
+
+    Attributes:
+        table: the table's part of the plan.
+        memory_price_seconds_per_gib: what memory is worth to the whole plan.
+        text: all of it in sentences.
+    """
+
+    table: PooledTablePlan
+    memory_price_seconds_per_gib: float
+    text: str
+
+    def document(self) -> dict[str, Any]:
+        """The explanation as a mapping for machines."""
+        return asdict(self)
+
+
+def pooled_grid(plan: Plan) -> Grid:
+    """How pooled tables are sharded, and where."""
+    numbers = ("shards", "memory of a rank", "busy")
+    grid = new_grid("How pooled tables are sharded", ["table", "sharding type", "kernel", "ranks"], numbers)
+    for table in list(plan.pooled.values())[:_MOST_TABLES]:
+        grid.add_row(
+            table.name,
+            table.sharding_type,
+            _kernel(table),
+            ranks_in_words(table.ranks, plan.cluster.world_size),
+            str(len(table.shards)),
+            units.format_bytes(max(shard.memory_bytes for shard in table.shards)),
+            units.format_seconds(max(shard.seconds for shard in table.shards)),
+        )
+    more = len(plan.pooled) - _MOST_TABLES
+    captions = [f"... and {more} more tables; see 'flexshard explain'"] if more > 0 else []
+    if plan.pooled_predicted is not None and plan.pooled_predicted.host_memory_bytes:
+        held = units.format_bytes(plan.pooled_predicted.host_memory_bytes)
+        captions.append(f"{held} of host memory on the fullest rank. Kernels with UVM run on CUDA alone.")
+    grid.caption = "\n".join(captions) or None
+    return grid
+
+
+def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
+    """Explain a pooled table from the plan alone."""
+    world = plan.cluster.world_size
+    shards = len(table.shards)
+    widest = max(table.shards, key=lambda shard: shard.seconds)
+    lines = [
+        (
+            f"{table.name}: {table.rows:,} rows x {table.dim} {table.dtype}, {table.optimizer}, {table.pooling} of"
+            f" L = {table.avg_length:.4g} rows per sample"
+        ),
+        "",
+        (
+            f"{table.sharding_type} with kernel {_kernel(table)}: {shards} shard{'s' if shards > 1 else ''} of"
+            f" {widest.rows:,} x {widest.columns} on {ranks_in_words(table.ranks, world)}"
+        ),
+        (
+            f"  A shard keeps its rank and links busy for {units.format_seconds(widest.seconds)} of a step and takes"
+            f" {units.format_bytes(max(shard.memory_bytes for shard in table.shards))} of its memory"
+            f"{_host(max(shard.host_bytes for shard in table.shards))}."
+        ),
+        *_company(plan, table),
+        "",
+    ]
+    if table.alternatives:
+        lines.append("Next best ways of sharding it, for an average rank:")
+        lines += [f"  {_alternative(one)}" for one in table.alternatives]
+        if table.alternatives[0].priced_seconds < 0:
+            lines.append(
+                "  What takes less on average would make the busiest rank busier, not fit beside the other tables'"
+                " shards, or start collectives that no table of the plan needs."
+            )
+    else:
+        lines.append("There is no other way of sharding it: its constraints and the cluster leave this one.")
+    price = plan.memory_price_seconds_per_gib
+    lines.append(
+        f"One more GiB per rank would save about {units.format_seconds(price)} of"
+        f" {units.format_seconds(plan.objective_seconds(plan.predicted))} per iteration, at the bound's prices."
+        if price
+        else "Memory is not scarce: at the bound's prices another byte saves nothing."
+    )
+    asked = [one for one in plan.settings.constraints if one.startswith(f"{table.name}: ")]
+    lines += [f"Asked of it: {one.removeprefix(f'{table.name}: ')}." for one in asked]
+    return PooledExplanation(table, price, "\n".join(lines))
+
+
+def ranks_in_words(ranks: tuple[int, ...], world: int) -> str:
+    """Such as "rank 3", "ranks 0, 4" or "all 8 ranks"."""
+    if len(ranks) == world:
+        return f"all {world} ranks" if world > 1 else "the only rank"
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 2 and last - first == len(ranks) - 1:
+        return f"ranks {first} to {last}"
+    named = ", ".join(map(str, ranks[:_RANKS_NAMED])) + (", ..." if len(ranks) > _RANKS_NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
+
+
+def _kernel(table: PooledTablePlan | PooledAlternative) -> str:
+    cached = table.cache_load_factor
+    return table.compute_kernel + ("" if cached is None else f" ({cached:.0%} cached)")
+
+
+def _host(nbytes: float) -> str:
+    return f" and {units.format_bytes(nbytes)} of host memory" if nbytes else ""
+
+
+def _company(plan: Plan, table: PooledTablePlan) -> list[str]:
+    """Who shares its rank, where it lies on one alone."""
+    if len(table.ranks) > 1:
+        return []
+    (rank,) = table.ranks
+    others = [
+        one.name for one in plan.pooled.values() if one.name != table.name and rank in one.ranks and len(one.ranks) == 1
+    ]
+    busy = sum(shard.seconds for one in plan.pooled.values() for shard in one.shards if shard.rank == rank)
+    named = ", ".join(others[:_RANKS_NAMED]) + (", ..." if len(others) > _RANKS_NAMED else "")
+    beside = f" beside {named}" if others else ", alone of all whole tables"
+    return [f"  On rank {rank}{beside}; pooled tables keep it busy for {units.format_seconds(busy)} in all."]
+
+
+def _alternative(one: PooledAlternative) -> str:
+    def signed(value: float, text: str) -> str:
+        return f"{'+' if value >= 0 else '-'}{text}"
+
+    return (
+        f"{one.sharding_type} with {_kernel(one)}: {signed(one.seconds, units.format_seconds(abs(one.seconds)))},"
+        f" {signed(one.memory_bytes, units.format_bytes(abs(one.memory_bytes)))};"
+        f" {signed(one.priced_seconds, units.format_seconds(abs(one.priced_seconds)))} at the price of memory"
+    )

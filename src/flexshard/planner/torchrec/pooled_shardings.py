@@ -1,0 +1,113 @@
+"""Pooled tables of a model: as a problem has them, and their part of a plan as TorchRec's sharders take it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import placement
+from torchrec.distributed.types import CacheParams, ParameterSharding
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from flexshard.errors import PlanError
+from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.plan import Plan
+from flexshard.planner.pooled_plan import PooledTablePlan
+from flexshard.planner.torchrec.rankings import key_of
+
+__all__ = ["pooled_collections", "pooled_shardings", "table_constraints"]
+
+_SAID = ("sharding_types", "compute_kernels", "min_partition", "cache_params")
+# Of TorchRec's constraints, those that say what tables are read like, which profiles do here.
+_OF_PROFILES = ("pooling_factors", "num_poolings", "batch_sizes", "feature_names")
+
+
+def pooled_collections(module: nn.Module, kinds: Collection[type]) -> dict[str, EmbeddingBagCollection]:
+    """Collections of pooled tables by name, where one of TorchRec's sharders is there to run them."""
+    if EmbeddingBagCollection not in kinds:
+        return {}
+    return {fqn: part for fqn, part in module.named_modules() if type(part) is EmbeddingBagCollection}
+
+
+def table_constraints(given: ParameterConstraints | None) -> TableConstraints | None:
+    """TorchRec's constraints of a pooled table as ours; None where they ask for what our costs do not know."""
+    if given is None:
+        return TableConstraints()
+    default = ParameterConstraints()
+    told = {one.name for one in fields(given) if getattr(given, one.name) != getattr(default, one.name)}
+    if told - {*_SAID, *_OF_PROFILES}:
+        return None
+    cached = None if given.cache_params is None else given.cache_params.load_factor
+    return TableConstraints(
+        sharding_types=given.sharding_types,
+        compute_kernels=given.compute_kernels,
+        min_partition=given.min_partition,
+        cache_load_factors=TableConstraints.cache_load_factors if cached is None else (cached,),
+    )
+
+
+def pooled_shardings(
+    collections: Mapping[str, EmbeddingBagCollection], plan: Plan
+) -> tuple[dict[str, dict[str, ParameterSharding]], set[str]]:
+    """Shardings of the pooled tables that a plan has, by module; and which of the plan's tables they are.
+
+    Raises:
+        PlanError: the plan is for other rows or dimensions, for kernels that need CUDA, or has tables that the model
+            has not.
+    """
+    found: dict[str, dict[str, ParameterSharding]] = {}
+    used = set()
+    for fqn, collection in collections.items():
+        for config in collection.embedding_bag_configs():
+            name = key_of(fqn, config.name, plan.pooled)
+            if name is None:
+                continue
+            used.add(name)
+            table = plan.pooled[name]
+            _check(name, table, config)
+            found.setdefault(fqn, {})[config.name] = _sharding(table, plan)
+    return found, used
+
+
+def _check(name: str, table: PooledTablePlan, config: EmbeddingBagConfig) -> None:
+    for what, planned, has in (
+        ("rows", table.rows, config.num_embeddings),
+        ("dim", table.dim, config.embedding_dim),
+        ("pooling", table.pooling, config.pooling.value.lower()),
+    ):
+        if planned != has:
+            raise PlanError(f"table {name!r}: the plan is for {what} {planned}, the model has {has}; plan again")
+    if table.features and set(table.features) != set(config.feature_names):
+        raise PlanError(
+            f"table {name!r}: the plan is for features {', '.join(table.features)}, the model has"
+            f" {', '.join(config.feature_names)}; plan again"
+        )
+
+
+def _sharding(table: PooledTablePlan, plan: Plan) -> ParameterSharding:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and table.compute_kernel.startswith("fused_uvm"):
+        raise PlanError(
+            f"table {table.name!r}: the plan has kernel {table.compute_kernel}, which runs on CUDA alone; plan without"
+            " host_memory to train here"
+        )
+    ranks = [shard.rank for shard in table.shards]
+    if table.sharding_type == "data_parallel":
+        return ParameterSharding(table.sharding_type, table.compute_kernel, ranks)
+    shards = [
+        ShardMetadata(
+            shard_offsets=[shard.first_row, shard.first_column],
+            shard_sizes=[shard.rows, shard.columns],
+            placement=placement(device, shard.rank, plan.cluster.ranks_per_node),
+        )
+        for shard in table.shards
+    ]
+    cached = None if table.cache_load_factor is None else CacheParams(load_factor=table.cache_load_factor)
+    return ParameterSharding(
+        table.sharding_type, table.compute_kernel, ranks, EnumerableShardingSpec(shards), cache_params=cached
+    )
