@@ -1,9 +1,9 @@
 """A DLRM of 26 pooled tables and one sequence, planned and trained as a whole, and beside TorchRec's plan.
 
-Tables have the sizes of Criteo's Kaggle data, scaled down; ids are drawn by a power law. The sequence's rows are placed
-by FlexShard, the pooled tables by TorchRec's costs with OptimalShardingPlanner; TorchRec's sharders run those, ours the
-sequence. Then TorchRec's planner places all of it. After training, rank 0 trains the model unsharded on the same
-batches: weights must be equal.
+Tables have the sizes of Criteo's Kaggle data, scaled down; ids are drawn by a power law. Three plans: all tables as one
+problem under FlexShard's costs; the sequence's rows by FlexShard and the pooled tables by TorchRec's costs, with
+OptimalShardingPlanner; and all by TorchRec's planner. TorchRec's sharders run pooled tables, ours the sequence of the
+first two plans, after which rank 0 trains the model unsharded on the same batches: weights must be equal.
 
     torchrun --nproc-per-node 4 examples/dlrm.py
 """
@@ -133,11 +133,16 @@ class Data:
             torch.from_numpy(labels),
         )
 
-    def profile(self, batches: int) -> AccessProfile:
-        """How often each item is read, counted over batches of rank 0."""
-        items = np.concatenate([self._drawn(step, 0)[3] for step in range(batches)])
-        counts = np.bincount(items, minlength=self._items)
-        return AccessProfile.from_counts(counts, num_samples=batches * self._batch_size)
+    def profiles(self, batches: int) -> dict[str, AccessProfile]:
+        """How often the rows of each table are read, counted over batches of rank 0."""
+        drawn = [self._drawn(step, 0) for step in range(batches)]
+        ids = {f"c{i}": np.concatenate([part[1][i] for part in drawn]) for i in range(len(self._rows))}
+        rows = {f"c{i}": number for i, number in enumerate(self._rows)} | {"articles": self._items}
+        ids["articles"] = np.concatenate([part[3] for part in drawn])
+        return {
+            name: AccessProfile.from_counts(np.bincount(read, minlength=rows[name]), batches * self._batch_size)
+            for name, read in ids.items()
+        }
 
     def _drawn(self, step: int, rank: int) -> tuple[np.ndarray[Any, Any], ...]:
         rng = np.random.default_rng([self._seed, step, rank])
@@ -247,42 +252,56 @@ def run(args: argparse.Namespace) -> None:
     rows = sum(pooled_tables(args.scale).values())
     say(f"{len(CRITEO)} pooled tables with {rows:,} rows, a sequence over {item_rows(args.scale):,}; {world} ranks")
     torch.manual_seed(args.seed)
+    profiles = data.profiles(40)
     pooled = OptimalShardingPlanner(**given)
-    planner = FlexShardPlanner(
-        profiles={"articles": data.profile(40)},
-        cluster=cluster,
-        batch_size=args.batch_size,
-        torchrec_planner=pooled,
-        constraints={name: each for name, each in constraints.items() if name != "articles"},
-    )
-    kinds = sharders(flexshard=True)
-    model = DLRM(args.scale)
-    plan = planner.collective_plan(model, kinds)
-    say(f"ours:     {described(plan)}")
-    assert planner.solved is not None
-    tiers = ", ".join(f"{tier.strategy} {tier.rows:,}" for tier in planner.solved.tables["articles"].tiers)
-    say(f"          rows of the sequence: {tiers}")
-    if first:
-        say(f"          pooled tables: {pooled.summary}")
-    before, after, times = train(model, plan, kinds, data, args.steps)
-    if first:
-        moved = max(float((after[name] - weight).abs().max()) for name, weight in before.items())
-        difference = largest_difference(before, after, args.scale, data, args.steps)
-        say(f"          {args.steps} steps moved weights by up to {moved:.1e}, at most {difference:.1e} from unsharded")
+    planners = {
+        "one problem": FlexShardPlanner(profiles=profiles, cluster=cluster, batch_size=args.batch_size, budget="64MiB"),
+        "TorchRec's costs": FlexShardPlanner(
+            profiles={"articles": profiles["articles"]},
+            cluster=cluster,
+            batch_size=args.batch_size,
+            torchrec_planner=pooled,
+            constraints={name: each for name, each in constraints.items() if name != "articles"},
+        ),
+    }
+    medians = {}
+    for name, planner in planners.items():
+        kinds = sharders(flexshard=True)
+        model = DLRM(args.scale)
+        plan = planner.collective_plan(model, kinds)
+        say(f"{name}: {described(plan)}")
+        solved = planner.solved
+        assert solved is not None
+        tiers = ", ".join(f"{tier.strategy} {tier.rows:,}" for tier in solved.tables["articles"].tiers)
+        say(f"    rows of the sequence: {tiers}")
+        if solved.pooled:
+            seconds, row_wise = (one.exposed_seconds for one in (solved.predicted, solved.baselines["row_wise"]))
+            gap = seconds / solved.lower_bound_seconds - 1
+            say(
+                f"    {1e3 * seconds:.3f} ms of communication predicted, at most {100 * gap:.2f} % above the optimum;"
+                f" row-wise {row_wise / seconds:.2f} times as much"
+            )
+        elif first:
+            say(f"    pooled tables: {pooled.summary}")
+        before, after, times = train(model, plan, kinds, data, args.steps)
+        medians[name] = statistics.median(times)
+        if first:
+            moved = max(float((after[key] - weight).abs().max()) for key, weight in before.items())
+            difference = largest_difference(before, after, args.scale, data, args.steps)
+            say(f"    {args.steps} steps moved weights by up to {moved:.1e}, at most {difference:.1e} from unsharded")
     torchrec = EmbeddingShardingPlanner(**given)
     kinds = sharders(flexshard=False)
     model = DLRM(args.scale)
     plan = torchrec.collective_plan(model, kinds)
-    say(f"TorchRec: {described(plan)}")
+    say(f"TorchRec's planner: {described(plan)}")
     if first:
         options = [option for option in torchrec._best_plan or [] if option.name != "articles"]
         rating = NoopPerfModel(given["topology"]).rate(options)
-        say(f"          pooled tables: {rating:.4g} ms, {rating / pooled.rating:.2f} times ours")
-    _, _, their_times = train(model, plan, kinds, data, args.steps)
-    ours, theirs = statistics.median(times), statistics.median(their_times)
-    say(
-        f"median step: ours {1e3 * ours:.1f} ms, under TorchRec's plan {1e3 * theirs:.1f} ms (processes of one machine)"
-    )
+        say(f"    pooled tables: {rating:.4g} ms by TorchRec's estimators, {rating / pooled.rating:.2f} times ours")
+    _, _, times = train(model, plan, kinds, data, args.steps)
+    medians["TorchRec's planner"] = statistics.median(times)
+    shown = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in medians.items())
+    say(f"median step on processes of one machine: {shown}")
 
 
 if __name__ == "__main__":

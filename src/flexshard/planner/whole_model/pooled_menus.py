@@ -12,6 +12,7 @@ import numpy.typing as npt
 from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, PooledCosts, PooledOption
 from flexshard.errors import JobError
 from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.solver.instance import memory_limit
 from flexshard.planner.whole_model.menus import Menus, Option, Spread
 from flexshard.tables import Table
 
@@ -121,7 +122,8 @@ def pooled_menus(
         marks = np.array([[len({one, other} & set(group)) for one, other in apart]], np.float64).T
         menus.append(tuple(_menu_option(costs, each, pinned[-1], marks, number) for number, each in enumerate(kept)))
     world = costs.cluster.world_size
-    room = [hbm_bytes - sum(costs.received_bytes(table) for table in tables), 0.0 if host_bytes is None else host_bytes]
+    left = memory_limit(hbm_bytes) - sum(costs.received_bytes(table) for table in tables)
+    room = [left, 0.0 if host_bytes is None else host_bytes]
     capacity = np.repeat(np.array([*room, *[1.0] * len(apart)])[:, None], world, axis=1)
     whole = Menus(
         tables=tuple(" + ".join(tables[index].name for index in group) for group in groups),
@@ -136,7 +138,7 @@ def pooled_menus(
         costs,
         tuple(tables),
         tuple(map(tuple, options)),
-        _needed_loads(whole),
+        _needed(whole, host=host_bytes is not None),
         tuple(groups),
         tuple(meant),
         tuple(pinned),
@@ -224,12 +226,22 @@ def _menu_option(
     return Option(first.name, spread, perf, memory, source, POOLED_TYPES.index(first.sharding_type))
 
 
-def _needed_loads(menus: Menus) -> Menus:
-    """Without the kinds of load that no option has."""
-    used = [
+def _needed(menus: Menus, *, host: bool) -> Menus:
+    """Without the kinds of load that no option has, and without host memory where there is none."""
+    loads = [
         load
         for load in range(len(menus.loads))
-        if any(option.perf[load].any() for _, option in menus.pairs()) or load == 0
+        if load == 0 or any(option.perf[load].any() for _, option in menus.pairs())
     ]
-    options = tuple(tuple(replace(option, perf=option.perf[used]) for option in menu) for menu in menus.options)
-    return replace(menus, options=options, loads=tuple(menus.loads[load] for load in used))
+    kinds = [kind for kind, name in enumerate(menus.kinds) if host or name != HOST]
+    options = tuple(
+        tuple(replace(option, perf=option.perf[loads], memory=option.memory[kinds]) for option in menu)
+        for menu in menus.options
+    )
+    return replace(
+        menus,
+        options=options,
+        loads=tuple(menus.loads[load] for load in loads),
+        capacity=menus.capacity[kinds],
+        kinds=tuple(menus.kinds[kind] for kind in kinds),
+    )

@@ -1,0 +1,217 @@
+"""The sequences of a whole model as columns of its master problem: their best placements within so much memory, found
+where they matter, and what plans take at least that have others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flexshard.errors import BudgetError
+from flexshard.planner.problem import Problem
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.step_search import solve_step
+from flexshard.planner.whole_model.lagrangian import lagrangian_bound
+from flexshard.planner.whole_model.master import Assignment, relative_gap
+from flexshard.planner.whole_model.menus import Menus, undominated
+from flexshard.planner.whole_model.pooled_menus import HBM
+from flexshard.planner.whole_model.program import solve_menus_program
+
+__all__ = ["Bound", "Column", "Sequences", "first_columns"]
+
+_FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
+_CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
+_JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
+
+
+@dataclass(frozen=True)
+class Column:
+    """Sequences within a limit: the memory they have then, what they take, and what they take at least."""
+
+    limit: float
+    memory: float
+    seconds: float
+    lower_bound: float
+
+
+class Sequences:
+    """The sequences' best placements within any limit, each found once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.variants = problem, Variants(problem)
+        self._known: dict[float, Column] = {}
+
+    def row_wise_bytes(self) -> float:
+        """What they need row by row on all ranks."""
+        plain = self.variants.plain
+        return plain.memory_bytes(plain.uniform(self.problem.cluster.world_size))
+
+    def least_bytes(self) -> float:
+        """That they can do with."""
+        try:
+            return self.within(0.0).memory
+        except BudgetError as error:
+            return error.least_bytes
+
+    def known(self) -> list[Column]:
+        """Those that were found, in order of their limits."""
+        return sorted(self._known.values(), key=lambda one: one.limit)
+
+    def within(self, limit: float) -> Column:
+        """The best placement; raises BudgetError where none fits."""
+        if limit not in self._known:
+            solve = self._step if self.problem.objective == "step" else self._communication
+            self._known[limit] = Column(limit, *solve(limit))
+        return self._known[limit]
+
+    def _communication(self, limit: float) -> tuple[float, float, float]:
+        instance, found = self.variants.solve(limit, self.problem.tiers)
+        return instance.memory_bytes(found.allocation), found.seconds, found.lower_bound_seconds
+
+    def _step(self, limit: float) -> tuple[float, float, float]:
+        instance, found, _ = solve_step(self.variants, limit, self.problem.tiers)
+        memory = self.variants.of(instance.deduplicated).memory_bytes(found.allocation)
+        return memory, found.seconds, found.lower_bound_seconds
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """Plans whose sequences have between two amounts of memory.
+
+    Attributes:
+        bound: of their seconds.
+        known: the largest placement of no more memory that the master problem knew.
+        low, high: its ends.
+        closer: whether the bound is a program's.
+    """
+
+    bound: float
+    known: Column
+    low: Column
+    high: Column
+    closer: bool
+
+
+def _within(menus: Menus, less: float) -> Menus:
+    """The menus where every rank has so many bytes less."""
+    capacity = menus.capacity.copy()
+    capacity[menus.kinds.index(HBM)] -= less
+    return replace(menus, capacity=np.maximum(capacity, 0.0))
+
+
+def _pooled_bound(menus: Menus, less: float) -> float:
+    """What pooled tables take at least where sequences have so many bytes."""
+    left = undominated(_within(menus, less))
+    return lagrangian_bound(left).bound if all(left.options) else np.inf
+
+
+def first_columns(sequences: Sequences, menus: Menus, until: float) -> list[Column]:
+    """Placements of the sequences to choose from, in order of memory; few of them where time is up.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    least = sequences.least_bytes()
+    hbm = menus.kinds.index(HBM)
+    needed = sum(min((float(o.memory[hbm].sum()) for o in menu), default=0.0) for menu in menus.options) / menus.ranks
+    room = float(menus.capacity[hbm].max())
+    most = room - needed
+    if least > most:
+        return [sequences.within(least)]
+    found = [sequences.within(limit) for limit in (least, most)]
+    between = (least + (most - least) * (step / (_FIRST - 1)) ** 2 for step in range(1, _FIRST - 1))
+    found += [sequences.within(limit) for limit in between if time.monotonic() < until]
+    found.sort(key=lambda one: one.limit)
+    limits = [one.limit for one in found]
+    bounds = {one.limit: _pooled_bound(menus, one.memory) for one in found}
+    for _ in range(_ROUNDS):
+        if time.monotonic() >= until:
+            break
+        value = [one.seconds + bounds[one.limit] for one in found]
+        best = int(np.argmin(value))
+        if not np.isfinite(value[best]):
+            best = 0  # the less they take, the more is left
+        for other in (best - 1, best + 1):
+            if 0 <= other < len(limits) and found[best].memory != found[other].memory:
+                one = sequences.within((limits[best] + limits[other]) / 2)
+                bounds[one.limit] = _pooled_bound(menus, one.memory)
+                found.append(one)
+        found.sort(key=lambda one: one.limit)
+        limits = [one.limit for one in found]
+    return found
+
+
+class Bound:
+    """A bound on all plans, those too whose sequences have none of the limits tried.
+
+    Between two limits, sequences take at least what they do within the larger one, and the pooled tables what they do
+    with the smaller one taken off. And as a plan's sequences could have the placement of the smaller one, the bound of
+    plans with those that were tried is too high by what these two differ at most.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        menus: Menus,
+        columns: Sequence[Column],
+        found: Assignment,
+        problem: Problem,
+        until: float,
+    ) -> None:
+        self._sequences, self._menus, self._found, self._until = sequences, menus, found, until
+        self._columns, self._gap = columns, problem.gap
+        self._dense = 0.0 if problem.step is None else problem.step.dense_seconds
+
+    def value(self) -> float:
+        """The bound; as close as gap or time ask for."""
+        pairs = zip(self._columns, [*self._columns[1:], self._columns[-1]], strict=True)
+        intervals = [
+            self._interval(high if high.memory <= low.limit else low, low, high, closer=False) for low, high in pairs
+        ]
+        for _ in range(_LOOKS):
+            intervals.sort(key=lambda one: (one.bound, one.low.limit))
+            if relative_gap(self._found.rating, intervals[0].bound) <= self._gap or time.monotonic() >= self._until:
+                break
+            closer = self._closer(intervals[0])
+            if not closer:
+                break
+            intervals[:1] = closer
+        return min(one.bound for one in intervals)
+
+    def _closer(self, one: _Interval) -> list[_Interval]:
+        """The same plans, looked at more closely: by a program; on both sides of the memory that the larger placement
+        has, where sequences' time may fall by a step; in halves.
+        """
+        low, high = one.low, one.high
+        if not one.closer:
+            return [self._interval(one.known, low, high, closer=True)]
+        if high in self._columns and one.known is not high and low.limit < high.memory * _JUST_BELOW:
+            below = self._sequences.within(high.memory * _JUST_BELOW)
+            from_there = replace(high, limit=high.memory)
+            return [
+                self._interval(one.known, low, below, closer=True),
+                self._interval(high, from_there, high, closer=True),
+            ]
+        middle = (low.limit + high.limit) / 2
+        if not low.limit < middle < high.limit:
+            return []
+        between = self._sequences.within(middle)
+        return [self._interval(one.known, *ends, closer=True) for ends in ((low, between), (between, high))]
+
+    def _interval(self, known: Column, low: Column, high: Column, *, closer: bool) -> _Interval:
+        bound = self._program_bound(low.limit) if closer else _pooled_bound(self._menus, low.limit)
+        by_parts = high.lower_bound + bound + self._dense
+        by_columns = self._found.lower_bound - max(0.0, known.seconds - high.lower_bound)
+        return _Interval(float(max(by_parts, by_columns)), known, low, high, closer)
+
+    def _program_bound(self, less: float) -> float:
+        """What pooled tables take at least where sequences have so many bytes, charges included."""
+        left = undominated(_within(self._menus, less))
+        if not all(left.options):
+            return np.inf
+        seconds = self._until - time.monotonic()
+        answer = solve_menus_program(left, "cluster", gap=_CLOSE, seconds=seconds, nodes=_NODES)
+        return max(lagrangian_bound(left).bound, answer.bound * (1 - _SAFETY))

@@ -1,0 +1,350 @@
+"""Whole models under our costs: against every plan there is, with constraints, in files and in words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexshard import AccessProfile, Cluster, Plan, Problem, Table, TableConstraints, compare, diff, explain, solve
+from flexshard.costmodels import PooledCosts, StepWork, pooled_cost, step_seconds
+from flexshard.errors import BudgetError, JobError, PlanError
+from flexshard.planner import load_job, pareto, plan_compression
+from flexshard.planner.whole_model import columns, joint
+from flexshard.topologies import CollectiveRate, Level
+
+
+def cluster(nodes: int = 2, ranks: int = 2, alpha: float = 2e-5, host: float | None = 2e9) -> Cluster:
+    world = nodes * ranks
+
+    def rate(beta: float) -> CollectiveRate:
+        return CollectiveRate(alpha, beta)
+
+    levels = [Level(1, None, rate(2e9) if world > 1 else None)]
+    if ranks > 1:
+        levels.append(Level(ranks, rate(16e9), rate(4e9) if nodes > 1 else None))
+    if nodes > 1:
+        levels.append(Level(world, rate(4e9), None))
+    return Cluster("c", nodes, ranks, 1e9, 0.0, tuple(levels), 1e11, host_bytes_per_s=host)
+
+
+def tables(seed: int, pooled: int, sequences: int) -> list[Table]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for index in range(pooled + sequences):
+        rows, dim = int(10 ** rng.uniform(1, 3.3)), int(rng.choice([16, 64, 256]))
+        counts = np.ceil(rng.uniform(50, 2_000) / np.arange(1, rows + 1) ** rng.uniform(0.5, 1.3)).astype(np.int64)
+        profile = AccessProfile.from_counts(counts, 1_000, num_rows=rows)
+        name = f"p{index}" if index < pooled else f"s{index - pooled}"
+        found.append(Table(name, rows, dim, profile, pooling="none" if index >= pooled else ("sum", "mean")[index % 2]))
+    return found
+
+
+def best_of_all(problem: Problem) -> float:
+    """The objective of the best plan of pooled tables, tried one by one; infinite where none fits."""
+    costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
+    limit = solve(problem).settings.budget_bytes
+    received = sum(costs.received_bytes(table) for table in problem.tables)
+    world, node = problem.cluster.world_size, problem.cluster.ranks_per_node
+    hosts = [tuple(range(first, first + node)) for first in range(0, world, node)]
+    ways: list[list[tuple[Any, tuple[int, ...]]]] = []
+    for table in problem.tables:
+        ways.append([])
+        for option in costs.options(table):
+            if option.sharding_type in ("data_parallel", "row_wise"):
+                places = [tuple(range(world))]
+            elif option.sharding_type == "table_row_wise":
+                places = hosts
+            elif option.sharding_type == "grid_shard":
+                places = [sum(pair, ()) for pair in itertools.permutations(hosts, option.shards // node)]
+            else:
+                places = list(itertools.product(range(world), repeat=option.shards))
+                if option.sharding_type == "table_column_wise":
+                    places = [one for one in places if len({rank // node for rank in one}) == 1]
+            ways[-1] += [(option, where) for where in places]
+    best = np.inf
+    for placed in itertools.product(*ways):
+        cost = pooled_cost(costs, placed, received)
+        if cost.memory_bytes <= limit * (1 + 1e-12):
+            seconds = step_seconds(cost, world, StepWork(0.0)) if problem.step else cost.exposed_seconds
+            best = min(best, seconds)
+    return best + (problem.step.dense_seconds if problem.step else 0.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pooled_plans_are_the_best_of_all(seed: int) -> None:
+    step = StepWork(1e-5) if seed % 2 else None
+    shape = ((2, 2), (1, 3), (2, 1))[seed % 3]
+    many = 3 if shape == (2, 1) else 2
+    budget = ("neutral", "+200KiB", "+5MiB")[seed // 3 % 3]
+    problem = Problem(tables(seed, many, 0), cluster(*shape), 64, budget=budget, step=step, gap=1e-6)
+    plan = solve(problem)
+    assert plan.objective_seconds(plan.predicted) == pytest.approx(best_of_all(problem), rel=1e-5)
+    assert plan.lower_bound_seconds <= plan.objective_seconds(plan.predicted)
+    assert plan.predicted.memory_bytes <= plan.settings.budget_bytes * (1 + 1e-12)
+    assert not plan.tables
+    assert plan.predicted == plan.pooled_predicted
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 6])
+def test_one_limit_for_both_is_better_than_any_limit_for_each(seed: int) -> None:
+    step = StepWork(1e-5) if seed % 2 else None
+    own = tables(seed, 3, 2)
+    problem = Problem(own, cluster(), 64, budget=("neutral", "+1MiB")[seed % 2], step=step, gap=1e-4)
+    plan = solve(problem)
+    seconds = plan.objective_seconds(plan.predicted)
+    assert plan.lower_bound_seconds <= seconds <= plan.lower_bound_seconds * 1.1
+    limit = plan.settings.budget_bytes
+    assert plan.predicted.memory_bytes <= limit * (1 + 1e-9)
+    assert set(plan.tables) == {"s0", "s1"}
+    assert set(plan.pooled) == {"p0", "p1", "p2"}
+    found = []
+    for share in np.linspace(0.2, 0.8, 4):
+        parts = []
+        for part, nbytes in ((own[:3], share * limit), (own[3:], (1 - share) * limit)):
+            try:
+                alone = solve(replace(problem, tables=part, budget=f"{float(nbytes)!r} B"))
+            except BudgetError:
+                break
+            parts.append(alone.objective_seconds(alone.predicted))
+        if len(parts) == 2:
+            found.append(sum(parts) - (step.dense_seconds if step else 0.0))
+    assert found
+    assert seconds <= min(found) * (1 + 1e-4)
+    assert plan.lower_bound_seconds <= min(found) * (1 + 1e-9)
+
+
+def test_the_bound_holds_between_the_limits_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(tables(4, 3, 2), cluster(), 64, gap=1e-4)
+    best = solve(problem)
+    monkeypatch.setattr(columns, "_FIRST", 3)
+    monkeypatch.setattr(columns, "_ROUNDS", 0)
+    monkeypatch.setattr(joint, "_ROUNDS", 1)
+    coarse = solve(problem)
+    assert coarse.lower_bound_seconds <= best.predicted.exposed_seconds * (1 + 1e-9)
+    assert coarse.predicted.exposed_seconds >= best.predicted.exposed_seconds * (1 - 1e-4)
+
+
+def test_more_memory_is_never_worse_and_the_same_problem_has_the_same_plan() -> None:
+    problem = Problem(tables(3, 4, 1), cluster(), 64, gap=1e-4)
+    seconds = [
+        solve(replace(problem, budget=budget)).predicted.exposed_seconds for budget in ("+0B", "+1MiB", "+50MiB")
+    ]
+    assert seconds[0] * (1 + 1e-4) >= seconds[1]
+    assert seconds[1] * (1 + 1e-4) >= seconds[2]
+    assert solve(problem).fingerprint == solve(problem).fingerprint
+
+
+def asked(**constraints: TableConstraints) -> Plan:
+    return solve(tables(2, 4, 0), cluster(), batch_size=64, budget="100MiB", constraints=constraints)
+
+
+def test_constraints_are_kept() -> None:
+    only = asked(p0=TableConstraints(sharding_types=["table_wise"], pin=[3])).pooled["p0"]
+    assert (only.sharding_type, only.ranks) == ("table_wise", (3,))
+    for kind in ("row_wise", "table_row_wise", "data_parallel"):
+        assert asked(p1=TableConstraints(sharding_types=[kind])).pooled["p1"].sharding_type == kind
+    not_copied = asked(p1=TableConstraints(forbid=["data_parallel", "row_wise/fused"])).pooled["p1"]
+    assert not_copied.sharding_type not in ("data_parallel", "row_wise")
+    alone = TableConstraints(sharding_types=["table_wise"])
+    together = asked(p0=replace(alone, with_tables=["p1", "p2"])).pooled
+    assert together["p0"].ranks == together["p1"].ranks == together["p2"].ranks
+    apart = asked(
+        p0=replace(alone, pin=[1], apart=["p1"]), p1=replace(alone, apart=["p2"]), p2=replace(alone, apart=["p0"])
+    ).pooled
+    assert apart["p0"].ranks == (1,)
+    assert len({apart[name].ranks for name in ("p0", "p1", "p2")}) == 3
+    dense = asked(p0=TableConstraints(sharding_types=["table_wise"], compute_kernels=["dense"])).pooled["p0"]
+    assert dense.compute_kernel == "dense"
+
+
+def test_column_widths_that_are_asked_for() -> None:
+    wide = [replace(table, dim=256) for table in tables(2, 2, 0)]
+    constraint = TableConstraints(sharding_types=["column_wise"], min_partition=32)
+    plan = solve(wide, cluster(), batch_size=64, budget="100MiB", constraints={"p0": constraint})
+    assert [shard.columns for shard in plan.pooled["p0"].shards] == [32] * 8
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"no": {}}, "constraints of table 'no': there is no such table; there are p0"),
+        ({"s0": {}}, "constraints of table 's0' decide nothing, since it is not pooled"),
+        ({"p0": {"sharding_types": ["columns"]}}, "sharding_types must be of data_parallel, .* found 'columns'"),
+        ({"p0": {"sharding_types": "row_wise"}}, "sharding_types must be a list"),
+        ({"p0": {"compute_kernels": ["fused_uvm"]}}, "'p0': fused_uvm needs host memory"),
+        ({"p0": {"device_group": "cuda"}}, "device_group decides nothing"),
+        ({"p0": {"pin": [7]}}, "pin names rank 7 of 4"),
+        ({"p0": {"pin": [0, 0, 0]}}, r"table 'p0': pin \[0, 0, 0\] leaves no option; .* table_wise/fused has 1"),
+        ({"p0": {"with_tables": ["s0"]}}, "with names 's0', which is no other pooled table"),
+        ({"p0": {"apart": ["p0"]}}, "apart names 'p0'"),
+        ({"p0": {"apart": ["p1"], "with_tables": ["p1"]}}, "'p0' and 'p1' are to be apart and with one another"),
+        (
+            {"p0": {"forbid": ["fused", "data_parallel"]}},
+            "table 'p0': forbid leaves no way of sharding its .* rows of .* on 4 ranks",
+        ),
+        (
+            {"p0": {"sharding_types": ["row_wise"], "with_tables": ["p1"]}, "p1": {"sharding_types": ["table_wise"]}},
+            "'p0' and 'p1' are to be with one another, and have no way of sharding in common",
+        ),
+        (
+            {"p0": {"sharding_types": ["row_wise"], "apart": ["p1"]}},
+            "constraints leave no plan: p0 apart from p1; there would be one without apart",
+        ),
+        ({"p0": {"cache_load_factors": [0.0]}}, "cache_load_factors are shares"),
+    ],
+)
+def test_constraints_that_cannot_be_kept_are_named(constraints: dict[str, dict[str, Any]], message: str) -> None:
+    own = tables(2, 2, 1 if "s0" in str(constraints) else 0)
+    with pytest.raises(JobError, match=message):
+        solve(
+            own,
+            cluster(),
+            batch_size=64,
+            budget="500MiB",
+            constraints={name: TableConstraints(**fields) for name, fields in constraints.items()},
+        )
+
+
+def test_constraints_that_decide_nothing_are_named() -> None:
+    with pytest.warns(UserWarning, match="table 'p0': constraint min_partition decides nothing"):
+        solve(
+            [replace(table, dim=16) for table in tables(2, 2, 0)],
+            cluster(),
+            batch_size=64,
+            constraints={"p0": TableConstraints(min_partition=16)},
+        )
+
+
+def test_host_memory_makes_room() -> None:
+    own = tables(4, 3, 0)
+    free = solve(own, cluster(), batch_size=64, budget="500MiB")
+    constraints = {table.name: TableConstraints(forbid=["dense"]) for table in own}
+    small = f"{free.predicted.memory_bytes / 2!r} B"
+    with pytest.raises(BudgetError, match=r"table .p0.: whatever way it is sharded, a rank needs .* of HBM"):
+        solve(own, cluster(), batch_size=64, budget=small, constraints=constraints)
+    plan = solve(own, cluster(), batch_size=64, budget=small, constraints=constraints, host_memory="1GiB")
+    kernels = {table.compute_kernel for table in plan.pooled.values()}
+    assert kernels & {"fused_uvm", "fused_uvm_caching"}
+    assert plan.predicted.host_memory_bytes > 0
+    assert plan.predicted.exposed_seconds > free.predicted.exposed_seconds  # rows cross the link to the host
+    assert plan.settings.host_memory == 2**30
+    kernels_of = TableConstraints(compute_kernels=["fused_uvm"], forbid=["dense"])
+    with pytest.raises(BudgetError, match="host memory"):
+        solve(own, cluster(), batch_size=64, constraints=dict.fromkeys(constraints, kernels_of), host_memory="2 kB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "paper"}, "method 'paper' places rows one by one, and table 'p0' is pooled"),
+        ({"memory": "p99.9"}, "memory 'p99.9' "),
+        ({"host_memory": "-1GiB"}, "host_memory is a number of bytes above 0"),
+        ({"gap": -1.0}, "gap must be at least 0"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds must be finite"),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        Problem(tables(2, 1, 0), cluster(), 64, **options)
+
+
+def test_what_is_of_other_tables_alone_says_so() -> None:
+    problem = Problem(tables(2, 1, 1), cluster(), 64)
+    with pytest.raises(JobError, match="a frontier is of tables without pooling, and 'p0' is pooled"):
+        pareto(problem)
+    with pytest.raises(JobError, match="host_memory decides nothing where no table is pooled"):
+        Problem(tables(2, 0, 1), cluster(), 64, host_memory="1GiB")
+    with pytest.raises(JobError, match="how fast ranks reach it"):
+        Problem(tables(2, 1, 0), cluster(host=None), 64, host_memory="1GiB")
+    rates: Any = None
+    with pytest.raises(JobError, match="a choice of tables to compress is of tables without pooling"):
+        plan_compression(problem, options={}, rates=rates)
+
+
+def test_the_file_and_what_is_said_of_it(tmp_path: Path) -> None:
+    constraint = TableConstraints(sharding_types=["table_wise", "data_parallel"])
+    own = tables(2, 4, 1)
+    plan = compare(own, cluster(), batch_size=64, step=StepWork(1e-4), constraints={"p0": constraint})
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert read.fingerprint == plan.fingerprint
+    assert read.pooled == plan.pooled
+    assert read.pooled_predicted == plan.pooled_predicted
+    assert read.settings.constraints == ("p0: sharding_types table_wise data_parallel",)
+    assert {"row_wise", "data_parallel", "table_wise", "torchrec"} <= set(plan.baselines)
+    text = str(read)
+    assert "4 pooled table(s) and 1 without pooling on c" in text
+    assert "How pooled tables are sharded" in text
+    for name, table in plan.pooled.items():
+        explanation = explain(read, name)
+        assert table.sharding_type in explanation.text
+        assert json.loads(json.dumps(explanation.document()))["table"]["name"] == name
+        for one in table.alternatives:
+            assert one.sharding_type in explanation.text
+    assert "Asked of it: sharding_types table_wise data_parallel." in explain(read, "p0").text
+    assert "s0" in explain(read, "s0").text
+    with pytest.raises(PlanError, match="which of the plan's 5 tables"):
+        explain(read)
+    document = json.loads((tmp_path / "plan.json").read_text())
+    document["pooled"][0]["shards"][0]["rank"] += 1
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(PlanError):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_what_moves_between_plans() -> None:
+    own = tables(2, 2, 0)
+    at = [
+        solve(own, cluster(), batch_size=64, budget="100MiB", constraints={"p0": TableConstraints(**fields)})
+        for fields in (
+            {"sharding_types": ["table_wise"], "pin": [0]},
+            {"sharding_types": ["table_wise"], "pin": [1]},
+            {"sharding_types": ["row_wise"]},
+            {"sharding_types": ["data_parallel"]},
+        )
+    ]
+    weights = own[0].rows * own[0].row_bytes
+    (moved,) = (move for move in diff(at[0], at[1]).pooled if move.table == "p0")
+    assert (moved.source, moved.target, moved.nbytes) == (("table_wise", (0,)), ("table_wise", (1,)), weights)
+    assert not diff(at[0], at[0]).pooled
+    block = -(-own[0].rows // 4) * own[0].row_bytes
+    assert next(move.nbytes for move in diff(at[0], at[2]).pooled if move.table == "p0") == weights - block
+    assert next(move.nbytes for move in diff(at[1], at[3]).pooled if move.table == "p0") == 3 * weights
+    assert next(move.nbytes for move in diff(at[3], at[1]).pooled if move.table == "p0") == 0
+
+
+def test_jobs_say_what_problems_do(tmp_path: Path) -> None:
+    own = tables(2, 2, 1)
+    cluster().save(tmp_path / "cluster.yaml")
+    for table in own:
+        table.profile.save(tmp_path / f"{table.name}.parquet")
+    job = tmp_path / "job.yaml"
+    lines = [
+        *("format: flexshard.job", "version: 1", "cluster: cluster.yaml", "batch_size: 64", "budget: 100MiB"),
+        *("host_memory: 1GiB", "gap: 0.001", "timeout_seconds: 30.0", "tables:"),
+    ]
+    for table in own:
+        asked_of = ", constraints: {sharding_types: [table_wise], apart: [p1]}" if table.name == "p0" else ""
+        shape = f"name: {table.name}, dim: {table.dim}, pooling: {table.pooling}"
+        lines.append(f"- {{{shape}, profile: {table.name}.parquet{asked_of}}}")
+    job.write_text("\n".join(lines))
+    read = load_job(job)
+    assert [table.pooling for table in read.tables] == ["sum", "mean", "none"]
+    assert read.constraints == {"p0": TableConstraints(sharding_types=["table_wise"], apart=["p1"])}
+    assert (read.host_memory, read.gap, read.timeout_seconds) == (2**30, 0.001, 30.0)
+    same = solve(
+        own, cluster(), batch_size=64, budget="100MiB", host_memory="1GiB", gap=0.001, constraints=read.constraints
+    )
+    assert read.solve().pooled["p0"].shards == same.pooled["p0"].shards
+    job.write_text("\n".join(lines).replace("[p1]", "[nobody]"))
+    with pytest.raises(JobError, match=r"job.yaml.*constraints of table 'p0': apart names 'nobody'"):
+        load_job(job)
+    job.write_text("\n".join(lines).replace("sharding_types: [table_wise]", "sharding_types: [tables]"))
+    with pytest.raises(JobError, match=r"job.yaml:10: tables\[0\].constraints: sharding_types must be of"):
+        load_job(job)
