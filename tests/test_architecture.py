@@ -256,6 +256,7 @@ def test_public_names_are_frozen() -> None:
         "Plan",
         "Problem",
         "Table",
+        "TableConstraints",
         "compare",
         "diff",
         "explain",

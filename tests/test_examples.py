@@ -67,9 +67,13 @@ def test_dlrm_trains_to_the_weights_of_the_unsharded_model(tmp_path: Path) -> No
         [*command, *script], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    moved, difference = re.findall(r"moved weights by up to (\S+), at most (\S+) from unsharded", done.stdout)[0]
-    assert float(moved) > 1e-4
-    assert float(difference) < 1e-6
-    assert float(re.findall(r"at most (\S+) % above the optimum", done.stdout)[0]) <= 1
-    assert float(re.findall(r"ms, (\S+) times ours", done.stdout)[0]) >= 1
-    assert "flex_shard 1" in done.stdout
+    trained = re.findall(r"moved weights by up to (\S+), at most (\S+) from unsharded", done.stdout)
+    assert len(trained) == 2
+    for moved, difference in trained:
+        assert float(moved) > 1e-4
+        assert float(difference) < 1e-6
+    gaps = [float(gap) for gap in re.findall(r"at most (\S+) % above the optimum", done.stdout)]
+    assert len(gaps) == 2
+    assert max(gaps) <= 5
+    assert float(re.findall(r"estimators, (\S+) times ours", done.stdout)[0]) >= 1
+    assert done.stdout.count("flex_shard 1") == 2

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         PooledCosts as PooledCosts,
         PooledOption as PooledOption,
     )
-    from flexshard.costmodels.pooled_cost import pooled_cost as pooled_cost, rank_loads as rank_loads
+    from flexshard.costmodels.pooled_totals import pooled_cost as pooled_cost
     from flexshard.costmodels.replica_reduction import (
         gathered_bytes as gathered_bytes,
         touched_rows as touched_rows,
@@ -118,7 +118,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "pooled": ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "PooledCosts", "PooledOption"],
-        "pooled_cost": ["pooled_cost", "rank_loads"],
+        "pooled_totals": ["pooled_cost"],
         "replica_reduction": ["gathered_bytes", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
         "step": ["PhaseCurve", "StepModel"],

@@ -15,7 +15,7 @@ __all__ = ["job_digest"]
 
 
 # What came later is not in the digest of jobs that do without.
-_LATER = {"host_memory": None, "gap": 0.01, "constraints": ()}
+_LATER = {"host_memory": None, "gap": 0.002, "constraints": ()}
 
 
 def job_digest(tables: Sequence[Table], cluster: Cluster, settings: Settings) -> str:

@@ -91,7 +91,7 @@ class JobSpec(StrictModel):
     loss_limit: float | None = None
     host_memory: str | None = None
     timeout_seconds: float = 60.0
-    gap: float = 0.01
+    gap: float = 0.002
 
 
 def load_job(path: PathLike) -> Job:

@@ -59,7 +59,7 @@ class Settings:
     dense_seconds: float | None = None
     rates: LocalRates | None = None
     host_memory: float | None = None
-    gap: float = 0.01
+    gap: float = 0.002
     constraints: tuple[str, ...] = ()
 
 

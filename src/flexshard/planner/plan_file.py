@@ -70,7 +70,7 @@ def _body(plan: Plan) -> Body:
             dense_seconds=None,
             rates=None,
             host_memory=None,
-            gap=0.01,
+            gap=0.002,
             constraints=(),
         ),
         "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None, ranks_per_link=1, host_bytes_per_s=None),

@@ -221,7 +221,8 @@ class FlexShardPlanner(ShardingPlanner):
             if not left & {fqn, config.name, f"{fqn}.{config.name}"}
             and table_constraints(self._constraints.get(config.name)) is not None
         }
-        owners = [name for _, name in (*tables, *bags)]
+        whole = [config.name for part in pooled.values() for config in part.embedding_bag_configs()]
+        owners = [*(name for _, name in tables), *whole]
         planned, asked = [], {}
         for (fqn, name), config in (*tables.items(), *bags.items()):
             key = key_of(fqn, name, self._rankings.profiles)

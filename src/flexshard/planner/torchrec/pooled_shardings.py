@@ -18,6 +18,7 @@ from flexshard.errors import PlanError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledTablePlan
+from flexshard.planner.torchrec.model_tables import dtype_of
 from flexshard.planner.torchrec.rankings import key_of
 
 __all__ = ["pooled_collections", "pooled_shardings", "table_constraints"]
@@ -45,7 +46,7 @@ def table_constraints(given: ParameterConstraints | None) -> TableConstraints | 
     cached = None if given.cache_params is None else given.cache_params.load_factor
     return TableConstraints(
         sharding_types=given.sharding_types,
-        compute_kernels=given.compute_kernels,
+        compute_kernels=None if given.compute_kernels == ["fused"] else given.compute_kernels,  # as by default
         min_partition=given.min_partition,
         cache_load_factors=TableConstraints.cache_load_factors if cached is None else (cached,),
     )
@@ -78,6 +79,7 @@ def _check(name: str, table: PooledTablePlan, config: EmbeddingBagConfig) -> Non
     for what, planned, has in (
         ("rows", table.rows, config.num_embeddings),
         ("dim", table.dim, config.embedding_dim),
+        ("dtype", table.dtype, dtype_of(config)),
         ("pooling", table.pooling, config.pooling.value.lower()),
     ):
         if planned != has:

@@ -12,13 +12,13 @@ from flexshard.costmodels.cost import Collective, Cost
 from flexshard.costmodels.overlap import hidden_share
 from flexshard.costmodels.pooled import POOLED_LOADS, Channel, PooledCosts, PooledOption
 
-__all__ = ["RankLoads", "pooled_cost", "rank_loads"]
+__all__ = ["pooled_cost"]
 
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class RankLoads:
+class _RankLoads:
     """What every rank has of pooled tables; arrays of shape (ranks,) unless they say otherwise.
 
     Attributes:
@@ -38,9 +38,9 @@ class RankLoads:
     seconds: FloatArray
 
 
-def rank_loads(
+def _rank_loads(
     costs: PooledCosts, placed: Sequence[tuple[PooledOption, Sequence[int]]], received_bytes: float = 0.0
-) -> RankLoads:
+) -> _RankLoads:
     """Add shards up by rank.
 
     Args:
@@ -64,18 +64,18 @@ def rank_loads(
         for name, total in sums.items():
             total += at(where, getattr(option, name))
     sums["dynamic_bytes"] += received_bytes
-    return RankLoads(moved, local, seconds=seconds, **sums)
+    return _RankLoads(moved, local, seconds=seconds, **sums)
 
 
 def pooled_cost(
     costs: PooledCosts, placed: Sequence[tuple[PooledOption, Sequence[int]]], received_bytes: float = 0.0
 ) -> Cost:
-    """The metrics of pooled tables; arguments as of :func:`rank_loads`.
+    """The metrics of pooled tables; arguments as of :func:`_rank_loads`.
 
     Memory is the fullest rank's. Of every kind of load, collectives and local work have what the rank that is busiest
     with it has, so that seconds add up to what ranks wait for.
     """
-    loads = rank_loads(costs, placed, received_bytes)
+    loads = _rank_loads(costs, placed, received_bytes)
     busiest = loads.seconds.argmax(axis=1)
     fullest = int((loads.static_bytes + loads.dynamic_bytes).argmax())
     calls: dict[Channel, int] = {}
