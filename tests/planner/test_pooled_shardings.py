@@ -107,7 +107,7 @@ def test_what_has_no_profile_or_is_left_goes_to_torchrecs_costs() -> None:
 def test_torchrecs_constraints_are_kept() -> None:
     constraints = {
         "a": ParameterConstraints(sharding_types=["column_wise"], min_partition=64),
-        "b": ParameterConstraints(compute_kernels=["fused"], sharding_types=["row_wise", "table_row_wise"]),
+        "b": ParameterConstraints(compute_kernels=["fused"], sharding_types=["table_wise", "column_wise"]),
         "d": ParameterConstraints(stochastic_rounding=True),  # of which our costs know nothing
     }
     result, planner = planned(Model(), PROFILES, constraints=constraints)
@@ -115,7 +115,25 @@ def test_torchrecs_constraints_are_kept() -> None:
     assert "d" not in planner.solved.pooled
     assert dict(result.plan["shops"])["d"].stochastic_rounding
     assert [shard.columns for shard in planner.solved.pooled["a"].shards] == [64] * 4
-    assert dict(result.plan["ads"])["b"].sharding_type in ("row_wise", "table_row_wise")
+    assert dict(result.plan["ads"])["b"].sharding_type == "table_wise"
+
+
+def test_what_is_left_of_a_plan_is_not_planned_by_it() -> None:
+    _, planner = planned(Model(sequence=False), PROFILES)
+    plan = planner.solved
+    assert plan is not None
+    for options, left in (
+        ({"torchrec_tables": ["ads.a"]}, ("ads", "a")),
+        ({"torchrec_tables": ["shops"]}, ("shops", "c")),
+        ({"constraints": {"a": ParameterConstraints(sharding_types=["table_wise"])}}, ("ads", "a")),
+    ):
+        given: Any = options
+        again = FlexShardPlanner(plan, **given).plan(Model(sequence=False), SHARDERS)
+        assert {name for shardings in again.plan.values() for name in dict(shardings)} == set(ROWS)
+        fqn, name = left
+        assert dict(again.plan[fqn])[name].sharding_type in ("table_wise", "column_wise", "row_wise", "data_parallel")
+    table_wise = FlexShardPlanner(plan, constraints={"a": ParameterConstraints(sharding_types=["table_wise"])})
+    assert dict(table_wise.plan(Model(sequence=False), SHARDERS).plan["ads"])["a"].sharding_type == "table_wise"
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -93,6 +94,15 @@ def run(app: typer.Typer) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to stop
+    others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **file: Any) -> None:
+        if category is UserWarning and "flexshard" in filename:
+            sys.stderr.write(f"flexshard: note: {' '.join(str(message).split())}\n")
+        else:
+            others(message, category, filename, *where, **file)
+
+    warnings.showwarning = show
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()

@@ -37,6 +37,9 @@ POOLED_TYPES = (
     "grid_shard",
 )
 POOLED_KERNELS = ("fused", "dense", "fused_uvm", "fused_uvm_caching")
+# Where partial sums of a table are added up, TorchRec 1.8 divides by lengths afterwards, and in a collection that has
+# tables sharded otherwise it divides those by theirs as well: their weights train wrongly, without a word.
+CUT_BY_ROWS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 # What ranks wait for one another after; with what travels then.
 POOLED_LOADS: Mapping[str, tuple[str, ...]] = {
     "ids": ("pooled ids",),
@@ -82,7 +85,7 @@ class PooledOption:
     @property
     def name(self) -> str:
         """Such as ``table_wise/fused``; with the share of rows that are cached."""
-        cached = "" if self.cache_load_factor is None else f" ({self.cache_load_factor:.0%})"
+        cached = "" if self.cache_load_factor is None else f" ({100 * self.cache_load_factor:g} %)"
         return f"{self.sharding_type}/{self.compute_kernel}{cached}"
 
     @property
@@ -183,11 +186,14 @@ class PooledCosts:
         cache_load_factors: Iterable[float] = (),
     ) -> list[PooledOption]:
         """Every way of sharding a table that TorchRec would list, of the types and kernels asked for. Data-parallel
-        tables have TorchRec's dense kernel, whatever kernels are asked for.
+        tables have TorchRec's dense kernel, whatever kernels are asked for. Tables whose rows are averaged are not cut
+        by rows where TorchRec would train them wrongly: see :data:`CUT_BY_ROWS`.
         """
         found = []
         width = column_width(table.dim, min_partition)
         for sharding_type in (one for one in POOLED_TYPES if one in sharding_types):
+            if table.pooling == "mean" and sharding_type in CUT_BY_ROWS:
+                continue
             cuts = self._cuts(sharding_type, table, width)
             if cuts is None:
                 continue
@@ -282,7 +288,7 @@ class _Shards:
         if cluster.world_size == 1:
             return {}
         if self._type == "data_parallel":
-            gradients = float(table.rows) * table.dim * _FLOAT_BYTES
+            gradients = float(table.rows) * table.row_bytes  # DDP reduces them in the weights' type
             return {("all_reduce", 1, "pooled replicas"): np.full(shards, gradients)}
         lengths = cluster.world_size * table.distinct_samples(costs.batch_size) * _features(table)
         moved: dict[Channel, FloatArray] = {

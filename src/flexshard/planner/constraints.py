@@ -14,6 +14,8 @@ from flexshard.topologies import Cluster
 __all__ = ["TableConstraints", "check_constraints"]
 
 _CACHED = 0.2  # TorchRec's share of rows that a cache holds
+_NAMES = ("sharding_types", "compute_kernels", "forbid", "with_tables", "apart")
+_NOT_EMPTY = ("sharding_types", "compute_kernels", "cache_load_factors")
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,20 @@ class TableConstraints:
                 continue
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise JobError(f"{_word(field.name)} must be a list, found {value!r}")
+            if field.name in _NAMES and not all(isinstance(one, str) for one in value):
+                raise JobError(f"{_word(field.name)} must be a list of names, found {value!r}")
+            if field.name in _NOT_EMPTY and not value:
+                raise JobError(f"{_word(field.name)} allows nothing; leave it out to allow all")
             object.__setattr__(self, field.name, tuple(value))
         _known(self.sharding_types, POOLED_TYPES, "sharding_types")
         _known(self.compute_kernels, POOLED_KERNELS, "compute_kernels")
+        both = [f"{kind}/{kernel}" for kind in POOLED_TYPES for kernel in POOLED_KERNELS]
         for one in self.forbid:
-            _known(str(one).split("/"), (*POOLED_TYPES, *POOLED_KERNELS), "forbid")
+            if one not in (*POOLED_TYPES, *POOLED_KERNELS, *both):
+                raise JobError(
+                    f"forbid must be of {', '.join((*POOLED_TYPES, *POOLED_KERNELS))}, or a type and a kernel such as"
+                    f" row_wise/fused, found {one!r}"
+                )
         if self.min_partition is not None:
             object.__setattr__(self, "min_partition", check_int(self.min_partition, "min_partition", JobError))
         for share in self.cache_load_factors:
@@ -94,6 +105,8 @@ def check_constraints(
     Raises:
         JobError: one is not, with the table and the constraint.
     """
+    if not isinstance(constraints, Mapping):
+        raise JobError(f"constraints must be a mapping of tables' names, found {constraints!r}")
     known = {table.name: table for table in tables}
     for name, constraint in constraints.items():
         where = f"constraints of table {name!r}"

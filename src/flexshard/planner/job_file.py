@@ -17,7 +17,7 @@ from flexshard.costmodels import StepWork, TTRates, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
 from flexshard.planner.budget import parse_budget
 from flexshard.planner.compression.decision import TTOption
-from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.constraints import TableConstraints, check_constraints
 from flexshard.planner.job import Job
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table, TTShape
@@ -134,6 +134,11 @@ def load_job(path: PathLike) -> Job:
         for index, table in enumerate(tables)
         if (asked := spec.tables[index].constraints) is not None
     }
+    for index, planned in enumerate(tables):
+        if planned.name in constraints:
+            one = {planned.name: constraints[planned.name]}
+            host = spec.host_memory is not None
+            at(["tables", index, "constraints"], partial(check_constraints, one, tables, cluster, host_memory=host))
     step = None
     if spec.dense is not None:
         text = spec.dense

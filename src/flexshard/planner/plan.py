@@ -203,10 +203,23 @@ class Plan:
             PlanError: the plan has no table of this name; lists those it has.
         """
         if name not in self.tables:
-            known = [*self.tables, *self.pooled]
+            known = list(self.tables) if name in self.pooled else [*self.tables, *self.pooled]
             shown = ", ".join(known[:20]) + (f", ... ({len(known)} in all)" if len(known) > 20 else "")
+            if name in self.pooled:
+                raise PlanError(f"table {name!r} of the plan is pooled; without pooling it has {shown or 'none'}")
             raise PlanError(f"the plan has no table {name!r}; it has {shown}")
         return self.tables[name]
+
+    def without_pooled(self, what: str) -> Plan:
+        """This plan, for what looks at tables without pooling alone.
+
+        Raises:
+            PlanError: some are pooled; names ``what``.
+        """
+        if self.pooled:
+            first = next(iter(self.pooled))
+            raise PlanError(f"{what} is of tables without pooling, and the plan has {first!r}, which is pooled")
+        return self
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -19,7 +19,7 @@ from flexshard.planner.methods import METHODS, Method
 from flexshard.planner.named import parse
 from flexshard.planner.reductions import REDUCTIONS, Reduction
 from flexshard.planner.translations import TRANSLATIONS, Translation
-from flexshard.tables import Table
+from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
 __all__ = ["FrontierOptions", "PlannerOptions", "Problem", "ProblemOptions"]
@@ -292,7 +292,8 @@ def _of_pooled(
     pooled = [table for table in tables if table.is_pooled]
     nbytes = None
     if host_memory is not None:
-        nbytes = units.parse_bytes(host_memory) if isinstance(host_memory, str) else float(host_memory)
+        given = units.parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory
+        nbytes = check_finite(given, "host_memory", JobError)
         if not 0 < nbytes < float("inf"):
             raise JobError(f"host_memory is a number of bytes above 0, found {host_memory!r}")
         if not pooled:
@@ -313,6 +314,9 @@ def _of_pooled(
             f"memory {values['memory']!r} is not known of pooled tables, such as {pooled[0].name!r}; let the budget"
             " bound the mean"
         )
+    odd = next((table for table in pooled if DATA_TYPES[table.dtype].torchrec is None), None)
+    if odd is not None:
+        raise JobError(f"table {odd.name!r} is pooled, and TorchRec has no tables of {odd.dtype}; use float32 or less")
     return {"constraints": dict(constraints), "host_memory": nbytes}
 
 

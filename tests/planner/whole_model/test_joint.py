@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_constraints_are_kept() -> None:
     only = asked(p0=TableConstraints(sharding_types=["table_wise"], pin=[3])).pooled["p0"]
     assert (only.sharding_type, only.ranks) == ("table_wise", (3,))
     for kind in ("row_wise", "table_row_wise", "data_parallel"):
-        assert asked(p1=TableConstraints(sharding_types=[kind])).pooled["p1"].sharding_type == kind
+        assert asked(p2=TableConstraints(sharding_types=[kind])).pooled["p2"].sharding_type == kind
     not_copied = asked(p1=TableConstraints(forbid=["data_parallel", "row_wise/fused"])).pooled["p1"]
     assert not_copied.sharding_type not in ("data_parallel", "row_wise")
     alone = TableConstraints(sharding_types=["table_wise"])
@@ -197,6 +198,9 @@ def test_column_widths_that_are_asked_for() -> None:
             "constraints leave no plan: p0 apart from p1; there would be one without apart",
         ),
         ({"p0": {"cache_load_factors": [0.0]}}, "cache_load_factors are shares"),
+        ({"p0": {"compute_kernels": []}}, "compute_kernels allows nothing"),
+        ({"p0": {"forbid": ["fused/row_wise"]}}, "forbid must be of .* or a type and a kernel such as row_wise/fused"),
+        ({"p0": {"with_tables": [["p1"]]}}, "with must be a list of names"),
     ],
 )
 def test_constraints_that_cannot_be_kept_are_named(constraints: dict[str, dict[str, Any]], message: str) -> None:
@@ -252,6 +256,24 @@ def test_host_memory_makes_room() -> None:
 def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         Problem(tables(2, 1, 0), cluster(), 64, **options)
+
+
+def test_means_are_not_cut_by_rows() -> None:
+    mean = [replace(table, pooling="mean") for table in tables(2, 3, 0)]
+    plan = solve(mean, cluster(), batch_size=64, budget="100MiB")
+    assert {table.sharding_type for table in plan.pooled.values()} <= {
+        *("table_wise", "column_wise", "table_column_wise", "data_parallel")
+    }
+    with pytest.raises(JobError, match="table 'p0': sharding_types leaves no way of sharding"):
+        solve(mean, cluster(), batch_size=64, constraints={"p0": TableConstraints(sharding_types=["row_wise"])})
+
+
+def test_time_ends_the_search_of_sequences_too() -> None:
+    own = tables(33, 2, 1)
+    start = time.monotonic()
+    plan = solve(own, cluster(3, 2, alpha=0.0), batch_size=64, timeout_seconds=1)
+    assert time.monotonic() - start < 12  # 21 s before
+    assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds
 
 
 def test_what_is_of_other_tables_alone_says_so() -> None:

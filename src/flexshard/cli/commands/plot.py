@@ -39,7 +39,7 @@ def plot_command(
     elif what == "skew":
         plots.plot_skew({t.name: t.profile for t in tables}, output)
     elif what == "marginal":
-        plots.plot_marginal(planner.marginal_curve(replace(spec, tables=tuple(tables))), output)
+        plots.plot_marginal(planner.marginal_curve(_of(spec, tables)), output)
     elif what == "step":
         plots.plot_step(planner.solve(_of(spec, tables)), output)
     elif what == "ranks":
@@ -52,5 +52,13 @@ def plot_command(
 def _of(job: planner.Job, tables: list[Table]) -> planner.Problem:
     """The job of these tables alone."""
     names = {table.name for table in tables}
-    asked = {name: one for name, one in job.constraints.items() if name in names}
+    asked = {
+        name: replace(
+            one,
+            with_tables=[other for other in one.with_tables if other in names],
+            apart=[other for other in one.apart if other in names],
+        )
+        for name, one in job.constraints.items()
+        if name in names
+    }
     return replace(job, tables=tuple(tables), constraints=asked)

@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 
 from flexshard import units
 from flexshard._internal import new_grid
-from flexshard.costmodels import Cost, Layout, StepWork, classes_of, step_collectives
+from flexshard.costmodels import Collective, Cost, Layout, StepWork, classes_of, step_collectives
 from flexshard.errors import DataError
 from flexshard.executors.traffic.observation import Observation
 from flexshard.executors.traffic.replaying import together
@@ -23,6 +23,11 @@ Key = tuple[str, int, str]
 _ROWS = ("embeddings", "gradients")
 # What plans of format 1 price as one collective.
 _TOGETHER = {"all_to_all": _ROWS, "all_reduce": ("replicas",), "all_gather": ("touched", "touched_rows")}
+
+
+def _of_rows(plan: Plan) -> list[Collective]:
+    """What our sharder runs, and observes: not what TorchRec's do for pooled tables."""
+    return [one for one in plan.predicted.collectives if not one.content.startswith("pooled ")]
 
 
 def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None = None) -> dict[Key, float]:
@@ -49,7 +54,7 @@ def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None =
             elif call.kind == "all_to_all":
                 carried = reads[call.group_size][list(call.classes)] @ np.array(call.item_bytes)
                 add(call.kind, call.group_size, call.content, float(carried))
-    for collective in plan.predicted.collectives:
+    for collective in _of_rows(plan):
         if collective.kind == "all_gather":
             add("all_gather", collective.group_size, "touched_rows", collective.nbytes)
     return totals
@@ -188,7 +193,7 @@ def _compared(plan: Plan, observed: Observation, row_wise: Observation | None) -
     ]
     shown: dict[str, list[float]] = {}
     total_predicted = total_observed = 0.0
-    for collective in plan.predicted.collectives:
+    for collective in _of_rows(plan):
         contents = (collective.content,) if collective.content else _TOGETHER[collective.kind]
         parts = observed.of(collective.kind, collective.group_size, *contents)
         seconds = sum(part.seconds for part in parts)

@@ -217,7 +217,7 @@ def _with_pooled(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
             continue
         kernel = choice.compute_kernel if choice.compute_kernel in POOLED_KERNELS else "fused"
         options = costs.options(
-            table,
+            replace(table, pooling="sum"),  # its means may be cut by rows
             sharding_types=[choice.sharding_type],
             compute_kernels=[kernel],
             min_partition=choice.columns or None,

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from flexshard.planner.solver.deadline import time_is_up
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solver.solution import Solution
 
@@ -67,7 +68,7 @@ def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution |
     shape = instance.group_sizes.size
     waits = instance.excess_seconds(best.allocation)
     open_intervals = [_Interval(np.full(shape, -1.0), np.full(shape, np.inf), best, waits)]
-    while tries:
+    while tries and not time_is_up():
         open_intervals.sort(key=lambda one: one.bound, reverse=True)
         lowest = open_intervals.pop()
         level = lowest.widest

@@ -27,7 +27,12 @@ from flexshard.planner.torchrec.left_to_torchrec import left_tables, model_of_th
 from flexshard.planner.torchrec.model_tables import check_model, check_table, dtype_of, optimizer_of, row_wise_plan
 from flexshard.planner.torchrec.optimal import OptimalShardingPlanner
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
-from flexshard.planner.torchrec.pooled_shardings import pooled_collections, pooled_shardings, table_constraints
+from flexshard.planner.torchrec.pooled_shardings import (
+    left_pooled,
+    pooled_collections,
+    pooled_shardings,
+    table_constraints,
+)
 from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
 from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
@@ -140,8 +145,10 @@ class FlexShardPlanner(ShardingPlanner):
         pooled = pooled_collections(module, kinds)
         left_out = left_tables(tables, self._torchrec_tables, self._constraints, pooled)
         ours = {key: config for key, config in tables.items() if key not in left_out}
+        given = self._plan is not None or self._problem is not None
+        left_bags = left_pooled(pooled, self._torchrec_tables, self._constraints, planned=given)
         if self._plan is None:
-            self._plan = solve(self._problem or self._problem_of(ours, collections, kinds, pooled))
+            self._plan = solve(self._problem or self._problem_of(ours, collections, kinds, pooled, left_bags))
         plan, result = self._plan, {}
         used = {key_of(*key, plan.tables) for key in left_out}
         for fqn, part in collections.items():
@@ -149,7 +156,7 @@ class FlexShardPlanner(ShardingPlanner):
             shardings, named = self._shardings(fqn, configs, plan)
             used |= named
             result[fqn] = EmbeddingModuleShardingPlan(shardings)
-        bags, named = pooled_shardings(pooled, plan)
+        bags, named = pooled_shardings(pooled, plan, left_bags)
         used |= named
         result |= {fqn: EmbeddingModuleShardingPlan(shardings) for fqn, shardings in bags.items()}
         left = [name for name in (*plan.tables, *plan.pooled) if name not in used]
@@ -210,16 +217,15 @@ class FlexShardPlanner(ShardingPlanner):
         collections: Mapping[str, EmbeddingCollection],
         kinds: Mapping[Any, Any],
         pooled: Mapping[str, EmbeddingBagCollection],
+        left: Collection[tuple[str, str]],
     ) -> Problem:
         """The model's tables that have profiles, under the options that were given."""
         assert self._cluster is not None
-        left = set(self._torchrec_tables)
         bags = {
             (fqn, config.name): config
             for fqn, part in pooled.items()
             for config in part.embedding_bag_configs()
-            if not left & {fqn, config.name, f"{fqn}.{config.name}"}
-            and table_constraints(self._constraints.get(config.name)) is not None
+            if (fqn, config.name) not in left
         }
         whole = [config.name for part in pooled.values() for config in part.embedding_bag_configs()]
         owners = [*(name for _, name in tables), *whole]
@@ -248,7 +254,7 @@ class FlexShardPlanner(ShardingPlanner):
                 asked[table.name] = constraint
         if not planned:
             raise PlanError(
-                "none of the model's tables has a profile; profiles were given for"
+                "none of the model's tables that are not left to TorchRec has a profile; profiles were given for"
                 f" {', '.join(self._rankings.profiles) or 'none'}"
             )
         options: PlannerOptions = {"reduction": "auto", "translation": "device", **self._options}

@@ -34,7 +34,10 @@ def check_model(module: nn.Module, decided: ShardingPlan) -> None:
         shardings = dict(decided.plan.get(fqn) or {})
         for config in configs:
             if config.name not in shardings:
-                raise PlanError(f"rank 0's model has no table {config.name!r} in {fqn or 'the model'}; build one model")
+                raise PlanError(
+                    f"table {config.name!r} of {fqn or 'the model'} has no sharding: rank 0's model has no such"
+                    " table, or its constraints leave it none; build one model on all ranks, and look at constraints"
+                )
             how = shardings[config.name]
             if isinstance(how, FlexShardParameterSharding) and how.table is not None:
                 check_table(config.name, how.table, config)

@@ -21,7 +21,7 @@ from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.planner.torchrec.model_tables import dtype_of
 from flexshard.planner.torchrec.rankings import key_of
 
-__all__ = ["pooled_collections", "pooled_shardings", "table_constraints"]
+__all__ = ["left_pooled", "pooled_collections", "pooled_shardings", "table_constraints"]
 
 _SAID = ("sharding_types", "compute_kernels", "min_partition", "cache_params")
 # Of TorchRec's constraints, those that say what tables are read like, which profiles do here.
@@ -52,10 +52,31 @@ def table_constraints(given: ParameterConstraints | None) -> TableConstraints | 
     )
 
 
+def left_pooled(
+    collections: Mapping[str, EmbeddingBagCollection],
+    names: Collection[str],
+    constraints: Mapping[str, ParameterConstraints],
+    *,
+    planned: bool,
+) -> set[tuple[str, str]]:
+    """Pooled tables (module, name) that another planner keeps: those named, those of modules named, and those whose
+    constraints ask for what our costs do not know; or, of a plan that there is, for anything at all.
+    """
+    left = set()
+    for fqn, part in collections.items():
+        for config in part.embedding_bag_configs():
+            asked = table_constraints(constraints.get(config.name))
+            constrained = asked is None or (planned and asked != TableConstraints())
+            if constrained or {fqn, config.name, f"{fqn}.{config.name}"} & set(names):
+                left.add((fqn, config.name))
+    return left
+
+
 def pooled_shardings(
-    collections: Mapping[str, EmbeddingBagCollection], plan: Plan
+    collections: Mapping[str, EmbeddingBagCollection], plan: Plan, left: Collection[tuple[str, str]] = ()
 ) -> tuple[dict[str, dict[str, ParameterSharding]], set[str]]:
-    """Shardings of the pooled tables that a plan has, by module; and which of the plan's tables they are.
+    """Shardings of the pooled tables that a plan has, by module, but for those ``left`` to another planner; and which
+    of the plan's tables the model has.
 
     Raises:
         PlanError: the plan is for other rows or dimensions, for kernels that need CUDA, or has tables that the model
@@ -69,6 +90,8 @@ def pooled_shardings(
             if name is None:
                 continue
             used.add(name)
+            if (fqn, config.name) in left:
+                continue
             table = plan.pooled[name]
             _check(name, table, config)
             found.setdefault(fqn, {})[config.name] = _sharding(table, plan)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from flexshard import units
 from flexshard.costmodels import Cost, PooledOption, StepWork, pooled_cost, step_seconds
 from flexshard.planner.deciding import settings_of
 from flexshard.planner.digest import job_digest
-from flexshard.planner.plan import Plan
+from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.pooled_plan import PooledAlternative, PooledShard, PooledTablePlan
 from flexshard.planner.problem import Problem
 from flexshard.planner.whole_model.joint import WholeDecision, decide_whole, pooled_row_wise
@@ -32,11 +33,11 @@ def plan_whole(problem: Problem) -> Plan:
     predicted = pooled if sequences is None else sequences.predicted + pooled
     dense = 0.0 if problem.step is None else problem.step.dense_seconds
     settings = settings_of(problem, decision.limit_bytes)
-    seconds = _objective(problem, predicted, dense)
+    seconds, spare = _objective(problem, predicted, dense), decision.limit_bytes - predicted.memory_bytes
     return Plan(
         cluster=problem.cluster,
         settings=settings,
-        tables={} if sequences is None else sequences.table_plans(),
+        tables={} if sequences is None else _within_budget(sequences.table_plans(), spare),
         predicted=predicted,
         baselines=_baselines(decision),
         lower_bound_seconds=min(decision.lower_bound_seconds, seconds),
@@ -49,6 +50,16 @@ def plan_whole(problem: Problem) -> Plan:
         },
         pooled_predicted=pooled,
     )
+
+
+def _within_budget(tables: Mapping[str, TablePlan], spare_bytes: float) -> dict[str, TablePlan]:
+    """Tables whose alternatives fit where the whole plan leaves room, not their own part of the budget."""
+
+    def judged(table: TablePlan) -> TablePlan:
+        others = tuple(replace(one, fits=one.memory_bytes <= spare_bytes) for one in table.alternatives)
+        return replace(table, alternatives=others)
+
+    return {name: judged(table) for name, table in tables.items()}
 
 
 def _objective(problem: Problem, cost: Cost, dense: float) -> float:
@@ -102,7 +113,7 @@ def _alternatives(
         return np.array([seconds, held[0], priced]) / world
 
     now = figures(chosen)
-    others = [(figures(option) - now, option) for option in menu if option.name != chosen.name]
+    others = [(figures(option) - now, option) for option in menu if option is not chosen]
     others.sort(key=lambda one: float(one[0][2]))
     return tuple(
         PooledAlternative(option.sharding_type, option.compute_kernel, option.cache_load_factor, *difference.tolist())
@@ -111,8 +122,9 @@ def _alternatives(
 
 
 def _baselines(decision: WholeDecision) -> dict[str, Cost]:
-    """Every pooled table row-wise, replicated, or table-wise, beside the closed-form baselines of the others; the
-    paper's, whose tables are not pooled, beside row-wise ones. What does not fit is listed all the same.
+    """Every pooled table row-wise (means whole, where there is room), replicated, or table-wise, beside the closed-form
+    baselines of the others; the paper's, whose tables are not pooled, beside row-wise ones. What does not fit is listed
+    all the same.
     """
     problem, costs, received = decision.problem, decision.menus.costs, decision.menus.received_bytes
     tables, world = problem.pooled_tables, problem.cluster.world_size

@@ -12,6 +12,7 @@ import numpy as np
 
 from flexshard.errors import BudgetError
 from flexshard.planner.problem import Problem
+from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.step_search import solve_step
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
@@ -23,6 +24,7 @@ from flexshard.planner.whole_model.program import solve_menus_program
 __all__ = ["Bound", "Column", "Sequences", "first_columns"]
 
 _FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
+_LONGEST = 0.5  # seconds that may go into making one placement of the sequences exact
 _CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
 _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
 
@@ -40,8 +42,8 @@ class Column:
 class Sequences:
     """The sequences' best placements within any limit, each found once."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.variants = problem, Variants(problem)
+    def __init__(self, problem: Problem, until: float) -> None:
+        self.problem, self.variants, self._until = problem, Variants(problem), until
         self._known: dict[float, Column] = {}
 
     def row_wise_bytes(self) -> float:
@@ -64,7 +66,9 @@ class Sequences:
         """The best placement; raises BudgetError where none fits."""
         if limit not in self._known:
             solve = self._step if self.problem.objective == "step" else self._communication
-            self._known[limit] = Column(limit, *solve(limit))
+            # What takes longest is to prove the last millionth of one placement.
+            with ended_at(min(self._until, time.monotonic() + _LONGEST)):
+                self._known[limit] = Column(limit, *solve(limit))
         return self._known[limit]
 
     def _communication(self, limit: float) -> tuple[float, float, float]:

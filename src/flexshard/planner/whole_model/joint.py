@@ -18,6 +18,7 @@ from flexshard.errors import BudgetError, JobError
 from flexshard.planner.budget import Budget
 from flexshard.planner.deciding import Decision, checked_limit, decide
 from flexshard.planner.problem import Problem
+from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model.columns import Bound, Column, Sequences, first_columns
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
 from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
@@ -31,6 +32,7 @@ SEQUENCES = "(tables without pooling)"
 _FOR_COLUMNS = 0.4  # of the time, for the first placements of the sequences
 _SHARE = 0.5  # of what is left, for plans; the rest is for the bound, and for further placements
 _ROUNDS = 4  # of further placements
+_AT_LEAST = 5.0  # seconds for the placement that is taken, whatever is left
 
 
 class _Exactly(Budget):
@@ -75,17 +77,18 @@ class WholeDecision:
 def decide_whole(problem: Problem) -> WholeDecision:
     """Choose and place; raises as :func:`flexshard.solve`."""
     started = time.monotonic()
-    sequences = Sequences(problem.without_pooled_tables()) if problem.sequence_tables else None
+    until = started + problem.timeout_seconds
+    sequences = Sequences(problem.without_pooled_tables(), until) if problem.sequence_tables else None
     costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
     neutral = pooled_row_wise(problem, costs)[1] + (0.0 if sequences is None else sequences.row_wise_bytes())
     limit = checked_limit(problem, neutral)
     tables = problem.pooled_tables
     pooled = pooled_menus(tables, costs, problem.constraints, hbm_bytes=limit, host_bytes=problem.host_memory)
-    until = started + problem.timeout_seconds
     menus, found, lower, column = _searched(problem, sequences, pooled, until)
     chosen = None
     if sequences is not None and column is not None:
-        chosen = decide(replace(sequences.problem, budget=_Exactly(column.limit, problem.budget.name)))
+        with ended_at(max(until, time.monotonic() + _AT_LEAST)):
+            chosen = decide(replace(sequences.problem, budget=_Exactly(column.limit, problem.budget.name)))
     count = len(pooled.menus.tables)
     real = undominated(menus)
     prices = dict(zip(real.kinds, lagrangian_bound(real).per_byte.tolist(), strict=True))
@@ -100,7 +103,7 @@ def decide_whole(problem: Problem) -> WholeDecision:
         found.rating,
         min(lower, found.rating),
         prices,
-        found.finished,
+        found.finished and time.monotonic() < until,
     )
 
 
@@ -143,13 +146,22 @@ def _searched(
 
 
 def pooled_row_wise(problem: Problem, costs: PooledCosts) -> tuple[list[Choice], float]:
-    """Every pooled table row-wise over all ranks, and the memory of the fullest of them."""
-    ranks = tuple(range(problem.cluster.world_size))
-    kind = "row_wise" if len(ranks) > 1 else "table_wise"
-    choices = [(costs.options(table, sharding_types=[kind])[0], ranks) for table in problem.pooled_tables]
-    held = sum((one.static_bytes + one.dynamic_bytes for one, _ in choices), np.zeros(len(ranks)))
+    """Every pooled table row-wise over all ranks, and the memory of the fullest of them; tables of means, which are not
+    cut by rows, whole on the ranks that hold least.
+    """
+    everywhere = tuple(range(problem.cluster.world_size))
+    found: dict[str, Choice] = {}
+    held = np.zeros(len(everywhere))
+    for cut in (True, False):
+        kind = "row_wise" if cut and len(everywhere) > 1 else "table_wise"
+        for table in problem.pooled_tables:
+            if (table.pooling == "sum") is cut:
+                (option,) = costs.options(table, sharding_types=[kind])
+                ranks = everywhere if option.shards > 1 else (int(held.argmin()),)
+                held[list(ranks)] += option.static_bytes + option.dynamic_bytes
+                found[table.name] = option, ranks
     received = sum(costs.received_bytes(table) for table in problem.pooled_tables)
-    return choices, float(held.max()) + received
+    return [found[table.name] for table in problem.pooled_tables], float(held.max()) + received
 
 
 def _with_sequences(menus: Menus, columns: Sequence[Column]) -> Menus:
