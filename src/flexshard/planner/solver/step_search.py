@@ -91,7 +91,7 @@ def solve_step(
     if sizes:
         weights[:, -1] = 1.0
     for _ in range(_ROUNDS if len(sizes) > 1 else 0):
-        if time_is_up():
+        if bounds and time_is_up():
             break
         weights = _in_order(exposed, weights)
         view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)
