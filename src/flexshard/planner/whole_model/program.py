@@ -100,8 +100,12 @@ def solve_menus_program(
 
 
 def program_columns(menus: Menus, bins: Bins) -> int:
-    """About how many columns the program has: one an option, and one a bin of shards that may lie anywhere."""
+    """About how many columns the program has: one an option, and one a bin of shards that may lie anywhere; where
+    there is one kind of load, which annealing is better at, one a bin of every option.
+    """
     count = {"cluster": 1, "hosts": menus.hosts, "ranks": menus.ranks}[bins]
+    if len(menus.loads) == 1 and not menus.charges:
+        return count * sum(map(len, menus.options))
     hosts = min(count, menus.hosts)
     of_spread = {Spread.EVERY_RANK: 1, Spread.HOST_BLOCKS: 1 + hosts}
     return sum(of_spread.get(option.spread, 1 + count) for _, option in menus.pairs())
