@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from flexshard.errors import PlanError
 from flexshard.planner.plan import Plan, TablePlan, Tier
+from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.planner.torchrec.parameter_sharding import FlexShardParameterSharding
 from flexshard.tables import OPTIMIZERS, data_type_of_torchrec, optimizer_of_torchrec
 
@@ -79,7 +80,7 @@ def optimizer_of(name: str, weight: torch.Tensor, sharder: Any) -> str:
     return known.name
 
 
-def check_table(name: str, table: TablePlan, config: EmbeddingConfig) -> None:
+def check_table(name: str, table: TablePlan | PooledTablePlan, config: BaseEmbeddingConfig) -> None:
     """Whether a plan's table is that of the model.
 
     Raises:

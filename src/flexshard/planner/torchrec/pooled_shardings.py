@@ -18,7 +18,7 @@ from flexshard.errors import PlanError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledTablePlan
-from flexshard.planner.torchrec.model_tables import dtype_of
+from flexshard.planner.torchrec.model_tables import check_table
 from flexshard.planner.torchrec.rankings import key_of
 
 __all__ = ["left_pooled", "pooled_collections", "pooled_shardings", "table_constraints"]
@@ -99,19 +99,10 @@ def pooled_shardings(
 
 
 def _check(name: str, table: PooledTablePlan, config: EmbeddingBagConfig) -> None:
-    for what, planned, has in (
-        ("rows", table.rows, config.num_embeddings),
-        ("dim", table.dim, config.embedding_dim),
-        ("dtype", table.dtype, dtype_of(config)),
-        ("pooling", table.pooling, config.pooling.value.lower()),
-    ):
-        if planned != has:
-            raise PlanError(f"table {name!r}: the plan is for {what} {planned}, the model has {has}; plan again")
-    if table.features and set(table.features) != set(config.feature_names):
-        raise PlanError(
-            f"table {name!r}: the plan is for features {', '.join(table.features)}, the model has"
-            f" {', '.join(config.feature_names)}; plan again"
-        )
+    check_table(name, table, config)
+    has = config.pooling.value.lower()
+    if table.pooling != has:
+        raise PlanError(f"table {name!r}: the plan is for pooling {table.pooling}, the model has {has}; plan again")
 
 
 def _sharding(table: PooledTablePlan, plan: Plan) -> ParameterSharding:
