@@ -37,8 +37,8 @@ POOLED_TYPES = (
     "grid_shard",
 )
 POOLED_KERNELS = ("fused", "dense", "fused_uvm", "fused_uvm_caching")
-# Where partial sums of a table are added up, TorchRec 1.8 divides by lengths afterwards, and in a collection that has
-# tables sharded otherwise it divides those by theirs as well: their weights train wrongly, without a word.
+# Of these TorchRec 1.8 divides means by lengths after partial sums are added up, and in a collection that has tables
+# sharded otherwise it divides those by theirs as well: their weights train wrongly, without a word.
 CUT_BY_ROWS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 # What ranks wait for one another after; with what travels then.
 POOLED_LOADS: Mapping[str, tuple[str, ...]] = {
@@ -197,10 +197,10 @@ class PooledCosts:
             cuts = self._cuts(sharding_type, table, width)
             if cuts is None:
                 continue
-            if sharding_type == "data_parallel":
-                found.append(_Shards(self, table, sharding_type, cuts).option("dense"))
-                continue
             shards = _Shards(self, table, sharding_type, cuts)
+            if sharding_type == "data_parallel":
+                found.append(shards.option("dense"))
+                continue
             for kernel in (one for one in POOLED_KERNELS if one in compute_kernels):
                 shares = list(cache_load_factors) if kernel == "fused_uvm_caching" else [None]
                 found += [shards.option(kernel, share) for share in shares]

@@ -19,7 +19,7 @@ from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.loads import fullest_rank_bytes
 
-__all__ = ["Decision", "checked_limit", "decide", "limit_of", "settings_of"]
+__all__ = ["Decision", "checked_limit", "decide", "limit_of", "objective_seconds", "settings_of"]
 
 _ROUNDS, _CLOSE = 12, 1e-4
 
@@ -88,7 +88,7 @@ class Decision:
     @property
     def seconds(self) -> float:
         """What the problem's objective is of the placement."""
-        return _objective(self.problem, self.predicted, self.dense_seconds)
+        return objective_seconds(self.problem, self.predicted, self.dense_seconds)
 
     def table_plans(self) -> dict[str, TablePlan]:
         """Tiers of every table."""
@@ -166,7 +166,7 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
         least = min(least, nbytes)
         if nbytes <= memory_limit(limit):
             cost = variants.of(placement.instance.deduplicated).cost(placement.allocation)
-            found.append((_objective(problem, cost), within, placement))
+            found.append((objective_seconds(problem, cost), within, placement))
         return nbytes - limit
 
     low, high, within, placement = -np.inf, limit, limit, first
@@ -208,7 +208,7 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
     return replace(best, lower_bound_seconds=min(first.lower_bound_seconds, seconds)), within
 
 
-def _objective(problem: Problem, cost: Cost, dense_seconds: float = 0.0) -> float:
+def objective_seconds(problem: Problem, cost: Cost, dense_seconds: float = 0.0) -> float:
     """What the problem's objective is of a placement that costs this."""
     if problem.objective == "communication":
         return cost.exposed_seconds

@@ -97,7 +97,7 @@ def pareto(
     Raises:
         JobError: as :func:`solve`.
     """
-    problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__).without_pooled("a frontier")
+    problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__).refusing_pooled("a frontier")
     tiers, world = problem.tiers, problem.cluster.world_size
     prices = check_int(prices, "prices", JobError)
     variants = Variants(replace(problem, objective="communication", step=None))

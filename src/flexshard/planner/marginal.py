@@ -43,7 +43,7 @@ def marginal_curve(
     tables: Problem | Sequence[Table], cluster: Cluster | None = None, **options: Unpack[FrontierOptions]
 ) -> MarginalCurve:
     """The curve of the paper's Figure 5 for data-parallel against row-wise; arguments as for :func:`pareto`."""
-    problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__).without_pooled(
+    problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__).refusing_pooled(
         "a marginal curve"
     )
     instance = Variants(replace(problem, objective="communication", step=None)).fixed

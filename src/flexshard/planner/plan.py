@@ -210,7 +210,7 @@ class Plan:
             raise PlanError(f"the plan has no table {name!r}; it has {shown}")
         return self.tables[name]
 
-    def without_pooled(self, what: str) -> Plan:
+    def refusing_pooled(self, what: str) -> Plan:
         """This plan, for what looks at tables without pooling alone.
 
         Raises:

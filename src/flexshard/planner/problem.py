@@ -257,7 +257,7 @@ class Problem:
         """The others, placed row by row."""
         return tuple(table for table in self.tables if not table.is_pooled)
 
-    def without_pooled(self, what: str) -> Problem:
+    def refusing_pooled(self, what: str) -> Problem:
         """This problem, for what looks at tables without pooling alone.
 
         Raises:

@@ -125,7 +125,7 @@ def replan(
         ProfileError: a profile that cannot be read, or that is a histogram.
         BudgetError: with the newer profiles nothing fits.
     """
-    plan.without_pooled("planning again with newer profiles")
+    plan.refusing_pooled("planning again with newer profiles")
     for name in newer:
         plan.table(name)
     old = {name: _older(table, (older or {}).get(name), Path(base)) for name, table in plan.tables.items()}

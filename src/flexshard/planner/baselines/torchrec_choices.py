@@ -25,12 +25,11 @@ from flexshard.costmodels import (
     with_hottest,
 )
 from flexshard.errors import MissingDependencyError, SolverError
+from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.problem import Problem
 from flexshard.tables import DATA_TYPES, Table
 
 __all__ = ["TorchRecChoice", "price_choices", "torchrec_choices", "torchrec_cost"]
-
-_CACHED = 0.2  # TorchRec's share of rows that a cache holds
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def _with_pooled(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
             sharding_types=[choice.sharding_type],
             compute_kernels=[kernel],
             min_partition=choice.columns or None,
-            cache_load_factors=[_CACHED],
+            cache_load_factors=TableConstraints.cache_load_factors,  # as TorchRec's
         )
         # A table that is cut in one piece is TorchRec's under whatever name.
         (option,) = options or costs.options(table, sharding_types=["table_wise"], compute_kernels=[kernel])

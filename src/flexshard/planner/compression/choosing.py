@@ -69,7 +69,7 @@ def plan_compression(
         BudgetError: no choice fits; its ``least_bytes`` would.
         SolverError: no choice keeps the losses within their limit, or none was found in time.
     """
-    problem = Problem.of(tables, cluster, how).without_pooled("a choice of tables to compress")
+    problem = Problem.of(tables, cluster, how).refusing_pooled("a choice of tables to compress")
     if problem.method != Optimal.name:
         raise JobError(f"tables are compressed with method 'optimal', the job has {problem.method.name!r}")
     if problem.objective != "communication":

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from flexshard import units
-from flexshard.costmodels import Cost, PooledOption, StepWork, pooled_cost, step_seconds
-from flexshard.planner.deciding import settings_of
+from flexshard.costmodels import Cost, PooledOption, pooled_cost
+from flexshard.planner.deciding import objective_seconds, settings_of
 from flexshard.planner.digest import job_digest
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.pooled_plan import PooledAlternative, PooledShard, PooledTablePlan
 from flexshard.planner.problem import Problem
-from flexshard.planner.whole_model.joint import WholeDecision, decide_whole, pooled_row_wise
+from flexshard.planner.whole_model.joint import WholeDecision, decide_whole
 from flexshard.planner.whole_model.longest_first import table_wise_ranks
 from flexshard.planner.whole_model.pooled_menus import HBM, HOST, Choice
 from flexshard.tables import Table
@@ -33,7 +33,7 @@ def plan_whole(problem: Problem) -> Plan:
     predicted = pooled if sequences is None else sequences.predicted + pooled
     dense = 0.0 if problem.step is None else problem.step.dense_seconds
     settings = settings_of(problem, decision.limit_bytes)
-    seconds, spare = _objective(problem, predicted, dense), decision.limit_bytes - predicted.memory_bytes
+    seconds, spare = objective_seconds(problem, predicted, dense), decision.limit_bytes - predicted.memory_bytes
     return Plan(
         cluster=problem.cluster,
         settings=settings,
@@ -60,12 +60,6 @@ def _within_budget(tables: Mapping[str, TablePlan], spare_bytes: float) -> dict[
         return replace(table, alternatives=others)
 
     return {name: judged(table) for name, table in tables.items()}
-
-
-def _objective(problem: Problem, cost: Cost, dense: float) -> float:
-    if problem.objective == "communication":
-        return cost.exposed_seconds
-    return step_seconds(cost, problem.cluster.world_size, StepWork(dense))
 
 
 def _table_plan(
@@ -135,7 +129,7 @@ def _baselines(decision: WholeDecision) -> dict[str, Cost]:
     def every(sharding_type: str) -> list[PooledOption]:
         return [costs.options(table, sharding_types=[sharding_type])[0] for table in tables]
 
-    row_wise = cost_of(pooled_row_wise(problem, costs)[0])
+    row_wise = cost_of(decision.row_wise)
     everywhere = tuple(range(world))
     copies = cost_of([(option, everywhere) for option in every("data_parallel")])
     whole = every("table_wise")

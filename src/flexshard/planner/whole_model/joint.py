@@ -26,7 +26,7 @@ from flexshard.planner.whole_model.menus import Menus, Option, Spread, undominat
 from flexshard.planner.whole_model.pooled_menus import HBM, Choice, PooledMenus, pooled_menus
 from flexshard.topologies import Cluster
 
-__all__ = ["WholeDecision", "decide_whole", "pooled_row_wise"]
+__all__ = ["WholeDecision", "decide_whole"]
 
 SEQUENCES = "(tables without pooling)"
 _FOR_COLUMNS = 0.4  # of the time, for the first placements of the sequences
@@ -57,10 +57,9 @@ class WholeDecision:
         menus: of the pooled tables.
         pooled: an option and ranks for each pooled table, in the problem's order.
         sequences: of the other tables; None where there are none.
-        seconds: of the objective.
-        lower_bound_seconds: no plan takes less.
+        row_wise: an option and ranks for each pooled table where all are cut by rows, as "neutral" has it.
+        lower_bound_seconds: no plan takes less than this, dense work included.
         prices: of a byte in each kind of memory of every rank, by name.
-        finished: whether the search ended by itself, so that every machine finds this plan and bound.
     """
 
     problem: Problem
@@ -68,20 +67,18 @@ class WholeDecision:
     menus: PooledMenus
     pooled: tuple[Choice, ...]
     sequences: Decision | None
-    seconds: float
+    row_wise: tuple[Choice, ...]
     lower_bound_seconds: float
     prices: dict[str, float]
-    finished: bool
 
 
 def decide_whole(problem: Problem) -> WholeDecision:
     """Choose and place; raises as :func:`flexshard.solve`."""
-    started = time.monotonic()
-    until = started + problem.timeout_seconds
+    until = time.monotonic() + problem.timeout_seconds
     sequences = Sequences(problem.without_pooled_tables(), until) if problem.sequence_tables else None
     costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
-    neutral = pooled_row_wise(problem, costs)[1] + (0.0 if sequences is None else sequences.row_wise_bytes())
-    limit = checked_limit(problem, neutral)
+    row_wise, needed = _row_wise(problem, costs)
+    limit = checked_limit(problem, needed + (0.0 if sequences is None else sequences.row_wise_bytes()))
     tables = problem.pooled_tables
     pooled = pooled_menus(tables, costs, problem.constraints, hbm_bytes=limit, host_bytes=problem.host_memory)
     menus, found, lower, column = _searched(problem, sequences, pooled, until)
@@ -100,10 +97,9 @@ def decide_whole(problem: Problem) -> WholeDecision:
         pooled,
         tuple(pooled.chosen(found.choice[:count], found.ranks[:count])),
         chosen,
-        found.rating,
+        tuple(row_wise),
         min(lower, found.rating),
         prices,
-        found.finished and time.monotonic() < until,
     )
 
 
@@ -145,7 +141,7 @@ def _searched(
     return menus, found, lower, column
 
 
-def pooled_row_wise(problem: Problem, costs: PooledCosts) -> tuple[list[Choice], float]:
+def _row_wise(problem: Problem, costs: PooledCosts) -> tuple[list[Choice], float]:
     """Every pooled table row-wise over all ranks, and the memory of the fullest of them; tables of means, which are not
     cut by rows, whole on the ranks that hold least.
     """
@@ -164,38 +160,36 @@ def pooled_row_wise(problem: Problem, costs: PooledCosts) -> tuple[list[Choice],
     return [found[table.name] for table in problem.pooled_tables], float(held.max()) + received
 
 
+def _alike(menus: Menus, name: str, seconds: float, nbytes: float = 0.0, source: int = 0) -> Option:
+    """An option of which every rank has the same; which kind of load it is does not matter then."""
+    perf, memory = np.zeros((len(menus.loads), menus.ranks)), np.zeros((len(menus.kinds), menus.ranks))
+    perf[0], memory[menus.kinds.index(HBM)] = seconds, nbytes
+    return Option(name, Spread.EVERY_RANK, perf, memory, source)
+
+
+def _with_table(menus: Menus, name: str, options: Sequence[Option]) -> Menus:
+    return replace(menus, tables=(*menus.tables, name), options=(*menus.options, tuple(options)))
+
+
 def _with_sequences(menus: Menus, columns: Sequence[Column]) -> Menus:
     """The menus with all sequences as one more table."""
-    ranks, hbm = menus.ranks, menus.kinds.index(HBM)
-    options = []
-    for source, column in enumerate(columns):
-        perf, memory = np.zeros((len(menus.loads), ranks)), np.zeros((len(menus.kinds), ranks))
-        perf[0], memory[hbm] = column.seconds, column.memory
-        options.append(Option("tiers", Spread.EVERY_RANK, perf, memory, source))
-    return replace(menus, tables=(*menus.tables, SEQUENCES), options=(*menus.options, tuple(options)))
+    tiers = [_alike(menus, "tiers", one.seconds, one.memory, source) for source, one in enumerate(columns)]
+    return _with_table(menus, SEQUENCES, tiers)
 
 
 def _with_dense(menus: Menus, problem: Problem) -> Menus:
     """The menus, and the rest of a step as a table that has no choice: gaps are of whole steps."""
     if problem.step is None or not problem.step.dense_seconds:
         return menus
-    perf, memory = np.zeros((len(menus.loads), menus.ranks)), np.zeros((len(menus.kinds), menus.ranks))
-    perf[0] = problem.step.dense_seconds
-    dense = Option("dense work", Spread.EVERY_RANK, perf, memory)
-    return replace(menus, tables=(*menus.tables, "(dense work)"), options=(*menus.options, (dense,)))
+    return _with_table(menus, "(dense work)", [_alike(menus, "dense work", problem.step.dense_seconds)])
 
 
 def _no_plan(problem: Problem, pooled: PooledMenus, error: BudgetError) -> Exception:
     """Why nothing fits: memory, or tables that are to be apart."""
     real = [kind for kind, name in enumerate(pooled.menus.kinds) if " apart from " not in name]
     if len(real) < len(pooled.menus.kinds) and not problem.sequence_tables:
-        options = tuple(
-            tuple(replace(option, memory=option.memory[real]) for option in menu) for menu in pooled.menus.options
-        )
-        kinds = tuple(pooled.menus.kinds[kind] for kind in real)
-        menus = replace(pooled.menus, options=options, capacity=pooled.menus.capacity[real], kinds=kinds)
         try:
-            assign(menus, seconds=1.0, gap=problem.gap)
+            assign(pooled.menus.with_kinds(real), seconds=1.0, gap=problem.gap)
         except BudgetError:
             return error
         pairs = ", ".join(name for name in pooled.menus.kinds if " apart from " in name)

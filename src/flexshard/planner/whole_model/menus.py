@@ -112,6 +112,12 @@ class Menus:
         """What is paid once for all options like this one."""
         return self.charges[option.charge] if option.charge >= 0 else 0.0
 
+    def with_kinds(self, kinds: Sequence[int]) -> Menus:
+        """With some of the kinds of memory alone."""
+        options = [tuple(replace(one, memory=one.memory[kinds]) for one in menu) for menu in self.options]
+        names = tuple(self.kinds[kind] for kind in kinds)
+        return replace(self, options=tuple(options), capacity=self.capacity[kinds], kinds=names)
+
     def with_options(self, options: Sequence[tuple[Option, ...]]) -> Menus:
         """The same tables with other options."""
         return replace(self, options=tuple(options))
@@ -143,15 +149,7 @@ def _binding(menus: Menus) -> Menus:
     most = np.zeros(len(menus.kinds))
     for menu in menus.options:
         most += np.max([option.memory.sum(axis=1) for option in menu], axis=0, initial=0.0)
-    scarce = np.flatnonzero(most > menus.capacity.min(axis=1, initial=np.inf))
-    return replace(
-        menus,
-        options=tuple(
-            tuple(replace(option, memory=option.memory[scarce]) for option in menu) for menu in menus.options
-        ),
-        capacity=menus.capacity[scarce],
-        kinds=tuple(menus.kinds[kind] for kind in scarce),
-    )
+    return menus.with_kinds(np.flatnonzero(most > menus.capacity.min(axis=1, initial=np.inf)).tolist())
 
 
 def _spread_out(option: Option, single_host: bool, ranks: int) -> Option:

@@ -233,15 +233,6 @@ def _needed(menus: Menus, *, host: bool) -> Menus:
         for load in range(len(menus.loads))
         if load == 0 or any(option.perf[load].any() for _, option in menus.pairs())
     ]
-    kinds = [kind for kind, name in enumerate(menus.kinds) if host or name != HOST]
-    options = tuple(
-        tuple(replace(option, perf=option.perf[loads], memory=option.memory[kinds]) for option in menu)
-        for menu in menus.options
-    )
-    return replace(
-        menus,
-        options=options,
-        loads=tuple(menus.loads[load] for load in loads),
-        capacity=menus.capacity[kinds],
-        kinds=tuple(menus.kinds[kind] for kind in kinds),
-    )
+    options = tuple(tuple(replace(option, perf=option.perf[loads]) for option in menu) for menu in menus.options)
+    menus = replace(menus, options=options, loads=tuple(menus.loads[load] for load in loads))
+    return menus.with_kinds([kind for kind, name in enumerate(menus.kinds) if host or name != HOST])
