@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -141,8 +143,9 @@ def test_shards_are_cut_as_torchrec_cuts_them() -> None:
             assert [list(option.offsets[i]) for i in held] == [list(map(int, offsets[i])) for i in held], option.name
 
 
-def test_what_tables_take_together_is_what_the_busiest_ranks_wait_for() -> None:
-    costs = PooledCosts(CLUSTER, B, rates=RATES)
+@pytest.mark.parametrize("sharing", [1, 2, W])
+def test_what_tables_take_together_is_what_the_busiest_ranks_wait_for(sharing: int) -> None:
+    costs = PooledCosts(replace(CLUSTER, ranks_per_link=sharing), B, rates=RATES)
     names = ("table_wise", "table_wise", "row_wise", "table_row_wise", "data_parallel", "column_wise")
     ranks = ((3,), (3,), tuple(range(U)), (4, 5, 6, 7), tuple(range(U)), (0, 5))
     placed = [(only(costs, name), where) for name, where in zip(names, ranks, strict=True)]
@@ -151,6 +154,8 @@ def test_what_tables_take_together_is_what_the_busiest_ranks_wait_for() -> None:
     for option, where in placed:
         for shard, rank in enumerate(where):
             loads[:, rank] += costs.seconds(option)[:, shard]
+    for load in (0, 2):  # ids and rows of ranks on one link take the mean of them
+        loads[load] = loads[load].reshape(-1, sharing).mean(axis=1).repeat(sharing)
     latency = sum(costs.latency(name) for name in dict.fromkeys(names))
     work = StepWork(0.0)
     assert sum(phase.seconds for phase in step_phases(cost, U, work)) == pytest.approx(

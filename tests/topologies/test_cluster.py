@@ -108,6 +108,23 @@ def test_missing_levels_are_named(tmp_path: Path) -> None:
         Cluster.load(write(tmp_path, spare))
 
 
+def test_all_gather_and_reduce_scatter_are_the_files_or_derived(tmp_path: Path) -> None:
+    plain = Cluster.load(write(tmp_path, GOOD)).level(1)
+    assert plain.all_gather is not None
+    assert plain.all_gather == plain.reduce_scatter
+    assert (plain.all_gather.alpha_seconds, plain.all_gather.bytes_per_s) == (pytest.approx(2e-5), 1e11)
+    own = "    reduce_scatter: {alpha: 7 us, beta: 60 GB/s, source: measured}\n  - group_size: 4\n"
+    cluster = Cluster.load(write(tmp_path, GOOD.replace("  - group_size: 4\n", own)))
+    level = cluster.level(1)
+    assert level.reduce_scatter is not None
+    assert level.reduce_scatter.bytes_per_s == 6e10
+    assert level.all_gather == plain.all_gather
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster
+    with pytest.raises(ClusterError, match=r"levels\[2\]\.all_gather: .* has no other groups; remove its all_gather"):
+        Cluster.load(write(tmp_path, GOOD + "    all_gather: {alpha: 7 us, beta: 60 GB/s, source: measured}\n"))
+
+
 def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="no such file"):
         Cluster.load(tmp_path / "none.yaml")

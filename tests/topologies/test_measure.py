@@ -76,7 +76,8 @@ def test_four_gloo_processes_as_two_nodes(tmp_path: Path) -> None:
     cluster = Cluster.load(tmp_path / "cluster.yaml")
     assert (cluster.nodes, cluster.ranks_per_node, cluster.group_sizes) == (2, 2, (1, 2, 4))
     for level in cluster.levels:
-        for rate in (level.all_to_all, level.all_reduce):
+        assert (level.own_all_gather is None) == (level.own_reduce_scatter is None) == (level.group_size == 4)
+        for rate in (level.all_to_all, level.all_reduce, level.own_all_gather, level.own_reduce_scatter):
             if rate is not None:
                 assert rate.source == "measured"
                 assert "gloo over 2 nodes x 2 ranks" in rate.note

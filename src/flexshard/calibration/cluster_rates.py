@@ -121,7 +121,7 @@ def measure_cluster(
         Level(
             size,
             rate("all_to_all", size) if size > 1 else None,
-            rate("all_reduce", size) if size < world else None,
+            *(rate(kind, size) if size < world else None for kind in ("all_reduce", "all_gather", "reduce_scatter")),
         )
         for size in levels
     )
@@ -166,16 +166,19 @@ def _timer(device: torch.device, levels: Sequence[int], repeats: int) -> Timer:
         members = dist.get_world_size(group)
         elements = max(nbytes // 4 // members, 1) * members
         sent = torch.zeros(elements, dtype=torch.float32, device=device)
-        received = torch.empty_like(sent)
+        received, part = torch.empty_like(sent), torch.empty(elements // members, dtype=sent.dtype, device=device)
+        calls: dict[str, Callable[[], object]] = {
+            "all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),
+            "all_reduce": lambda: dist.all_reduce(sent, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(received, part, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, sent, group=group),
+        }
         times = []
         for _ in range(repeats + 2):
             dist.barrier()
             synchronise()
             start = moment(device)
-            if kind == "all_to_all":
-                dist.all_to_all_single(received, sent, group=group)
-            else:
-                dist.all_reduce(sent, group=group)
+            calls[kind]()
             times.append(seconds_between(start, moment(device)))
         # A collective is over when its slowest rank is; the same figure on all ranks gives the same cluster.
         slowest = torch.tensor(times[2:], dtype=torch.float64, device=device)

@@ -21,9 +21,12 @@ def cluster_grid(cluster: Cluster) -> Grid:
         f"{cluster.name}: {cluster.nodes} nodes x {cluster.ranks_per_node} ranks,"
         f" {units.format_bytes(cluster.hbm_bytes)} per rank, {units.format_bytes(cluster.reserve_bytes)} reserved"
     )
-    grid = new_grid(title, ["group size", "all-to-all inside groups", "all-reduce across groups", "from"])
+    kinds = {"all_to_all": "all-to-all inside groups", "all_reduce": "all-reduce across groups"}
+    own = {"own_all_gather": "all-gather across groups", "own_reduce_scatter": "reduce-scatter across groups"}
+    kinds |= {kind: heading for kind, heading in own.items() if any(getattr(one, kind) for one in cluster.levels)}
+    grid = new_grid(title, ["group size", *kinds.values(), "from"])
     for level in cluster.levels:
-        rates = (level.all_to_all, level.all_reduce)
+        rates = [getattr(level, kind) for kind in kinds]
         cells = [
             "-" if r is None else f"{units.format_seconds(r.alpha_seconds)} + {units.format_bandwidth(r.bytes_per_s)}"
             for r in rates

@@ -146,6 +146,13 @@ class PooledCosts:
         found[names.index("update")] += option.local_seconds[1]
         return found
 
+    def sharing(self, load: str) -> int:
+        """Ranks that carry a kind of load together: where those of a node share a link, whatever crosses links. That of
+        it which stays within nodes counts as if it did not.
+        """
+        together, crosses = self.cluster.ranks_on_link(self.cluster.world_size), load in ("ids", "rows")
+        return together if crosses and self.cluster.ranks_per_node % together == 0 else 1
+
     def calls(self, sharding_type: str) -> dict[Channel, int]:
         """Calls of a step that all tables of a sharding type share, forward and backward."""
         world, node = self.cluster.world_size, self.cluster.ranks_per_node

@@ -26,7 +26,8 @@ class _RankLoads:
         local_seconds: of lookups and updates; shape (2, ranks).
         static_bytes, dynamic_bytes, host_bytes: as of :class:`PooledOption`.
         ids: looked up.
-        seconds: of each kind of :data:`POOLED_LOADS`, without latencies; shape (loads, ranks).
+        seconds: of each kind of :data:`POOLED_LOADS`, without latencies; shape (loads, ranks). Of what ranks carry
+            together, as bytes, each has the mean.
     """
 
     moved: Mapping[Channel, FloatArray]
@@ -50,17 +51,20 @@ def _rank_loads(
     """
     world = costs.cluster.world_size
 
-    def at(where: Sequence[int], values: FloatArray) -> FloatArray:
-        return np.bincount(where, values, world).astype(np.float64)
+    def at(where: Sequence[int], values: FloatArray, together: int = 1) -> FloatArray:
+        found: FloatArray = np.bincount(where, values, world).reshape(-1, together).mean(axis=1).repeat(together)
+        return found
 
+    sharing = [costs.sharing(load) for load in POOLED_LOADS]
+    of_content = {content: costs.sharing(load) for load, contents in POOLED_LOADS.items() for content in contents}
     moved: dict[Channel, FloatArray] = {}
     local, seconds = np.zeros((2, world)), np.zeros((len(POOLED_LOADS), world))
     sums = {name: np.zeros(world) for name in ("static_bytes", "dynamic_bytes", "host_bytes", "ids")}
     for option, where in placed:
         for channel, nbytes in option.moved.items():
-            moved[channel] = moved.get(channel, np.zeros(world)) + at(where, nbytes)
+            moved[channel] = moved.get(channel, np.zeros(world)) + at(where, nbytes, of_content[channel[2]])
         local += [at(where, each) for each in option.local_seconds]
-        seconds += [at(where, each) for each in costs.seconds(option)]
+        seconds += [at(where, *each) for each in zip(costs.seconds(option), sharing, strict=True)]
         for name, total in sums.items():
             total += at(where, getattr(option, name))
     sums["dynamic_bytes"] += received_bytes

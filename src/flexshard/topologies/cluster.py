@@ -52,17 +52,29 @@ class CollectiveRate:
 
 @dataclass(frozen=True)
 class Level:
-    """Groups of ``group_size`` consecutive ranks, and the collectives in and across them."""
+    """Groups of ``group_size`` consecutive ranks, and the collectives in and across them.
+
+    Attributes:
+        group_size: g.
+        all_to_all: inside the groups; of the whole buffer of a rank.
+        all_reduce: across them, as all that follow.
+        own_all_gather, own_reduce_scatter: where they are known by themselves; of what a rank has gathered, and of what
+            it gives to be reduced.
+    """
 
     group_size: int
     all_to_all: CollectiveRate | None = None
     all_reduce: CollectiveRate | None = None
+    own_all_gather: CollectiveRate | None = None
+    own_reduce_scatter: CollectiveRate | None = None
 
     @property
     def all_gather(self) -> CollectiveRate | None:
-        """Across the groups, derived from the all-reduce: a ring sends each byte of the result once, not twice."""
-        if self.all_reduce is None:
-            return None
+        """Across the groups; where it is not known, derived from the all-reduce: a ring sends each byte of the result
+        once, not twice.
+        """
+        if self.own_all_gather is not None or self.all_reduce is None:
+            return self.own_all_gather
         rate = self.all_reduce
         return CollectiveRate(
             rate.alpha_seconds, 2 * rate.bytes_per_s, rate.source, f"twice the all-reduce: {rate.note}"
@@ -70,8 +82,8 @@ class Level:
 
     @property
     def reduce_scatter(self) -> CollectiveRate | None:
-        """Across the groups, derived as the all-gather is: the other half of an all-reduce."""
-        return self.all_gather
+        """Across the groups; where it is not known, like the all-gather: the other half of an all-reduce."""
+        return self.all_gather if self.own_reduce_scatter is None else self.own_reduce_scatter
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", check_int(self.group_size, "group_size", ClusterError))
@@ -224,6 +236,9 @@ def _level_problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None
             if rate is not None and not needed:
                 reason = "has nobody to exchange with" if size == 1 else "has nobody to reduce with"
                 return (*where, kind), f"the level of group size {size} {reason}; remove its {kind}"
+        for kind, rate in (("all_gather", level.own_all_gather), ("reduce_scatter", level.own_reduce_scatter)):
+            if rate is not None and size == world:
+                return (*where, kind), f"the level of group size {size} has no other groups; remove its {kind}"
     if cluster.ranks_per_node not in sizes:
         return (
             ("levels",),

@@ -55,14 +55,13 @@ class LevelSpec(StrictModel):
     group_size: int
     all_to_all: RateSpec | None = None
     all_reduce: RateSpec | None = None
+    all_gather: RateSpec | None = None
+    reduce_scatter: RateSpec | None = None
 
     def level(self) -> Level:
         """The level that it says."""
-        return Level(
-            self.group_size,
-            self.all_to_all.rate() if self.all_to_all else None,
-            self.all_reduce.rate() if self.all_reduce else None,
-        )
+        rates = (self.all_to_all, self.all_reduce, self.all_gather, self.reduce_scatter)
+        return Level(self.group_size, *(one.rate() if one else None for one in rates))
 
 
 class ClusterSpec(StrictModel):
@@ -134,7 +133,12 @@ def _body(cluster: Cluster) -> dict[str, Any]:
                     "source": rate.source,
                     "note": rate.note,
                 }
-                for kind, rate in (("all_to_all", level.all_to_all), ("all_reduce", level.all_reduce))
+                for kind, rate in (
+                    ("all_to_all", level.all_to_all),
+                    ("all_reduce", level.all_reduce),
+                    ("all_gather", level.own_all_gather),
+                    ("reduce_scatter", level.own_reduce_scatter),
+                )
                 if rate is not None
             }
             for level in cluster.levels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +56,9 @@ def random_menus(seed: int, tables: int, hosts: int, per_host: int, tight: float
 
 
 def with_phases(menus: Menus, seed: int, loads: int = 3) -> Menus:
-    """The same with several kinds of load, and a charge for each sharding type."""
+    """The same with several kinds of load, some of them shared by the ranks of a host, and a charge for each sharding
+    type.
+    """
     rng = np.random.default_rng(seed)
     names = ["row_wise", "table_row_wise", "table_column_wise", "table_wise", "column_wise"]
     split = [
@@ -74,7 +76,17 @@ def with_phases(menus: Menus, seed: int, loads: int = 3) -> Menus:
         for menu in menus.options
     ]
     charges = tuple(rng.uniform(0, 3, len(names) - 1))
-    return replace(menus, options=tuple(split), loads=tuple(map(str, range(loads))), charges=charges)
+    sharing = tuple(int(rng.choice([1, menus.ranks_per_host])) for _ in range(loads))
+    names = list(map(str, range(loads)))
+    return replace(menus, options=tuple(split), loads=tuple(names), charges=charges, sharing=sharing)
+
+
+def carried(menus: Menus, option: Option, where: Sequence[int]) -> FloatArray:
+    """Loads of all ranks, of those that are shared the mean; shape (loads, ranks)."""
+    load = np.array([np.bincount(where, p, menus.ranks) for p in option.perf])
+    for row, together in zip(load, menus.sharing, strict=True):
+        row[:] = row.reshape(-1, together).mean(axis=1).repeat(together)
+    return load
 
 
 def placements(option: Option, menus: Menus) -> Iterator[tuple[int, ...]]:
@@ -105,7 +117,7 @@ def exhaustive(menus: Menus) -> float:
         table = {}
         for option in menu:
             for where in placements(option, menus):
-                load = np.array([np.bincount(where, p, ranks) for p in option.perf])
+                load = carried(menus, option, where)
                 used = np.array([np.bincount(where, m, ranks) for m in option.memory])
                 host = where[0] // menus.ranks_per_host
                 table[load.tobytes() + used.tobytes(), host, option.charge] = (load, used, host, option.charge)
@@ -137,7 +149,7 @@ def check(menus: Menus, found: Assignment) -> None:
         option = next(o for o in menu if o.source == source)
         assert len(where) == option.shards
         assert where in set(placements(option, menus)), (table, option.name, where)
-        load += np.array([np.bincount(where, p, menus.ranks) for p in option.perf])
+        load += carried(menus, option, where)
         paid |= {option.charge} - {-1}
         used += np.array([np.bincount(where, m, menus.ranks) for m in option.memory])
     assert (used <= menus.capacity).all()

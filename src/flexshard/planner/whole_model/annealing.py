@@ -31,7 +31,9 @@ class Flat:
 
     Attributes:
         spread, first, shards: of each option: its :class:`Spread`, its first shard, and how many it has.
-        weights: of each shard of each option; shape (loads + kinds, shards).
+        weights: of each shard of each option; shape (loads + kinds, shards). Of loads that ranks share, what each of
+            them has of it.
+        sharing: how many consecutive ranks share each; all count at the first of ``ranks / sharing`` places.
         begin: first option of each table; shape (tables + 1,).
         slot: first place of each table in ``State.ranks``; shape (tables + 1,).
         group: number of the group of tables on one host that a table is in, or -1.
@@ -52,6 +54,7 @@ class Flat:
     per_host: int
     charge: IntArray
     charges: FloatArray
+    sharing: IntArray
 
     @property
     def loads(self) -> int:
@@ -76,11 +79,13 @@ def flat(menus: Menus) -> Flat:
     group = np.full(len(menus.options), -1, np.int64)
     for number, tables in enumerate(menus.together):
         group[list(tables)] = number
+    sharing = np.array([*menus.sharing, *[1] * len(menus.kinds)], np.int64)
+    weights = np.concatenate([np.concatenate([option.perf, option.memory]) for option in options], axis=1)
     return Flat(
         spread=np.array([option.spread for option in options], np.int64),
         first=_starts(shards)[:-1],
         shards=shards,
-        weights=np.concatenate([np.concatenate([option.perf, option.memory]) for option in options], axis=1),
+        weights=weights / sharing[:, None],
         begin=_starts(sizes),
         slot=_starts(most),
         group=group,
@@ -88,6 +93,7 @@ def flat(menus: Menus) -> Flat:
         per_host=menus.ranks_per_host,
         charge=np.array([option.charge % (len(menus.charges) + 1) for option in options], np.int64),
         charges=np.array([*menus.charges, 0.0]),
+        sharing=sharing,
     )
 
 
@@ -101,7 +107,8 @@ def held(problem: Flat, state: State) -> FloatArray:
     shards = np.concatenate([np.arange(f, f + c) for f, c in zip(problem.first[state.choice], counts, strict=True)])
     where = np.concatenate([state.ranks[s : s + c] for s, c in zip(problem.slot, counts, strict=False)])
     world = problem.capacity.shape[1]
-    return np.array([np.bincount(where, weight[shards], world) for weight in problem.weights])
+    places = [where // together for together in problem.sharing]
+    return np.array([np.bincount(at, row[shards], world) for at, row in zip(places, problem.weights, strict=True)])
 
 
 def rating(problem: Flat, state: State) -> float:
@@ -133,16 +140,18 @@ def place(problem: Flat, choice: IntArray, aim: float) -> State:
     groups = int(problem.group.max(initial=-1)) + 1
     state = State(choice.astype(np.int64), np.zeros(int(problem.slot[-1]), np.int64), np.full(groups, -1, np.int64))
     shards = np.concatenate([np.arange(problem.first[o], problem.first[o] + problem.shards[o]) for o in choice])
-    limit, per_unit = _limits(problem, aim, problem.weights[: problem.loads, shards].sum(axis=1))
+    whole = problem.weights * problem.sharing[:, None]
+    limit, per_unit = _limits(problem, aim, whole[: problem.loads, shards].sum(axis=1))
     size = (problem.weights * per_unit[:, None]).max(axis=0)
     largest = [size[problem.first[o] : problem.first[o] + problem.shards[o]].max() for o in choice]
     order = np.lexsort((np.arange(len(choice)), -np.array(largest), problem.spread[choice]))
     fill, random = np.zeros(limit.shape), np.ones(1, np.int64)
     for table in order:
         option = choice[table]
-        of_option = (problem.spread[option], problem.first[option], problem.shards[option], problem.weights)
+        of_option = (problem.spread[option], problem.first[option], problem.shards[option])
         of_table = (problem.slot[table], problem.group[table], state.ranks, state.host)
-        arguments = (*of_option, *of_table, fill, limit, per_unit, problem.per_host, 0.0, random)
+        weights = (problem.weights, problem.sharing)
+        arguments = (*of_option, *weights, *of_table, fill, limit, per_unit, problem.per_host, 0.0, random)
         lay(*arguments)
     return state
 
@@ -191,7 +200,7 @@ class Annealing:
         """Try so many more changes; whether any are left to try."""
         part = min(moves, self._moves - self._done)
         problem = self._problem
-        menus = (problem.spread, problem.first, problem.shards, problem.weights)
+        menus = (problem.spread, problem.first, problem.shards, problem.weights, problem.sharing)
         tables = (problem.begin, problem.slot, problem.group, problem.per_host)
         ranks = (self._fill, self._limit, self._per_unit)
         charges = (problem.loads, problem.charge, problem.charges, self._used, self._asked)

@@ -2,8 +2,8 @@
 
 Arrays are those of ``annealing.Flat`` and ``annealing.State``. ``fill`` is what ranks hold, each kind of load first and
 then each kind of memory, ``limit`` what they may hold, both of shape (loads + kinds, ranks); ``per_unit`` is what a
-unit beyond the limit counts. Random numbers are Park and Miller's, whose state is one number below 2^31: the same
-compiled and not.
+unit beyond the limit counts. What ``sharing`` consecutive ranks share counts at one place for all of them. Random
+numbers are Park and Miller's, whose state is one number below 2^31: the same compiled and not.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def _draw(random: IntArray) -> float:
 
 
 @_compiled
-def _excess(fill: FloatArray, limit: FloatArray, per_unit: FloatArray, rank: int) -> float:
+def _excess(fill: FloatArray, limit: FloatArray, per_unit: FloatArray, sharing: IntArray, rank: int) -> float:
     """How far a rank is beyond its limits."""
     total = 0.0
     for kind in range(fill.shape[0]):
-        over = fill[kind, rank] - limit[kind, rank]
+        place = rank // sharing[kind]
+        over = fill[kind, place] - limit[kind, place]
         if over > 0:
             total += over * per_unit[kind]
     return total
@@ -54,8 +55,11 @@ def _excess(fill: FloatArray, limit: FloatArray, per_unit: FloatArray, rank: int
 def _energy(fill: FloatArray, limit: FloatArray, per_unit: FloatArray) -> float:
     """How far all ranks are beyond their limits."""
     total = 0.0
-    for rank in range(fill.shape[1]):
-        total += _excess(fill, limit, per_unit, rank)
+    for kind in range(fill.shape[0]):
+        for place in range(fill.shape[1]):
+            over = fill[kind, place] - limit[kind, place]
+            if over > 0:
+                total += over * per_unit[kind]
     return total
 
 
@@ -105,21 +109,28 @@ def _ask_for(
 
 
 @_compiled
-def _add(weights: FloatArray, shard: int, fill: FloatArray, rank: int, sign: float) -> None:
+def _add(weights: FloatArray, sharing: IntArray, shard: int, fill: FloatArray, rank: int, sign: float) -> None:
     for kind in range(fill.shape[0]):
-        fill[kind, rank] += sign * weights[kind, shard]
+        fill[kind, rank // sharing[kind]] += sign * weights[kind, shard]
 
 
 @_compiled
 def _harm(
-    weights: FloatArray, shard: int, fill: FloatArray, limit: FloatArray, per_unit: FloatArray, rank: int
+    weights: FloatArray,
+    sharing: IntArray,
+    shard: int,
+    fill: FloatArray,
+    limit: FloatArray,
+    per_unit: FloatArray,
+    rank: int,
 ) -> float:
     """How much worse a rank becomes by a shard; how full it gets, where nothing is beyond its limit."""
     total = 0.0
     for kind in range(fill.shape[0]):
-        before = fill[kind, rank]
+        place = rank // sharing[kind]
+        before = fill[kind, place]
         after = before + weights[kind, shard]
-        total += (max(after - limit[kind, rank], 0.0) - max(before - limit[kind, rank], 0.0)) * per_unit[kind]
+        total += (max(after - limit[kind, place], 0.0) - max(before - limit[kind, place], 0.0)) * per_unit[kind]
         total += 1e-3 * after * per_unit[kind]
     return total
 
@@ -130,6 +141,7 @@ def lay(
     first: int,
     count: int,
     weights: FloatArray,
+    sharing: IntArray,
     slot: int,
     group: int,
     ranks: IntArray,
@@ -146,7 +158,7 @@ def lay(
     if spread == 0:
         for shard in range(count):
             ranks[slot + shard] = shard
-            _add(weights, first + shard, fill, shard, 1.0)
+            _add(weights, sharing, first + shard, fill, shard, 1.0)
         return
     begin, end = 0, world
     if spread != 3:
@@ -161,7 +173,7 @@ def lay(
                 harm = 0.0
                 for local in range(per_host):
                     shard = first + block * per_host + local if spread == 1 else first + local % count
-                    harm += _harm(weights, shard, fill, limit, per_unit, host * per_host + local)
+                    harm += _harm(weights, sharing, shard, fill, limit, per_unit, host * per_host + local)
                 harm *= 1 + noise * _draw(random)
                 if harm < least:
                     chosen, least = host, harm
@@ -172,18 +184,18 @@ def lay(
                 for local in range(per_host):
                     shard = block * per_host + local
                     ranks[slot + shard] = chosen * per_host + local
-                    _add(weights, first + shard, fill, chosen * per_host + local, 1.0)
+                    _add(weights, sharing, first + shard, fill, chosen * per_host + local, 1.0)
             begin, end = chosen * per_host, (chosen + 1) * per_host
         if spread == 1:
             return
     for shard in range(count):
         chosen, least = begin, np.inf
         for rank in range(begin, end):
-            harm = _harm(weights, first + shard, fill, limit, per_unit, rank) * (1 + noise * _draw(random))
+            harm = _harm(weights, sharing, first + shard, fill, limit, per_unit, rank) * (1 + noise * _draw(random))
             if harm < least:
                 chosen, least = rank, harm
         ranks[slot + shard] = chosen
-        _add(weights, first + shard, fill, chosen, 1.0)
+        _add(weights, sharing, first + shard, fill, chosen, 1.0)
 
 
 @_compiled
@@ -195,6 +207,7 @@ def _busy_table(
     fill: FloatArray,
     limit: FloatArray,
     per_unit: FloatArray,
+    sharing: IntArray,
     random: IntArray,
 ) -> int:
     """A table; half of the time one with a shard on a rank that is beyond a limit."""
@@ -206,7 +219,7 @@ def _busy_table(
     rank = begin
     for further in range(world):
         rank = (begin + further) % world
-        if _excess(fill, limit, per_unit, rank) > 0:
+        if _excess(fill, limit, per_unit, sharing, rank) > 0:
             break
     for _ in range(10):
         for shard in range(slot[table], slot[table] + count[choice[table]]):
@@ -222,6 +235,7 @@ def anneal_moves(
     first: IntArray,
     count: IntArray,
     weights: FloatArray,
+    sharing: IntArray,
     begin: IntArray,
     slot: IntArray,
     group: IntArray,
@@ -280,7 +294,7 @@ def anneal_moves(
             asked[1] = paid
             _ask_for(fill, limit, per_unit, loads, paid, _slowest(fill, loads) + paid, asked[0])
             energy = _badness(fill, limit, per_unit, loads, paid, asked, one)
-        table = _busy_table(count, slot, choice, ranks, fill, limit, per_unit, random)
+        table = _busy_table(count, slot, choice, ranks, fill, limit, per_unit, sharing, random)
         option = choice[table]
         at, how, shards = slot[table], spread[option], count[option]
         kind = _draw(random)
@@ -294,8 +308,8 @@ def anneal_moves(
             if new == old:
                 continue
             new_fill[:] = fill
-            _add(weights, first[option] + shard, new_fill, old, -1.0)
-            _add(weights, first[option] + shard, new_fill, new, 1.0)
+            _add(weights, sharing, first[option] + shard, new_fill, old, -1.0)
+            _add(weights, sharing, first[option] + shard, new_fill, new, 1.0)
             new_ranks[at + shard] = new
         elif kind < 0.6 and how == 3:  # two shards change places
             other = int(_draw(random) * tables)
@@ -307,10 +321,10 @@ def anneal_moves(
             if old == new or (spread[partner] == 2 and old // per_host != new // per_host):
                 continue
             new_fill[:] = fill
-            _add(weights, first[option] + shard, new_fill, old, -1.0)
-            _add(weights, first[option] + shard, new_fill, new, 1.0)
-            _add(weights, first[partner] + other_shard, new_fill, new, -1.0)
-            _add(weights, first[partner] + other_shard, new_fill, old, 1.0)
+            _add(weights, sharing, first[option] + shard, new_fill, old, -1.0)
+            _add(weights, sharing, first[option] + shard, new_fill, new, 1.0)
+            _add(weights, sharing, first[partner] + other_shard, new_fill, new, -1.0)
+            _add(weights, sharing, first[partner] + other_shard, new_fill, old, 1.0)
             new_ranks[at + shard], new_ranks[slot[other] + other_shard] = new, old
         elif kind < 0.7 and group[table] >= 0:  # a group of tables to another host
             new_fill[:] = fill
@@ -318,12 +332,13 @@ def anneal_moves(
             for member in range(tables):
                 if group[member] == group[table]:
                     for shard in range(count[choice[member]]):
-                        _add(weights, first[choice[member]] + shard, new_fill, ranks[slot[member] + shard], -1.0)
+                        at_shard = first[choice[member]] + shard
+                        _add(weights, sharing, at_shard, new_fill, ranks[slot[member] + shard], -1.0)
             for member in range(tables):
                 if group[member] == group[table]:
                     chosen = choice[member]
                     lay(
-                        spread[chosen], first[chosen], count[chosen], weights, slot[member], group[member],
+                        spread[chosen], first[chosen], count[chosen], weights, sharing, slot[member], group[member],
                         new_ranks, new_hosts, new_fill, limit, per_unit, per_host, 0.3, random,
                     )  # fmt: skip
         else:  # another option, or the same one elsewhere
@@ -335,9 +350,9 @@ def anneal_moves(
                 new_paid -= charges[charge[option]] if used[charge[option]] == 1 else 0.0
             new_fill[:] = fill
             for shard in range(shards):
-                _add(weights, first[option] + shard, new_fill, ranks[at + shard], -1.0)
+                _add(weights, sharing, first[option] + shard, new_fill, ranks[at + shard], -1.0)
             lay(
-                spread[new_option], first[new_option], count[new_option], weights, at, group[table],
+                spread[new_option], first[new_option], count[new_option], weights, sharing, at, group[table],
                 new_ranks, new_hosts, new_fill, limit, per_unit, per_host, 0.3, random,
             )  # fmt: skip
         new_energy = _badness(new_fill, limit, per_unit, loads, new_paid, asked, one)

@@ -65,8 +65,8 @@ class Option:
 class Menus:
     """The options of every table, and the ranks to lay them on.
 
-    A plan's rating is, of each kind of load, that of the rank that has most, added up; and each charge that any option
-    chosen has, once.
+    A plan's rating is, of each kind of load, that of the rank (or of the ranks that share it) that has most, added up;
+    and each charge that any option chosen has, once.
 
     Attributes:
         tables: names.
@@ -76,6 +76,8 @@ class Menus:
         ranks_per_host: consecutive ranks that make a host.
         together: groups of tables (by position) that must share one host; they have options that lie on one alone.
         loads: names of the kinds of load: what ranks wait for one another after.
+        sharing: of each kind of load, how many consecutive ranks of a host carry it together, such as over one link:
+            each has the mean of them; 1 by default.
         charges: what is paid once for all options that have it, such as the latency of calls.
     """
 
@@ -87,6 +89,11 @@ class Menus:
     together: tuple[tuple[int, ...], ...] = ()
     loads: tuple[str, ...] = ("cost",)
     charges: tuple[float, ...] = ()
+    sharing: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sharing:
+            object.__setattr__(self, "sharing", (1,) * len(self.loads))
 
     @property
     def ranks(self) -> int:
@@ -106,7 +113,18 @@ class Menus:
 
     def dearest(self, option: Option) -> float:
         """What a plan with this option costs at least."""
-        return float(option.perf.max(axis=1, initial=0.0).sum()) + self.charge(option)
+        return float(self.heaviest(option).sum()) + self.charge(option)
+
+    def heaviest(self, option: Option) -> FloatArray:
+        """Of each kind of load what an option brings some rank at least; shape (loads,)."""
+        found: FloatArray = option.perf.max(axis=1, initial=0.0)
+        for load, together in enumerate(self.sharing):
+            if together > 1:
+                found[load] /= together
+                # Shards that lie side by side in any case.
+                if option.spread in (Spread.EVERY_RANK, Spread.HOST_BLOCKS) and option.shards % together == 0:
+                    found[load] = option.perf[load].reshape(-1, together).mean(axis=1).max()
+        return found
 
     def charge(self, option: Option) -> float:
         """What is paid once for all options like this one."""

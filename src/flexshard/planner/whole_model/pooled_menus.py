@@ -132,6 +132,7 @@ def pooled_menus(
         kinds=(HBM, HOST, *(f"{tables[a].name} apart from {tables[b].name}" for a, b in apart)),
         ranks_per_host=costs.cluster.ranks_per_node,
         loads=tuple(POOLED_LOADS),
+        sharing=tuple(costs.sharing(load) for load in POOLED_LOADS),
         charges=tuple(costs.latency(one) for one in POOLED_TYPES),
     )
     return PooledMenus(
@@ -234,5 +235,6 @@ def _needed(menus: Menus, *, host: bool) -> Menus:
         if load == 0 or any(option.perf[load].any() for _, option in menus.pairs())
     ]
     options = tuple(tuple(replace(option, perf=option.perf[loads]) for option in menu) for menu in menus.options)
-    menus = replace(menus, options=options, loads=tuple(menus.loads[load] for load in loads))
+    names, sharing = tuple(menus.loads[load] for load in loads), tuple(menus.sharing[load] for load in loads)
+    menus = replace(menus, options=options, loads=names, sharing=sharing)
     return menus.with_kinds([kind for kind, name in enumerate(menus.kinds) if host or name != HOST])

@@ -225,7 +225,11 @@ class _Program:
         """What one unit of a column adds to bins; ``perf`` (loads, bins), ``memory`` (kinds, bins)."""
         bins = np.atleast_1d(bins)
         for load, values in enumerate(perf):
-            self._put(self._load + load * self._count + bins, column, values / self._unit)
+            # Ranks one by one may share a load, which then counts where the first of them is.
+            together = self._menus.sharing[load] if self._width == 1 else 1
+            places, which = np.unique(bins // together, return_inverse=True)
+            sums = np.bincount(which, values, len(places)) / together
+            self._put(self._load + load * self._count + places, column, sums / self._unit)
         for kind, first in enumerate(self._room):
             self._put(first + bins, column, memory[kind] / self._scale[kind])
 
@@ -245,7 +249,7 @@ class _Program:
         self._put(self._pick + table, column, 1.0)
         tables = len(self._menus.options)
         rows = self._dearest + table + tables * np.arange(len(option.perf))
-        self._put(rows, column, option.perf.max(axis=1, initial=0.0) / self._unit)
+        self._put(rows, column, self._menus.heaviest(option) / self._unit)
         if option.charge >= 0:
             self._put(self._charged + option.charge * tables + table, column, 1.0)
         if option.spread is Spread.EVERY_RANK:
