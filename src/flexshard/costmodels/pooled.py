@@ -19,7 +19,9 @@ import numpy.typing as npt
 from flexshard.costmodels.cost import CollectiveKind
 from flexshard.costmodels.overlap import Overlap, hidden_share
 from flexshard.costmodels.step_time import LocalRates
-from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table
+from flexshard.costmodels.tensor_train.cost import tensor_train_cost
+from flexshard.costmodels.tensor_train.reads import TTReads
+from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table, TTShape
 from flexshard.topologies import Cluster, CollectiveRate
 
 __all__ = ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "Channel", "PooledCosts", "PooledOption", "column_width"]
@@ -68,6 +70,8 @@ class PooledOption:
         host_bytes: of host memory.
         ids: looked up in a step, of all ranks.
         cache_load_factor: share of the table's rows that are cached; None for other kernels.
+        dtype: of weights.
+        loss: what it costs in quality, as of a tensor train that stands for the table.
     """
 
     sharding_type: str
@@ -81,6 +85,8 @@ class PooledOption:
     host_bytes: FloatArray
     ids: FloatArray
     cache_load_factor: float | None = None
+    dtype: str = "float32"
+    loss: float = 0.0
 
     @property
     def name(self) -> str:
@@ -182,6 +188,33 @@ class PooledCosts:
         return table.distinct_samples(self.batch_size) * _features(table) * table.dim * _FLOAT_BYTES
 
     # -- options
+
+    def tensor_train(self, table: Table, shape: TTShape, reads: TTReads, seconds: float, loss: float) -> PooledOption:
+        """A table as a tensor train that every rank holds, whose cores' gradients are reduced with those of copies.
+
+        Args:
+            table: that it stands for.
+            shape: of the tensor train.
+            reads: of a rank's batch.
+            seconds: of lookups, backward and update.
+            loss: what it costs in quality.
+        """
+        world, cost = self.cluster.world_size, tensor_train_cost(table, self.cluster, shape, reads)
+        each = np.ones(world)
+        cores = sum(one.nbytes for one in cost.collectives)
+        return PooledOption(
+            sharding_type="data_parallel",
+            compute_kernel=f"tensor train, {shape}",
+            sizes=((table.rows, table.dim),) * world,
+            offsets=((0, 0),) * world,
+            moved={("all_reduce", 1, "pooled replicas"): cores * each} if world > 1 else {},
+            local_seconds=np.stack([0.0 * each, seconds * each]),
+            static_bytes=cost.static_memory_bytes * each,
+            dynamic_bytes=cost.dynamic_memory_bytes * each,
+            host_bytes=0.0 * each,
+            ids=reads.ids * each,
+            loss=loss,
+        )
 
     def options(
         self,
@@ -337,6 +370,7 @@ class _Shards:
             host_bytes=host,
             ids=self._ids,
             cache_load_factor=cached,
+            dtype=table.dtype,
         )
 
     def _local(self, *, sweeps: bool) -> FloatArray:

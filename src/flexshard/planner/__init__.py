@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from flexshard.planner.explanations.plan_text import costs_grid as costs_grid, plan_renderable as plan_renderable
     from flexshard.planner.explanations.pooled_text import PooledExplanation as PooledExplanation
     from flexshard.planner.explanations.reasons import TableExplanation as TableExplanation, explain as explain
-    from flexshard.planner.frontier import ParetoCurve as ParetoCurve, ParetoPoint as ParetoPoint, pareto as pareto
+    from flexshard.planner.frontier import pareto as pareto
+    from flexshard.planner.frontier_points import ParetoCurve as ParetoCurve, ParetoPoint as ParetoPoint
     from flexshard.planner.job import Job as Job
     from flexshard.planner.job_file import load_job as load_job, save_job as save_job
     from flexshard.planner.marginal import MarginalCurve as MarginalCurve, marginal_curve as marginal_curve
@@ -87,7 +88,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "explanations.plan_text": ["costs_grid", "plan_renderable"],
         "explanations.pooled_text": ["PooledExplanation"],
         "explanations.reasons": ["TableExplanation", "explain"],
-        "frontier": ["ParetoCurve", "ParetoPoint", "pareto"],
+        "frontier": ["pareto"],
+        "frontier_points": ["ParetoCurve", "ParetoPoint"],
         "job": ["Job"],
         "job_file": ["load_job", "save_job"],
         "marginal": ["MarginalCurve", "marginal_curve"],

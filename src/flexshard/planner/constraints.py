@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields
 from flexshard._internal import check_finite, check_int
 from flexshard.costmodels import POOLED_KERNELS, POOLED_TYPES
 from flexshard.errors import JobError
-from flexshard.tables import Table
+from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
 __all__ = ["TableConstraints", "check_constraints"]
 
 _CACHED = 0.2  # TorchRec's share of rows that a cache holds
-_NAMES = ("sharding_types", "compute_kernels", "forbid", "with_tables", "apart")
-_NOT_EMPTY = ("sharding_types", "compute_kernels", "cache_load_factors")
+_NAMES = ("sharding_types", "compute_kernels", "dtypes", "forbid", "with_tables", "apart")
+_NOT_EMPTY = ("sharding_types", "compute_kernels", "dtypes", "cache_load_factors")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class TableConstraints:
         forbid: sharding types, kernels, or both ("row_wise/fused"), that are not allowed.
         with_tables: tables (``with`` in job files) that are sharded as this one is, each of their shards on the rank of
             this one's.
+        dtypes: data types that its weights may have; None for its own alone. The model is to be built with the one that
+            is chosen; what it costs in quality is not looked at.
         apart: tables none of whose shards may share a rank with one of this table's; nor may two of its own then.
         device_group: TorchRec's; a cluster's ranks are all of one kind, so that it decides nothing and is refused.
     """
@@ -45,6 +47,7 @@ class TableConstraints:
     forbid: Sequence[str] = ()
     with_tables: Sequence[str] = ()
     apart: Sequence[str] = ()
+    dtypes: Sequence[str] | None = None
     device_group: str | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +64,7 @@ class TableConstraints:
             object.__setattr__(self, field.name, tuple(value))
         _known(self.sharding_types, POOLED_TYPES, "sharding_types")
         _known(self.compute_kernels, POOLED_KERNELS, "compute_kernels")
+        _known(self.dtypes, tuple(DATA_TYPES), "dtypes")
         both = [f"{kind}/{kernel}" for kind in POOLED_TYPES for kernel in POOLED_KERNELS]
         for one in self.forbid:
             if one not in (*POOLED_TYPES, *POOLED_KERNELS, *both):

@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from flexshard.planner.plan import Settings
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["job_digest"]
+__all__ = ["cluster_fields", "job_digest"]
 
 
 # What came later is not in the digest of jobs that do without.
@@ -27,5 +28,15 @@ def job_digest(tables: Sequence[Table], cluster: Cluster, settings: Settings) ->
         for t in tables
     ]
     asked = {name: value for name, value in asdict(settings).items() if name not in _LATER or value != _LATER[name]}
-    text = json.dumps([listed, asdict(cluster), asked], sort_keys=True)
+    text = json.dumps([listed, cluster_fields(cluster), asked], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cluster_fields(cluster: Cluster) -> dict[str, Any]:
+    """A cluster as a mapping, without the rates of its levels that came later and that are derived."""
+    found = asdict(cluster)
+    for level in found["levels"]:
+        for name in ("own_all_gather", "own_reduce_scatter"):
+            if level[name] is None:
+                del level[name]
+    return found

@@ -9,7 +9,7 @@ an optimal plan of its memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
@@ -17,64 +17,22 @@ import numpy.typing as npt
 
 from flexshard._internal import check_int
 from flexshard.errors import JobError
+from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
 from flexshard.planner.problem import FrontierOptions, Problem
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.published import solve_published
 from flexshard.planner.solver.thresholds import allocate, crossing_prices
+from flexshard.planner.whole_model.frontier import whole_frontier
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["ParetoCurve", "ParetoPoint", "pareto"]
+__all__ = ["pareto"]
 
 FloatArray = npt.NDArray[np.float64]
 
 _EVEN, _MOST_VERTICES, _NOTHING = 24, 40, 1e-6
-
-
-@dataclass(frozen=True)
-class ParetoPoint:
-    """A plan on or beside the frontier.
-
-    Attributes:
-        name: "greatest_memory_saving", "memory_neutral", "communication_neutral", "full_replication" and "row_wise"
-            (FlexShard paper, Figure 5), "paper_2_tier", "paper_3_tier"; "" for the others.
-        memory_bytes: per rank.
-        exposed_seconds: per iteration.
-        rows: rows per group size, in the order of the curve's ``group_sizes``.
-        waits_seconds: the part of it in which ranks wait for the owners of the hottest rows.
-    """
-
-    name: str
-    memory_bytes: float
-    exposed_seconds: float
-    rows: tuple[int, ...]
-    waits_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class ParetoCurve:
-    """The frontier, and points to compare with.
-
-    Attributes:
-        group_sizes: g per entry of the points' ``rows``.
-        points: the frontier in order of memory; each takes less time than the one before.
-        marked: named points. The first four lie on the frontier.
-        neutral_bytes: memory of row-wise.
-    """
-
-    group_sizes: tuple[int, ...]
-    points: tuple[ParetoPoint, ...]
-    marked: tuple[ParetoPoint, ...]
-    neutral_bytes: float
-
-    def mark(self, name: str) -> ParetoPoint:
-        """A marked point by name; KeyError if there is none."""
-        for point in self.marked:
-            if point.name == name:
-                return point
-        raise KeyError(name)
 
 
 def pareto(
@@ -86,7 +44,8 @@ def pareto(
 ) -> ParetoCurve:
     """The frontier of memory per rank against exposed communication; a problem's budget and method are not looked at.
 
-    With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's.
+    With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's. Where tables are pooled, the
+    points are plans at a dozen budgets, each with its bound, which take the problem's ``timeout_seconds`` all together.
 
     Args:
         tables: a :class:`Problem`; or the tables of one.
@@ -96,8 +55,11 @@ def pareto(
 
     Raises:
         JobError: as :func:`solve`.
+        BudgetError: pooled tables do not fit the cluster's memory.
     """
-    problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__).refusing_pooled("a frontier")
+    problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
+    if problem.pooled_tables:
+        return whole_frontier(problem)
     tiers, world = problem.tiers, problem.cluster.world_size
     prices = check_int(prices, "prices", JobError)
     variants = Variants(replace(problem, objective="communication", step=None))

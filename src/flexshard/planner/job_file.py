@@ -49,6 +49,7 @@ class ConstraintsSpec(StrictModel):
     forbid: list[str] = Field(default_factory=list)
     with_tables: list[str] = Field(default_factory=list, alias="with")
     apart: list[str] = Field(default_factory=list)
+    dtypes: list[str] | None = None
     device_group: str | None = None
 
 

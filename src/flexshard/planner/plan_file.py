@@ -8,6 +8,7 @@ from typing import Any
 from flexshard._internal import DocumentFormat, PathLike, decode, digest_of, read_json, with_names, write_json
 from flexshard.costmodels import Cost
 from flexshard.errors import PlanError
+from flexshard.planner.digest import cluster_fields
 from flexshard.planner.plan import Plan
 
 __all__ = ["FIELDS", "cost_document", "fingerprint", "load_plan", "plan_document", "plan_of", "save_plan"]
@@ -73,7 +74,9 @@ def _body(plan: Plan) -> Body:
             gap=0.002,
             constraints=(),
         ),
-        "cluster": _without(asdict(plan.cluster), hbm_bytes_per_s=None, ranks_per_link=1, host_bytes_per_s=None),
+        "cluster": _without(
+            cluster_fields(plan.cluster), hbm_bytes_per_s=None, ranks_per_link=1, host_bytes_per_s=None
+        ),
         "predicted": cost_document(plan.predicted),
         "lower_bound_seconds": plan.lower_bound_seconds,
         "memory_price_seconds_per_gib": plan.memory_price_seconds_per_gib,
@@ -92,9 +95,14 @@ def _pooled_document(plan: Plan) -> Body:
     if plan.pooled_predicted is None:
         return {}
     return {
-        "pooled": [_without(asdict(table), cache_load_factor=None, dedup_factor=1.0) for table in plan.pooled.values()],
+        "pooled": [_pooled_table(asdict(table)) for table in plan.pooled.values()],
         "pooled_predicted": cost_document(plan.pooled_predicted),
     }
+
+
+def _pooled_table(table: Body) -> Body:
+    others = [_without(one, dtype=None) for one in table["alternatives"]]
+    return _without(table | {"alternatives": others}, cache_load_factor=None, dedup_factor=1.0)
 
 
 def _table_document(table: Body, *, index_dedup: bool) -> Body:

@@ -43,6 +43,7 @@ class PooledAlternative:
         memory_bytes: more than now that an average rank holds.
         priced_seconds: both at the plan's prices of memory. Below 0 where it would not fit beside the other tables'
             shards, would make the busiest rank busier, or would start further collectives.
+        dtype: of its weights; None where it is as now.
     """
 
     sharding_type: str
@@ -51,6 +52,7 @@ class PooledAlternative:
     seconds: float
     memory_bytes: float
     priced_seconds: float
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class PooledTablePlan:
     """A pooled table of a plan.
 
     Attributes:
-        name, rows, dim, dtype, optimizer, features, pooling, dedup_factor: as in :class:`Table`.
+        name, rows, dim, dtype, optimizer, features, pooling, dedup_factor: as in :class:`Table`; ``dtype`` is that of
+            the option chosen.
         profile_digest, profile_path, num_samples, avg_length: as in :class:`TablePlan`.
         sharding_type, compute_kernel: in TorchRec's words.
         cache_load_factor: share of the rows that "fused_uvm_caching" holds in a rank's memory; None for other kernels.

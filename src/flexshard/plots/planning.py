@@ -34,7 +34,13 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         axes = figure.add_subplot()
         x, y = np.array(_frontier_line(curve.points)).T
-        axes.plot(x / scale, y * 1e3, "-", color="black", lw=1.4, label="optimal plans (frontier)")
+        bounds = [(p.memory_bytes, p.lower_bound_seconds) for p in curve.points if p.lower_bound_seconds is not None]
+        label = "best plans found (frontier)" if bounds else "optimal plans (frontier)"
+        axes.plot(x / scale, y * 1e3, "-", color="black", lw=1.4, label=label)
+        if bounds:
+            memory, seconds = np.array(bounds).T
+            line = axes.plot(memory / scale, seconds * 1e3, "--", color="gray", lw=1, label="no plan is below")
+            line[0].set_drawstyle("steps-pre")
         axes.axvline(curve.neutral_bytes / scale, color="gray", ls=":", lw=1)
         for point in curve.marked:
             axes.plot(
@@ -59,12 +65,14 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
 
 
 def _frontier_line(points: Sequence[ParetoPoint]) -> list[tuple[float, float]]:
-    """Corners of the frontier: straight where rows move one by one, a step where a collective comes or goes."""
+    """Corners of the frontier: straight where rows move one by one, a step where a collective comes or goes or where
+    whole tables move.
+    """
     line: list[tuple[float, float]] = []
     before: tuple[bool, ...] = ()
     for point in points:
         used = tuple(rows > 0 for rows in point.rows)
-        if line and used != before:
+        if line and (used != before or point.pooled):
             line.append((point.memory_bytes, line[-1][1]))
         line.append((point.memory_bytes, point.exposed_seconds))
         before = used
@@ -72,7 +80,7 @@ def _frontier_line(points: Sequence[ParetoPoint]) -> list[tuple[float, float]]:
 
 
 def _pareto_label(point: ParetoPoint, curve: ParetoCurve) -> str:
-    total = sum(point.rows)
+    total = sum(point.rows) or 1
     world = max(curve.group_sizes)
     shares = ", ".join(
         f"{_SHORT[strategy_name(size, world)]}{'' if size in (1, world) else size} {rows / total:.3g}"
@@ -82,7 +90,10 @@ def _pareto_label(point: ParetoPoint, curve: ParetoCurve) -> str:
     name = (
         point.name.replace("_", " ").replace("paper 2 tier", "paper's 2-tier").replace("paper 3 tier", "paper's 3-tier")
     )
-    return f"{name}: {point.exposed_seconds * 1e3:.3g} ms  ({shares} % of rows)"
+    tables = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in point.pooled)
+    parts = [*([f"{shares} % of rows"] if shares else []), *([f"tables: {tables}"] if tables else [])]
+    held = f"  ({'; '.join(parts)})" if parts else ""
+    return f"{name}: {point.exposed_seconds * 1e3:.3g} ms{held}"
 
 
 def plot_normalized_costs(

@@ -22,6 +22,7 @@ MARKERS = {
     "communication_neutral": "^",
     "full_replication": "s",
     "row_wise": "o",
+    "table_wise": "*",
     "paper_2_tier": "P",
     "paper_3_tier": "X",
 }

@@ -16,7 +16,7 @@ import pytest
 from flexshard import AccessProfile, Cluster, Plan, Problem, Table, TableConstraints, compare, diff, explain, solve
 from flexshard.costmodels import PooledCosts, StepWork, pooled_cost, step_seconds
 from flexshard.errors import BudgetError, JobError, PlanError
-from flexshard.planner import load_job, pareto, plan_compression
+from flexshard.planner import load_job, pareto, whole_table_cost
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model import columns, joint
 from flexshard.topologies import CollectiveRate, Level
@@ -290,17 +290,68 @@ def test_placements_that_time_ends_have_bounds_that_hold(seed: int) -> None:
     assert hurried.predicted.memory_bytes <= hurried.settings.budget_bytes * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_points_of_the_frontier_are_plans_of_their_memory(sequences: int) -> None:
+    given = []
+    for one in tables(4, 4, sequences):  # larger ones, of which memory decides something
+        counts = np.ceil(3e6 / np.arange(1, 30 * one.rows + 1) ** 1.1).astype(np.int64)
+        given.append(replace(one, rows=30 * one.rows, profile=AccessProfile.from_counts(counts, 100_000)))
+    problem = Problem(given, cluster(), batch_size=1024, index_dedup=False, timeout_seconds=20.0)
+    curve = pareto(problem)
+    memory = [point.memory_bytes for point in curve.points]
+    seconds = [point.exposed_seconds for point in curve.points]
+    assert len(curve.points) > 2
+    assert memory == sorted(memory)
+    assert seconds == sorted(seconds, reverse=True)
+    for point in curve.points:
+        assert sum(count for _, count in point.pooled) == 4
+        assert (sum(point.rows) > 0) == (sequences > 0)
+        assert point.lower_bound_seconds is not None
+        assert point.lower_bound_seconds <= point.exposed_seconds
+    neutral = curve.mark("memory_neutral")
+    assert neutral.memory_bytes <= curve.neutral_bytes == curve.mark("row_wise").memory_bytes
+    if sequences:  # each plan with a close bound takes longer than this test may
+        return
+    for point in curve.points[:: max(len(memory) // 3, 1)]:
+        plan = solve(replace(problem, budget=f"{point.memory_bytes * (1 + 1e-9)!r} B"))
+        assert plan.predicted.exposed_seconds == pytest.approx(point.exposed_seconds, rel=0.005)
+    whole = solve(replace(problem, budget=f"{problem.cluster.hbm_bytes!r} B"))
+    assert seconds[-1] == pytest.approx(whole.predicted.exposed_seconds, rel=0.005)
+    assert neutral.exposed_seconds == pytest.approx(solve(problem).predicted.exposed_seconds, rel=0.005)
+    with pytest.raises(BudgetError):
+        solve(replace(problem, budget=f"{curve.points[0].memory_bytes * 0.9!r} B"))
+
+
+def test_data_types_are_options_where_they_are_listed(tmp_path: Path) -> None:
+    asked = {"p0": TableConstraints(dtypes=["float32", "float16"]), "p1": TableConstraints(dtypes=["float16"])}
+    given = tables(5, 3, 0)
+    plain = solve(Problem(given, cluster(), batch_size=64))
+    # With less memory than all tables need as they are, and with as much as anybody wants.
+    tight = f"{plain.settings.budget_bytes * 0.6!r} B"
+    plan = solve(Problem(given, cluster(), batch_size=64, constraints=asked, budget=tight))
+    assert [plan.pooled[name].dtype for name in ("p0", "p1", "p2")] == ["float16", "float16", "float32"]
+    held = {name: sum(shard.memory_bytes for shard in plan.pooled[name].shards) for name in plan.pooled}
+    alone = solve(Problem(given, cluster(), batch_size=64, constraints={"p1": asked["p1"]}))
+    assert alone.pooled["p1"].dtype == "float16"
+    assert held["p0"] < sum(shard.memory_bytes for shard in plain.pooled["p0"].shards)
+    assert any(one.dtype == "float32" for one in plan.pooled["p0"].alternatives)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").pooled == plan.pooled
+    assert "in float32" in str(explain(plan, "p0").text)
+    assert "dtypes float32 float16" in explain(plan, "p0").text
+    with pytest.raises(JobError, match="dtypes must be of float64, float32, float16, bfloat16, found 'fp16'"):
+        TableConstraints(dtypes=["fp16"])
+    with pytest.warns(UserWarning, match="constraint dtypes decides nothing"):
+        solve(Problem(given, cluster(), batch_size=64, constraints={"p2": TableConstraints(dtypes=["float32"])}))
+
+
 def test_what_is_of_other_tables_alone_says_so() -> None:
-    problem = Problem(tables(2, 1, 1), cluster(), 64)
-    with pytest.raises(JobError, match="a frontier is of tables without pooling, and 'p0' is pooled"):
-        pareto(problem)
     with pytest.raises(JobError, match="host_memory decides nothing where no table is pooled"):
         Problem(tables(2, 0, 1), cluster(), 64, host_memory="1GiB")
     with pytest.raises(JobError, match="how fast ranks reach it"):
         Problem(tables(2, 1, 0), cluster(host=None), 64, host_memory="1GiB")
-    rates: Any = None
-    with pytest.raises(JobError, match="a choice of tables to compress is of tables without pooling"):
-        plan_compression(problem, options={}, rates=rates)
+    with pytest.raises(JobError, match="the best plan of whole tables is of tables without pooling"):
+        whole_table_cost(Problem(tables(2, 1, 1), cluster(), 64))
 
 
 def test_the_file_and_what_is_said_of_it(tmp_path: Path) -> None:

@@ -30,10 +30,19 @@ def pareto_command(
     with working("finding the frontier"):
         curve = planner.pareto(spec)
         plots.plot_pareto(curve, output)
-    headings = ("memory per rank", "exposed", *(f"rows, g = {size}" for size in curve.group_sizes))
+    kinds = sorted({kind for point in curve.points for kind, _ in point.pooled})
+    sizes = curve.group_sizes if any(sum(point.rows) for point in curve.points) else ()
+    headings = ["memory per rank", "exposed"] + (["no less than"] if kinds else [])
+    headings += [f"rows, g = {size}" for size in sizes] + [f"tables {kind}" for kind in kinds]
     grid = new_grid("Points of the frontier, and beside it", ["point"], headings)
     for point in curve.marked:
-        memory, seconds = units.format_bytes(point.memory_bytes), units.format_seconds(point.exposed_seconds)
-        grid.add_row(point.name, memory, seconds, *(f"{rows:,}" for rows in point.rows))
-    grid.caption = f"{len(curve.points):,} optimal plans drawn in {output}"
+        cells = [units.format_bytes(point.memory_bytes), units.format_seconds(point.exposed_seconds)]
+        if kinds:
+            bound = point.lower_bound_seconds
+            cells.append("" if bound is None else units.format_seconds(bound))
+        known = not kinds or point.pooled  # what baselines have is in their names
+        cells += [f"{rows:,}" if known else "" for rows, _ in zip(point.rows, sizes, strict=False)]
+        cells += [str(dict(point.pooled).get(kind, 0)) if known else "" for kind in kinds]
+        grid.add_row(point.name, *cells)
+    grid.caption = f"{len(curve.points):,} {'best' if kinds else 'optimal'} plans drawn in {output}"
     emit(asdict(curve), as_json=as_json, text=grid)

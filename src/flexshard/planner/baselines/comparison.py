@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
 from flexshard._internal import renamed_parameters
+from flexshard.errors import SolverError
 from flexshard.planner.baselines.torchrec_choices import torchrec_cost
 from flexshard.planner.baselines.whole_tables import whole_table_cost
 from flexshard.planner.plan import Plan
@@ -39,7 +41,8 @@ def compare(
     Args:
         tables: a :class:`Problem`, such as a job; or the tables of one.
         cluster, options: with tables, as for :func:`solve`.
-        torchrec: whether to ask TorchRec's own planner and price its plan by our cost model; by default if installed.
+        torchrec: whether to ask TorchRec's own planner, and price its plan by our cost model; by default if it is
+            installed, with a warning where it finds none.
         time_limit_seconds: for the mixed-integer program.
 
     Raises:
@@ -52,5 +55,10 @@ def compare(
     if not problem.pooled_tables:  # whose plan is one of whole tables
         added["whole_table"] = whole_table_cost(problem, time_limit_seconds=time_limit_seconds)
     if torchrec or (torchrec is None and torchrec_installed()):
-        added["torchrec"] = torchrec_cost(problem)
+        try:
+            added["torchrec"] = torchrec_cost(problem)
+        except SolverError as error:
+            if torchrec:
+                raise
+            warnings.warn(f"left out: {error}", UserWarning, stacklevel=2)
     return replace(plan, baselines={**plan.baselines, **added})

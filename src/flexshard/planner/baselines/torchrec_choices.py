@@ -13,6 +13,7 @@ import numpy as np
 
 from flexshard.costmodels import (
     POOLED_KERNELS,
+    SLOT_BYTES,
     Cost,
     LocalRates,
     PooledCosts,
@@ -28,6 +29,8 @@ from flexshard.errors import MissingDependencyError, SolverError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.problem import Problem
 from flexshard.tables import DATA_TYPES, Table
+
+_ID_BYTES = 8  # TorchRec's
 
 __all__ = ["TorchRecChoice", "price_choices", "torchrec_choices", "torchrec_cost"]
 
@@ -122,6 +125,7 @@ def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
                 local_world_size=cluster.ranks_per_node,
                 compute_device="cuda",
                 hbm_cap=int(cluster.hbm_bytes - cluster.reserve_bytes),
+                ddr_cap=int(problem.host_memory or 0),  # as for everybody else
                 intra_host_bw=(inner.bytes_per_s if inner else 1e9) / 1e3,  # bytes per millisecond, as its constants
                 inter_host_bw=(outer.bytes_per_s if outer else 1e9) / 1e3,
             )
@@ -184,26 +188,33 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
         variation = table.length_variation(problem.batch_size)
         size = 1 if choice.sharding_type == "data_parallel" else cluster.world_size
         whole = placement_cost(table, cluster, size, rows=table.rows, reads=reads, variation=variation, overlap=hidden)
+        whole = _with_long_ids(whole)
         if not choice.shards:
             shared += whole
             hot, own = float(table.reads(problem.batch_size)[0]), RowWidths.of_table(table)
-            if size > 1 and hot * own.moved_bytes(4) > hottest * widths.moved_bytes(4):
+            if size > 1 and hot * own.moved_bytes(_ID_BYTES) > hottest * widths.moved_bytes(_ID_BYTES):
                 hottest, widths = hot, own
             continue
         # Whoever owns the shards, every rank asks each of them and gets its own rows back.
         received += Cost(collectives=whole.collectives)
         shared += Cost(0.0, reads * table.row_bytes, reads * len(choice.shards), dynamic_memory_sigma_bytes=None)
         for rank, share in choice.shards:
-            per_rank[rank] += table_wise_cost(table, cluster, reads=reads, share=share)
+            per_rank[rank] += _with_long_ids(table_wise_cost(table, cluster, reads=reads, share=share))
     counts = collectives_between(cluster.world_size, (), (), np.zeros((0, 0)), np.zeros(0, np.bool_), 4)
-    shared = replace(shared, collectives=with_hottest(shared.collectives, cluster.world_size, hottest, widths)) + Cost(
-        collectives=priced(counts, {}, cluster, hidden)
-    )
-    found = shared + _busiest(per_rank, received)
+    sharing = cluster.ranks_on_link(cluster.world_size)
+    waited = with_hottest(shared.collectives, cluster.world_size, hottest, widths, _ID_BYTES, sharing=sharing)
+    shared = replace(shared, collectives=waited) + Cost(collectives=priced(counts, {}, cluster, hidden))
+    found = shared + _busiest(per_rank, received, sharing)
     if problem.rates is None:
         return found
     look_up, update = _local(problem, choices, problem.rates)
     return replace(found, look_up_seconds=look_up, update_seconds=update)
+
+
+def _with_long_ids(cost: Cost) -> Cost:
+    """The cost where ids are as long as TorchRec's, not as ours."""
+    calls = tuple(one.scaled(_ID_BYTES / SLOT_BYTES) if one.content == "ids" else one for one in cost.collectives)
+    return replace(cost, collectives=calls)
 
 
 def _with_pooled(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
@@ -246,9 +257,16 @@ def _local(problem: Problem, choices: Sequence[TorchRecChoice], rates: LocalRate
     return float(busiest[0]), float(busiest[1])
 
 
-def _busiest(per_rank: Sequence[Cost], received: Cost) -> Cost:
-    """The largest of each metric over the ranks. An all-to-all takes as long as its fullest buffer, either way."""
-    served = [{c.content: c.nbytes for c in cost.collectives} for cost in per_rank]
+def _busiest(per_rank: Sequence[Cost], received: Cost, sharing: int) -> Cost:
+    """The largest of each metric over the ranks. An all-to-all takes as long as its fullest buffer, either way; where
+    ranks share a link, as the fullest of links.
+    """
+    links = [per_rank[first : first + sharing] for first in range(0, len(per_rank), sharing)]
+    served = [
+        {c.content: sum(one.nbytes for cost in link for one in cost.collectives if one.content == c.content) / sharing}
+        for link in links
+        for c in received.collectives
+    ]
     return Cost(
         static_memory_bytes=max(cost.static_memory_bytes for cost in per_rank),
         dynamic_memory_bytes=max(cost.dynamic_memory_bytes for cost in per_rank),

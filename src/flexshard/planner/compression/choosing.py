@@ -21,6 +21,7 @@ from flexshard.planner.budget import Difference
 from flexshard.planner.compression.bound import dual_bound, price_of
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
 from flexshard.planner.compression.menu import ChoiceProblem, choice_problem, feasible_subsets
+from flexshard.planner.compression.pooled import compress_pooled
 from flexshard.planner.compression.program import Choice, best_choice
 from flexshard.planner.deciding import limit_of
 from flexshard.planner.methods import Optimal
@@ -51,7 +52,8 @@ def plan_compression(
 
     A step is the lookups of all tables, with backward and update, and exposed communication. Where options of a table
     differ in rank alone, the least rank is the fastest and the smallest: offer ranks that you accept, or give their
-    losses and a limit.
+    losses and a limit. Where tables are pooled, they are the ones that may be compressed: with how each is sharded, and
+    the other tables' tiers, in one problem, for the shortest step as its objective "step" has it.
 
     Args:
         tables, cluster, how: a :class:`Problem`, or the tables, cluster and options of one, as for :func:`solve`.
@@ -61,7 +63,7 @@ def plan_compression(
         rates: of the machine, from ``flexshard calibrate``.
         loss_limit: most that the losses of all chosen options may add up to.
         hashed: rows of compressed tables are in arbitrary order; by default in order of how often they are read.
-        time_limit_seconds: for each program.
+        time_limit_seconds: for each program; with pooled tables the problem's ``timeout_seconds`` counts.
 
     Raises:
         JobError: an option of a table that is not there, or of another shape than its table; a method other than
@@ -69,24 +71,26 @@ def plan_compression(
         BudgetError: no choice fits; its ``least_bytes`` would.
         SolverError: no choice keeps the losses within their limit, or none was found in time.
     """
-    problem = Problem.of(tables, cluster, how).refusing_pooled("a choice of tables to compress")
+    problem = Problem.of(tables, cluster, how)
     if problem.method != Optimal.name:
         raise JobError(f"tables are compressed with method 'optimal', the job has {problem.method.name!r}")
-    if problem.objective != "communication":
+    if problem.objective != "communication" and not problem.pooled_tables:
         raise JobError(
             f"tables are compressed for the least communication, the job's objective is {problem.objective!r}"
         )
     if problem.memory != "mean":
         raise JobError(f"tables are compressed within a budget of the mean memory, the job bounds {problem.memory!r}")
-    if problem.index_dedup == "auto":
-        problem = replace(problem, index_dedup=False)
-    instance = Variants(problem).fixed
     if check_finite(time_limit_seconds, "time_limit_seconds", JobError) <= 0:
         raise JobError(f"time_limit_seconds must be above 0, found {time_limit_seconds}")
     if loss_limit is not None:
         loss_limit = check_finite(loss_limit, "loss_limit", JobError)
         if loss_limit < 0:
             raise JobError(f"loss_limit must be at least 0, found {loss_limit}")
+    if problem.pooled_tables:
+        return compress_pooled(problem, options, rates, loss_limit, hashed=hashed)
+    if problem.index_dedup == "auto":
+        problem = replace(problem, index_dedup=False)
+    instance = Variants(problem).fixed
     menu = choice_problem(instance, options, rates, hashed, limit_of(problem, instance), loss_limit)
     subsets = feasible_subsets(menu, problem.tiers)
     choices = {best_choice(menu, levels, time_limit_seconds) for levels in subsets}

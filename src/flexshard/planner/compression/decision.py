@@ -41,12 +41,13 @@ class TableOption:
     """One way to hold a table, and its predicted cost per rank and iteration.
 
     Attributes:
-        shape: of the tensor train; None for tiers of rows (a FlexShard plan).
+        shape: of the tensor train; None for tiers of rows (a FlexShard plan), and for shards of a pooled table.
         memory_bytes: static and expected dynamic memory.
         compute_seconds: lookups, backward and update.
         comm_seconds: exposed communication, latencies aside.
         loss: as given.
         priced_seconds: all time, and memory at the decision's price.
+        sharding: of a pooled table that is no tensor train, such as "row_wise/fused".
     """
 
     shape: TTShape | None
@@ -55,6 +56,7 @@ class TableOption:
     comm_seconds: float
     loss: float
     priced_seconds: float
+    sharding: str = ""
 
     @property
     def seconds(self) -> float:
@@ -64,7 +66,7 @@ class TableOption:
     @property
     def name(self) -> str:
         """What it is, in words."""
-        return "tiers of rows" if self.shape is None else f"tensor train, {self.shape}"
+        return (self.sharding or "tiers of rows") if self.shape is None else f"tensor train, {self.shape}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class TableChoice:
 
     Attributes:
         name, rows, dim: of the table.
-        options: tiers of rows first, then tensor trains in the order given.
+        options: tiers of rows, or the best sharding of a pooled table, first, then tensor trains in the order given.
         chosen: which one.
     """
 

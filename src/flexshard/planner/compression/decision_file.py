@@ -16,7 +16,7 @@ from flexshard._internal import (
     write_json,
 )
 from flexshard.errors import PlanError
-from flexshard.planner.compression.decision import CompressionPlan
+from flexshard.planner.compression.decision import CompressionPlan, TableChoice
 from flexshard.planner.plan_file import plan_document, plan_of
 
 __all__ = ["decision_document", "is_compression", "load_decision", "save_decision"]
@@ -39,10 +39,19 @@ def decision_document(decision: CompressionPlan) -> Body:
         "memory_price_seconds_per_gib": decision.memory_price_seconds_per_gib,
         "loss": decision.loss,
         "loss_limit": decision.loss_limit,
-        "tables": [with_names(asdict(table), _FIELDS) for table in decision.tables.values()],
+        "tables": [_document(table) for table in decision.tables.values()],
         "plan": None if decision.plan is None else plan_document(decision.plan),
     }
     return FORMAT.stamped({"fingerprint": digest_of(body), **body})
+
+
+def _document(table: TableChoice) -> Body:
+    """As the file has it; ``sharding``, which came later, only where it says something."""
+    document: Body = with_names(asdict(table), _FIELDS)
+    for option in document["options"]:
+        if not option["sharding"]:
+            del option["sharding"]
+    return document
 
 
 def save_decision(decision: CompressionPlan, path: PathLike) -> None:

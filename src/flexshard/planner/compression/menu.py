@@ -15,8 +15,9 @@ from flexshard.errors import BudgetError, JobError
 from flexshard.planner.compression.decision import TTOption
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.thresholds import allocate
+from flexshard.tables import Table
 
-__all__ = ["ChoiceProblem", "Options", "choice_problem", "feasible_subsets"]
+__all__ = ["ChoiceProblem", "Options", "check_options", "choice_problem", "feasible_subsets"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -78,6 +79,27 @@ class ChoiceProblem:
         return self.placed(self.instance.uniform(self.instance.cluster.world_size))[1]
 
 
+def check_options(tables: Sequence[Table], options: Mapping[str, Sequence[TTOption]]) -> None:
+    """Whether options are of tables that there are.
+
+    Raises:
+        JobError: one is of a table that is not there, or of another shape.
+    """
+    known = {table.name: table for table in tables}
+    for name, offered in options.items():
+        if name not in known:
+            raise JobError(f"options are given for table {name!r}, which is not there; there are {', '.join(known)}")
+        table = known[name]
+        if isinstance(offered, TTOption) or not all(isinstance(option, TTOption) for option in offered):
+            raise JobError(f"options of table {name!r} must be a list of TTOption, found {offered!r}")
+        for shape in (option.shape for option in offered):
+            if (shape.num_embeddings, shape.embedding_dim) != (table.rows, table.dim):
+                raise JobError(
+                    f"table {name!r} has {table.rows:,} rows of {table.dim}, an option is for"
+                    f" {shape.num_embeddings:,} rows of {shape.embedding_dim}"
+                )
+
+
 def choice_problem(
     instance: Instance,
     options: Mapping[str, Sequence[TTOption]],
@@ -91,21 +113,13 @@ def choice_problem(
     Raises:
         JobError: options of a table that is not there, or of another shape.
     """
+    check_options(instance.tables, options)
     index_of = {table.name: index for index, table in enumerate(instance.tables)}
     of, memory, compute, comm, loss = [], [], [], [], []
     for name, offered in options.items():
-        if name not in index_of:
-            raise JobError(f"options are given for table {name!r}, which is not there; there are {', '.join(index_of)}")
         table = instance.tables[index_of[name]]
-        if isinstance(offered, TTOption) or not all(isinstance(option, TTOption) for option in offered):
-            raise JobError(f"options of table {name!r} must be a list of TTOption, found {offered!r}")
         for option in offered:
             shape = option.shape
-            if (shape.num_embeddings, shape.embedding_dim) != (table.rows, table.dim):
-                raise JobError(
-                    f"table {name!r} has {table.rows:,} rows of {table.dim}, an option is for"
-                    f" {shape.num_embeddings:,} rows of {shape.embedding_dim}"
-                )
             reads = TTReads.expected(table, instance.batch_size, shape, hashed=hashed)
             cost = tensor_train_cost(table, instance.cluster, shape, reads, overlap=instance.overlap)
             of.append(index_of[name])

@@ -142,8 +142,9 @@ def _alternative(one: PooledAlternative) -> str:
     def signed(value: float, text: str) -> str:
         return f"{'+' if value >= 0 else '-'}{text}"
 
+    held = "" if one.dtype is None else f" in {one.dtype}"
     return (
-        f"{one.sharding_type} with {_kernel(one)}: {signed(one.seconds, units.format_seconds(abs(one.seconds)))},"
+        f"{one.sharding_type} with {_kernel(one)}{held}: {signed(one.seconds, units.format_seconds(abs(one.seconds)))},"
         f" {signed(one.memory_bytes, units.format_bytes(abs(one.memory_bytes)))};"
         f" {signed(one.priced_seconds, units.format_seconds(abs(one.priced_seconds)))} at the price of memory"
     )

@@ -19,14 +19,19 @@ from flexshard.planner.whole_model.longest_first import table_wise_ranks
 from flexshard.planner.whole_model.pooled_menus import HBM, HOST, Choice
 from flexshard.tables import Table
 
-__all__ = ["plan_whole"]
+__all__ = ["plan_decided", "plan_whole"]
 
 _ALTERNATIVES = 3
 
 
 def plan_whole(problem: Problem) -> Plan:
     """The plan of a problem that has pooled tables; raises as :func:`flexshard.solve`."""
-    decision = decide_whole(problem)
+    return plan_decided(decide_whole(problem))
+
+
+def plan_decided(decision: WholeDecision) -> Plan:
+    """The plan that a decision comes to."""
+    problem = decision.problem
     costs, received = decision.menus.costs, decision.menus.received_bytes
     pooled = pooled_cost(costs, decision.pooled, received)
     sequences = decision.sequences
@@ -71,7 +76,7 @@ def _table_plan(
         name=table.name,
         rows=table.rows,
         dim=table.dim,
-        dtype=table.dtype,
+        dtype=option.dtype,
         optimizer=table.optimizer,
         features=tuple(table.features),
         pooling=table.pooling,
@@ -107,11 +112,19 @@ def _alternatives(
         return np.array([seconds, held[0], priced]) / world
 
     now = figures(chosen)
-    others = [(figures(option) - now, option) for option in menu if option is not chosen]
-    others.sort(key=lambda one: float(one[0][2]))
+    others = [((figures(option) - now).tolist(), option) for option in menu if option is not chosen]
+    others.sort(key=lambda one: one[0][2])
     return tuple(
-        PooledAlternative(option.sharding_type, option.compute_kernel, option.cache_load_factor, *difference.tolist())
-        for difference, option in others[:_ALTERNATIVES]
+        PooledAlternative(
+            option.sharding_type,
+            option.compute_kernel,
+            option.cache_load_factor,
+            seconds,
+            nbytes,
+            priced,
+            None if option.dtype == chosen.dtype else option.dtype,
+        )
+        for (seconds, nbytes, priced), option in others[:_ALTERNATIVES]
     )
 
 

@@ -8,12 +8,12 @@ sequences' time, and a bound of the pooled tables' in the memory that is left, a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexshard.costmodels import PooledCosts
+from flexshard.costmodels import PooledCosts, PooledOption
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.budget import Budget
 from flexshard.planner.deciding import Decision, checked_limit, decide
@@ -72,15 +72,25 @@ class WholeDecision:
     prices: dict[str, float]
 
 
-def decide_whole(problem: Problem) -> WholeDecision:
-    """Choose and place; raises as :func:`flexshard.solve`."""
+def decide_whole(
+    problem: Problem, others: Mapping[str, Sequence[PooledOption]] | None = None, loss_limit: float | None = None
+) -> WholeDecision:
+    """Choose and place; raises as :func:`flexshard.solve`. ``others`` and ``loss_limit`` as of :func:`pooled_menus`."""
     until = time.monotonic() + problem.timeout_seconds
     sequences = Sequences(problem.without_pooled_tables(), until) if problem.sequence_tables else None
     costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
     row_wise, needed = _row_wise(problem, costs)
     limit = checked_limit(problem, needed + (0.0 if sequences is None else sequences.row_wise_bytes()))
     tables = problem.pooled_tables
-    pooled = pooled_menus(tables, costs, problem.constraints, hbm_bytes=limit, host_bytes=problem.host_memory)
+    pooled = pooled_menus(
+        tables,
+        costs,
+        problem.constraints,
+        hbm_bytes=limit,
+        host_bytes=problem.host_memory,
+        others=others,
+        loss_limit=loss_limit,
+    )
     menus, found, lower, column = _searched(problem, sequences, pooled, until)
     chosen = None
     if sequences is not None and column is not None:

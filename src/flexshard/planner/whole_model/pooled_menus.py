@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, PooledCosts, PooledOption
+from flexshard.costmodels import POOLED_KERNELS, POOLED_LOADS, POOLED_TYPES, PooledCosts, PooledOption
 from flexshard.errors import JobError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.solver.instance import memory_limit
@@ -30,8 +30,8 @@ _SPREADS = {
     "table_wise": Spread.ANY_RANK,
     "column_wise": Spread.ANY_RANK,
 }
-_ASKED = ("sharding_types", "compute_kernels", "min_partition", "cache_load_factors", "forbid")
-HBM, HOST = "HBM", "host memory"
+_ASKED = ("sharding_types", "compute_kernels", "min_partition", "cache_load_factors", "dtypes", "forbid")
+HBM, HOST, LOSS = "HBM", "host memory", "loss"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,8 @@ def pooled_menus(
     *,
     hbm_bytes: float,
     host_bytes: float | None,
+    others: Mapping[str, Sequence[PooledOption]] | None = None,
+    loss_limit: float | None = None,
 ) -> PooledMenus:
     """Menus of pooled tables.
 
@@ -86,13 +88,16 @@ def pooled_menus(
         constraints: by table.
         hbm_bytes: that they may take of a rank's memory in all.
         host_bytes: of host memory per rank; None where there is none.
+        others: further options of a table, which constraints do not look at.
+        loss_limit: of all options chosen together; None for any.
 
     Raises:
         JobError: constraints leave a table no option.
     """
     asked = [constraints.get(table.name, TableConstraints()) for table in tables]
     options = [
-        _options(table, costs, one, host=host_bytes is not None) for table, one in zip(tables, asked, strict=True)
+        [*_options(table, costs, one, host=host_bytes is not None), *(others or {}).get(table.name, ())]
+        for table, one in zip(tables, asked, strict=True)
     ]
     positions = {table.name: index for index, table in enumerate(tables)}
     groups = _groups(asked, positions)
@@ -120,16 +125,25 @@ def pooled_menus(
         meant.append(tuple(kept))
         pinned.append(tuple(pins[0]) if pins else ())
         marks = np.array([[len({one, other} & set(group)) for one, other in apart]], np.float64).T
-        menus.append(tuple(_menu_option(costs, each, pinned[-1], marks, number) for number, each in enumerate(kept)))
+        lossy = loss_limit is not None
+        menus.append(
+            tuple(_menu_option(costs, each, pinned[-1], marks, number, lossy) for number, each in enumerate(kept))
+        )
     world = costs.cluster.world_size
     left = memory_limit(hbm_bytes) - sum(costs.received_bytes(table) for table in tables)
-    room = [left, 0.0 if host_bytes is None else host_bytes]
-    capacity = np.repeat(np.array([*room, *[1.0] * len(apart)])[:, None], world, axis=1)
+    room = [left, 0.0 if host_bytes is None else host_bytes, *[1.0] * len(apart)]
+    # As if memory of its own kind, of which an option takes as much from every rank: all ranks have the same of it.
+    room += [] if loss_limit is None else [loss_limit]
+    capacity = np.repeat(np.array(room)[:, None], world, axis=1)
     whole = Menus(
         tables=tuple(" + ".join(tables[index].name for index in group) for group in groups),
         options=tuple(menus),
         capacity=np.maximum(capacity, 0.0),
-        kinds=(HBM, HOST, *(f"{tables[a].name} apart from {tables[b].name}" for a, b in apart)),
+        kinds=(
+            *(HBM, HOST),
+            *(f"{tables[a].name} apart from {tables[b].name}" for a, b in apart),
+            *(() if loss_limit is None else (LOSS,)),
+        ),
         ranks_per_host=costs.cluster.ranks_per_node,
         loads=tuple(POOLED_LOADS),
         sharing=tuple(costs.sharing(load) for load in POOLED_LOADS),
@@ -154,14 +168,20 @@ def _options(table: Table, costs: PooledCosts, asked: TableConstraints, *, host:
     """
 
     def under(asked: TableConstraints) -> list[PooledOption]:
-        found = costs.options(
-            table,
-            sharding_types=POOLED_TYPES if asked.sharding_types is None else asked.sharding_types,
-            compute_kernels=asked.kernels(host_memory=host),
-            min_partition=asked.min_partition,
-            cache_load_factors=asked.cache_load_factors,
-        )
-        return [one for one in found if not asked.forbids(one.sharding_type, one.compute_kernel)]
+        found = [
+            option
+            for dtype in dict.fromkeys(asked.dtypes or (table.dtype,))
+            for option in costs.options(
+                replace(table, dtype=dtype),
+                sharding_types=POOLED_TYPES if asked.sharding_types is None else asked.sharding_types,
+                compute_kernels=asked.kernels(host_memory=host),
+                min_partition=asked.min_partition,
+                cache_load_factors=asked.cache_load_factors,
+            )
+        ]
+        allowed = [one for one in found if not asked.forbids(one.sharding_type, one.compute_kernel)]
+        # On CPUs, FBGEMM 1.8 crashes at times where a rank has no rows of a table that is cut by rows.
+        return [one for one in allowed if all(rows for rows, _ in one.sizes)] or allowed
 
     default = TableConstraints()
     given = [name for name in _ASKED if getattr(asked, name) != getattr(default, name)]
@@ -175,9 +195,14 @@ def _options(table: Table, costs: PooledCosts, asked: TableConstraints, *, host:
         )
     for name in given:
         other = under(replace(asked, **{name: getattr(default, name)}))
-        if [(one.name, one.sizes) for one in other] == [(one.name, one.sizes) for one in found]:
+        if [(*_key(one), one.sizes) for one in other] == [(*_key(one), one.sizes) for one in found]:
             warnings.warn(f"table {table.name!r}: constraint {name} decides nothing", UserWarning, stacklevel=2)
     return found
+
+
+def _key(option: PooledOption) -> tuple[str, str]:
+    """Of a table's options with as many shards, what tells one from another."""
+    return option.name, option.dtype
 
 
 def _groups(asked: Sequence[TableConstraints], positions: Mapping[str, int]) -> list[tuple[int, ...]]:
@@ -192,7 +217,7 @@ def _groups(asked: Sequence[TableConstraints], positions: Mapping[str, int]) -> 
 
 def _alike(menus: Sequence[Sequence[PooledOption]]) -> list[tuple[PooledOption, ...]]:
     """Options that all of the tables have, with as many shards."""
-    first, *others = [{(one.name, one.shards): one for one in menu} for menu in menus]
+    first, *others = [{(*_key(one), one.shards): one for one in menu} for menu in menus]
     return [(one, *(other[key] for other in others)) for key, one in first.items() if all(key in o for o in others)]
 
 
@@ -212,13 +237,21 @@ def _can_be_at(option: PooledOption, pin: Sequence[int], costs: PooledCosts) -> 
 
 
 def _menu_option(
-    costs: PooledCosts, members: Sequence[PooledOption], pin: Sequence[int], marks: FloatArray, source: int
+    costs: PooledCosts,
+    members: Sequence[PooledOption],
+    pin: Sequence[int],
+    marks: FloatArray,
+    source: int,
+    lossy: bool,
 ) -> Option:
     """Tables sharded alike as one option; ``marks``, of shape (pairs, 1), keep it apart from others."""
     first = members[0]
     perf = np.sum([costs.seconds(one) for one in members], axis=0)
     held = np.sum([[one.static_bytes + one.dynamic_bytes, one.host_bytes] for one in members], axis=0)
-    memory = np.concatenate([held, np.repeat(marks, first.shards, axis=1)])
+    lost = [[sum(one.loss for one in members)] * first.shards] if lossy else np.zeros((0, first.shards))
+    if first.compute_kernel not in POOLED_KERNELS:  # a tensor train, which constraints do not look at
+        marks = np.zeros_like(marks)
+    memory = np.concatenate([held, np.repeat(marks, first.shards, axis=1), lost])
     spread = _SPREADS[first.sharding_type]
     if pin:  # as shards of every rank, most of which are nothing
         world = costs.cluster.world_size

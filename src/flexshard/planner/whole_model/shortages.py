@@ -59,7 +59,7 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
             "no plan that fits was found before time was up, and there may be one; allow more time", per_rank, by_sums
         )
     amounts = " and ".join(
-        f"{units.format_bytes(float(mean[kind]))} of {name}" for kind, name in enumerate(menus.kinds)
+        f"{units.format_bytes(float(mean[kind]))} of {name}" for kind, name in enumerate(menus.kinds) if _is_held(name)
     )
     return BudgetError(
         f"no choice of options was found that fits {amounts} per rank, though the least that the tables need, "
@@ -67,3 +67,8 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
         per_rank,
         by_sums,
     )
+
+
+def _is_held(kind: str) -> bool:
+    """Whether a kind of memory is one: tables that are to be apart, and losses, count as if they were."""
+    return kind != "loss" and " apart from " not in kind

@@ -1,0 +1,186 @@
+"""Which pooled tables become tensor trains: further options of theirs in the problem of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from flexshard import units
+from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
+from flexshard.errors import JobError
+from flexshard.planner.budget import Limit
+from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
+from flexshard.planner.compression.menu import check_options
+from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.deciding import Decision, objective_seconds
+from flexshard.planner.plan import Plan
+from flexshard.planner.problem import Problem
+from flexshard.planner.solving import solve
+from flexshard.planner.whole_model.assembly import plan_decided
+from flexshard.planner.whole_model.joint import WholeDecision, decide_whole
+from flexshard.planner.whole_model.pooled_menus import HBM
+from flexshard.tables import Table
+
+__all__ = ["compress_pooled"]
+
+
+def compress_pooled(
+    problem: Problem,
+    options: Mapping[str, Sequence[TTOption]],
+    rates: TTRates,
+    loss_limit: float | None,
+    *,
+    hashed: bool,
+) -> CompressionPlan:
+    """Choose sharding types, ranks and tensor trains of pooled tables at once, beside sequences in tiers of rows: the
+    shortest step within the budget. Arguments, and errors, as of :func:`plan_compression`.
+    """
+    check_options(problem.tables, options)
+    for name, offered in options.items():
+        if offered and name not in {table.name for table in problem.pooled_tables}:
+            raise JobError(
+                f"table {name!r}: beside pooled tables, tables without pooling cannot be compressed; offer tensor"
+                " trains of pooled tables, or decide on the others by themselves"
+            )
+    dense = 0.0 if problem.step is None else problem.step.dense_seconds
+    problem = replace(problem, step=StepWork(dense, rates.local), objective="step")
+    costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
+    trains = {
+        table.name: [_train(costs, table, option, rates, hashed=hashed) for option in options.get(table.name, ())]
+        for table in problem.pooled_tables
+    }
+    decision = decide_whole(problem, trains, loss_limit)
+    received = decision.menus.received_bytes
+    whole = pooled_cost(costs, decision.pooled, received)
+    if decision.sequences is not None:
+        whole = decision.sequences.predicted + whole
+    seconds, lower = objective_seconds(problem, whole, dense), decision.lower_bound_seconds
+    plan = _rest(decision, trains, seconds)
+    price = decision.prices.get(HBM, 0.0)
+    chosen = dict(zip((table.name for table in problem.pooled_tables), decision.pooled, strict=True))
+    return CompressionPlan(
+        tables={
+            table.name: _choice(
+                decision,
+                table,
+                chosen[table.name][0],
+                list(zip(options.get(table.name, ()), trains[table.name], strict=True)),
+                price,
+            )
+            if table.is_pooled
+            else _sequence(decision.sequences, table, price)
+            for table in problem.tables
+        },
+        plan=plan,
+        budget_bytes=decision.limit_bytes,
+        memory_bytes=whole.memory_bytes,
+        step_seconds=seconds,
+        lower_bound_seconds=min(lower, seconds),
+        memory_price_seconds_per_gib=price * units.GIB,
+        loss=sum(option.loss for option, _ in decision.pooled),
+        loss_limit=loss_limit,
+    )
+
+
+def _train(costs: PooledCosts, table: Table, option: TTOption, rates: TTRates, *, hashed: bool) -> PooledOption:
+    reads = TTReads.expected(table, costs.batch_size, option.shape, hashed=hashed)
+    return costs.tensor_train(table, option.shape, reads, rates.step_seconds(option.shape, reads), option.loss)
+
+
+def _rest(decision: WholeDecision, trains: Mapping[str, Sequence[PooledOption]], seconds: float) -> Plan | None:
+    """The plan of the tables that stay; ``seconds`` is what all take."""
+    problem, menus = decision.problem, decision.menus
+    tables = problem.pooled_tables
+    stays = [
+        not any(option is train for train in trains[table.name])
+        for table, (option, _) in zip(tables, decision.pooled, strict=True)
+    ]
+    if all(stays):
+        return plan_decided(decision)
+    gone = {table.name for table, stay in zip(tables, stays, strict=True) if not stay}
+    held = sum(
+        float((option.static_bytes + option.dynamic_bytes)[0]) + menus.costs.received_bytes(table)
+        for table, (option, _) in zip(tables, decision.pooled, strict=True)
+        if table.name in gone
+    )
+    left = decision.limit_bytes - held
+    if not any(stays):
+        if decision.sequences is None:
+            return None
+        budget = Limit(left + problem.cluster.reserve_bytes, problem.budget.name)
+        return solve(replace(problem.without_pooled_tables(), budget=budget))
+    kept = [index for index, stay in enumerate(stays) if stay]
+    rest = replace(
+        problem,
+        tables=tuple(table for table in problem.tables if table.name not in gone),
+        constraints={name: _among(one, gone) for name, one in problem.constraints.items() if name not in gone},
+    )
+    plan = plan_decided(
+        replace(
+            decision,
+            problem=rest,
+            limit_bytes=left,
+            menus=replace(
+                menus,
+                tables=tuple(menus.tables[index] for index in kept),
+                options=tuple(menus.options[index] for index in kept),
+            ),
+            pooled=tuple(decision.pooled[index] for index in kept),
+            row_wise=tuple(decision.row_wise[index] for index in kept),
+        )
+    )
+    # No plan of these tables is better than what the bound leaves them beside these tensor trains.
+    lower = decision.lower_bound_seconds - (seconds - plan.objective_seconds(plan.predicted))
+    return replace(plan, lower_bound_seconds=min(max(lower, 0.0), plan.lower_bound_seconds))
+
+
+def _among(asked: TableConstraints, gone: set[str]) -> TableConstraints:
+    """Constraints without tables that are no longer there."""
+    return replace(
+        asked,
+        with_tables=[name for name in asked.with_tables if name not in gone],
+        apart=[name for name in asked.apart if name not in gone],
+    )
+
+
+def _choice(
+    decision: WholeDecision,
+    table: Table,
+    chosen: PooledOption,
+    trains: Sequence[tuple[TTOption, PooledOption]],
+    price: float,
+) -> TableChoice:
+    """A pooled table's options: the one that it has, or the best that is none of its tensor trains, and these."""
+    menu = decision.menus.options[decision.menus.tables.index(table)]
+    others = menu[: len(menu) - len(trains)]
+    costs = decision.menus.costs
+
+    def of(option: PooledOption, given: TTOption | None) -> TableOption:
+        world = costs.cluster.world_size
+        memory = float((option.static_bytes + option.dynamic_bytes).sum()) / world
+        compute, whole = float(option.local_seconds.sum()) / world, float(costs.seconds(option).sum()) / world
+        shape, sharding = (None, option.name) if given is None else (given.shape, "")
+        priced = whole + price * memory
+        return TableOption(shape, memory, compute, whole - compute, option.loss, priced, sharding)
+
+    sharded = [of(option, None) for option in others]
+    best = min(range(len(others)), key=lambda index: sharded[index].priced_seconds)
+    own = next((index for index, option in enumerate(others) if option is chosen), best)
+    taken = next((1 + index for index, (_, option) in enumerate(trains) if option is chosen), 0)
+    rest = tuple(of(option, given) for given, option in trains)
+    return TableChoice(table.name, table.rows, table.dim, (sharded[own], *rest), taken)
+
+
+def _sequence(decided: Decision | None, table: Table, price: float) -> TableChoice:
+    """A table in tiers of rows."""
+    assert decided is not None
+    instance, allocation = decided.placement.instance, decided.placement.allocation
+    index = [one.name for one in instance.tables].index(table.name)
+    seconds, memory = (each[index] for each in instance.per_table(allocation))
+    memory += instance.table_held_bytes[index]
+    rates, reads = decided.problem.rates, float(instance.total_reads[index])
+    compute = 0.0
+    if rates is not None:
+        compute = reads * sum(own[1] + own[2] * table.row_bytes for own in rates.of(table.rows, table.dim))
+    option = TableOption(None, float(memory), compute, float(seconds), 0.0, float(seconds + compute + price * memory))
+    return TableChoice(table.name, table.rows, table.dim, (option,), 0)

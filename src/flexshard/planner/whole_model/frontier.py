@@ -1,0 +1,90 @@
+"""The frontier of a whole model: its plans within budgets between the least that fits and the most that helps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from flexshard.costmodels import Cost
+from flexshard.errors import BudgetError
+from flexshard.planner.budget import Limit, Neutral
+from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
+from flexshard.planner.plan import Plan
+from flexshard.planner.problem import Problem
+from flexshard.planner.whole_model.assembly import plan_whole
+
+__all__ = ["whole_frontier"]
+
+_POINTS, _HALVINGS = 10, 5  # budgets between the ends, and steps to find the lower one
+_BASELINES = {"row_wise": "row_wise", "data_parallel": "full_replication", "table_wise": "table_wise"}
+
+
+def whole_frontier(problem: Problem) -> ParetoCurve:
+    """Plans of least communication; a problem's budget is not looked at, and its time is that of all plans together.
+
+    Raises:
+        BudgetError: nothing fits the cluster's memory.
+    """
+    cluster = problem.cluster
+    seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + 3)
+    each = replace(problem, objective="communication", step=None, timeout_seconds=seconds)
+
+    def within(nbytes: float) -> Plan:
+        return plan_whole(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))
+
+    roomy = within(cluster.hbm_bytes - cluster.reserve_bytes)
+    plans = [roomy]
+    most, low = roomy.predicted.memory_bytes, 0.0
+    with suppress(BudgetError):  # of a cluster that row-wise does not fit
+        plans.append(plan_whole(replace(each, budget=Neutral())))
+    high = min(plan.predicted.memory_bytes for plan in plans)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        try:
+            plans.append(within(middle))
+            high = min(high, plans[-1].predicted.memory_bytes)
+        except BudgetError as error:
+            low = max(middle, min(error.least_bytes, high))
+    plans += [within(budget) for budget in np.geomspace(high, most, _POINTS + 2)[1:-1].tolist() if most > high]
+    neutral = roomy.baselines["row_wise"].memory_bytes
+    points = _frontier(plans)
+    fitting = [point for point in points if point.memory_bytes <= neutral * (1 + 1e-12)]
+    marked = [replace(points[0], name="greatest_memory_saving"), replace(points[-1], name="communication_neutral")]
+    marked += [replace(fitting[-1], name="memory_neutral")] if fitting else []
+    sizes = cluster.group_sizes
+    marked += [_baseline(roomy.baselines[name], mark, sizes) for name, mark in _BASELINES.items()]
+    return ParetoCurve(sizes, tuple(points), tuple(marked), neutral)
+
+
+def _point(plan: Plan) -> ParetoPoint:
+    tiers = [tier for table in plan.tables.values() for tier in table.tiers]
+    rows = [sum(tier.rows for tier in tiers if tier.group_size == size) for size in plan.cluster.group_sizes]
+    kinds = Counter(table.sharding_type for table in plan.pooled.values())
+    return ParetoPoint(
+        "",
+        plan.predicted.memory_bytes,
+        plan.predicted.exposed_seconds,
+        tuple(rows),
+        lower_bound_seconds=plan.lower_bound_seconds,
+        pooled=tuple(sorted(kinds.items())),
+    )
+
+
+def _baseline(cost: Cost, name: str, group_sizes: tuple[int, ...]) -> ParetoPoint:
+    return ParetoPoint(name, cost.memory_bytes, cost.exposed_seconds, (0,) * len(group_sizes))
+
+
+def _frontier(plans: list[Plan]) -> list[ParetoPoint]:
+    """Those that no other one beats; bounds of larger budgets hold for smaller ones, too."""
+    kept: list[ParetoPoint] = []
+    for point in sorted(map(_point, plans), key=lambda one: (one.memory_bytes, one.exposed_seconds)):
+        if not kept or point.exposed_seconds < kept[-1].exposed_seconds:
+            kept.append(point)
+    least = 0.0
+    for index in range(len(kept) - 1, -1, -1):
+        least = max(least, kept[index].lower_bound_seconds or 0.0)
+        kept[index] = replace(kept[index], lower_bound_seconds=min(least, kept[index].exposed_seconds))
+    return kept

@@ -1,0 +1,170 @@
+"""Which pooled tables to compress: against every choice of tensor trains, shardings and ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexshard import AccessProfile, Cluster, Table, TableConstraints, solve
+from flexshard.costmodels import (
+    LocalRates,
+    PooledCosts,
+    PooledOption,
+    StepWork,
+    TableRates,
+    TTRates,
+    TTReads,
+    pooled_cost,
+    step_seconds,
+)
+from flexshard.errors import BudgetError, JobError
+from flexshard.planner import CompressionPlan, TTOption, plan_compression
+from flexshard.tables.tensor_train_shape import TTShape
+from flexshard.topologies import CollectiveRate, Level
+
+BATCH = 64
+DENSE = TableRates(1, 1, (0.0, 1e-7), (0.0, 1e-9, 1e-11), (0.0, 2e-9, 1e-11))
+RATES = TTRates(
+    "test", (3e-5, 1e-7, 0, 0, 1e-8, 1e-9, 0, 1e-7, 2e-12, 1e-10, 3e-12, 5e-11), (1e-6, 1e-9, 1e-11), (), (DENSE,)
+)
+
+
+def cluster(world: int = 2) -> Cluster:
+    slow = CollectiveRate(0.0, 1e9)
+    levels = (Level(1, None, slow), Level(world, CollectiveRate(0.0, 2e9), None))
+    return Cluster("c", 1, world, 1e10, 0.0, levels)
+
+
+def tables(count: int, seed: int = 0, pooling: str = "sum") -> list[Table]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for index in range(count):
+        rows, dim = int(rng.integers(2_000, 30_000)), int(rng.choice([16, 32]))
+        counts = np.ceil(rng.uniform(50, 2_000) / np.arange(1, rows + 1) ** rng.uniform(0.5, 1.2)).astype(np.int64)
+        profile = AccessProfile.from_counts(counts, int(counts.sum() / rng.uniform(1, 9)))
+        found.append(Table(f"t{index}", rows, dim, profile, pooling=pooling))
+    return found
+
+
+def offered(given: list[Table], ranks: list[int]) -> dict[str, list[TTOption]]:
+    return {t.name: [TTOption(TTShape.choose(t.rows, t.dim, r), 1.0 / r) for r in ranks] for t in given}
+
+
+def every_choice(
+    given: list[Table], options: dict[str, list[TTOption]], limit: float, where: Cluster, loss_limit: float
+) -> float:
+    """The shortest step of all choices of options and ranks within limits."""
+    costs = PooledCosts(where, BATCH, {}, RATES.local)
+    received = sum(costs.received_bytes(table) for table in given)
+    ranks = range(where.world_size)
+    ways: list[list[tuple[PooledOption, tuple[int, ...]]]] = []
+    for table in given:
+        ways.append([])
+        for option in costs.options(table):
+            places = [tuple(ranks)] if option.shards == where.world_size else itertools.product(ranks)
+            ways[-1] += [(option, place) for place in places]
+        for train in options.get(table.name, []):
+            reads = TTReads.expected(table, BATCH, train.shape)
+            seconds = RATES.step_seconds(train.shape, reads)
+            ways[-1].append((costs.tensor_train(table, train.shape, reads, seconds, train.loss), tuple(ranks)))
+    best = np.inf
+    for placed in itertools.product(*ways):
+        cost = pooled_cost(costs, placed, received)
+        if cost.memory_bytes <= limit and sum(option.loss for option, _ in placed) <= loss_limit * (1 + 1e-9):
+            best = min(best, step_seconds(cost, where.world_size, StepWork(0.0)))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("loss_limit", [None, 0.3])
+def test_no_choice_is_better(seed: int, loss_limit: float | None, tmp_path: Path) -> None:
+    given, where = tables(3, seed), cluster()
+    options = offered(given, [4, 8])
+    neutral = solve(given, where, batch_size=BATCH).settings.budget_bytes
+    limit = neutral * (0.25, 0.5, 0.8, 1.5)[seed % 4]
+    best = every_choice(given, options, limit, where, np.inf if loss_limit is None else loss_limit)
+
+    def decide() -> CompressionPlan:
+        return plan_compression(
+            given,
+            where,
+            options=options,
+            rates=RATES,
+            batch_size=BATCH,
+            budget=f"{limit!r} B",
+            loss_limit=loss_limit,
+            gap=1e-6,
+        )
+
+    if np.isinf(best):
+        with pytest.raises(BudgetError):
+            decide()
+        return
+    found = decide()
+    assert found.step_seconds == pytest.approx(best, rel=1e-5)
+    assert found.lower_bound_seconds <= best * (1 + 1e-9)
+    assert found.memory_bytes <= limit * (1 + 1e-9)
+    assert loss_limit is None or found.loss <= loss_limit * (1 + 1e-9)
+    assert found.plan is None or set(found.plan.pooled) == {t.name for t in given} - set(found.shapes)
+    if found.plan is not None:
+        assert found.plan.lower_bound_seconds <= found.plan.objective_seconds(found.plan.predicted)
+    found.save(tmp_path / "decision.json")
+    again = CompressionPlan.load(tmp_path / "decision.json")
+    assert (again.tables, again.shapes) == (found.tables, found.shapes)
+    assert (again.plan and again.plan.fingerprint) == (found.plan and found.plan.fingerprint)
+
+
+def test_little_memory_compresses_pooled_tables_beside_sequences() -> None:
+    pooled, sequences = tables(2, 5), [replace(t, name=f"s{i}", pooling="none") for i, t in enumerate(tables(2, 9))]
+    given, where = [*pooled, *sequences], cluster(4)
+    options = offered(pooled, [4])
+    roomy = solve(given, where, batch_size=BATCH)
+    how = {"options": options, "rates": RATES, "batch_size": BATCH}
+    alone = plan_compression(given, where, **how)  # type: ignore[arg-type]
+    least = plan_compression(given, where, **how, budget=f"{roomy.settings.budget_bytes * 0.6!r} B")  # type: ignore[arg-type]
+    assert set(least.shapes) <= {"t0", "t1"}
+    assert least.shapes
+    assert least.plan is not None
+    assert set(least.plan.tables) == {"s0", "s1"}
+    assert least.memory_bytes <= least.budget_bytes
+    assert least.step_seconds >= alone.step_seconds
+    assert least.lower_bound_seconds <= least.step_seconds
+    name = next(iter(least.shapes))
+    assert "tensor train" in least.explain(name)
+    assert "As table_wise/fused" in least.explain(name) or "As row_wise/fused" in least.explain(name)
+    assert "tiers of rows" in least.explain("s0")
+    with pytest.raises(BudgetError):
+        solve(given, where, batch_size=BATCH, budget=f"{least.memory_bytes * 0.9!r} B")
+
+
+def test_constraints_of_tables_that_are_compressed_go_with_them() -> None:
+    given, where = tables(3, 2), cluster(4)
+    asked = {"t0": TableConstraints(apart=["t1", "t2"]), "t1": TableConstraints(sharding_types=["table_wise"])}
+    found = plan_compression(
+        given,
+        where,
+        options=offered(given[:1], [4]),
+        rates=RATES,
+        batch_size=BATCH,
+        constraints=asked,
+        budget="1.6 MiB",
+    )
+    assert set(found.shapes) == {"t0"}
+    assert found.plan is not None
+    assert found.plan.pooled["t1"].sharding_type == "table_wise"
+    assert not any("t0" in asked for asked in found.plan.settings.constraints)
+
+
+def test_what_cannot_be_decided() -> None:
+    pooled, sequence = tables(1), replace(tables(2)[1], pooling="none")
+    how = {"rates": RATES, "batch_size": BATCH}
+    options = offered([*pooled, sequence], [4])
+    with pytest.raises(JobError, match="'t1': beside pooled tables, tables without pooling cannot be compressed"):
+        plan_compression([*pooled, sequence], cluster(), options=options, **how)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="options are given for table 'no'"):
+        plan_compression(pooled, cluster(), options={"no": options["t0"]}, **how)  # type: ignore[arg-type]
+    assert isinstance(RATES.local, LocalRates)
