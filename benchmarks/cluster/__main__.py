@@ -67,11 +67,11 @@ def main() -> int:
 
 def print_cluster(cluster: Cluster) -> None:
     for level in cluster.levels:
-        for kind in ("all_to_all", "all_reduce"):
+        for kind in ("all_to_all", "all_reduce", "own_all_gather", "own_reduce_scatter"):
             rate = getattr(level, kind)
             if rate is not None:
-                beta = units.format_bandwidth(rate.bytes_per_s)
-                print(f"  {kind}@{level.group_size}: {units.format_seconds(rate.alpha_seconds)} + bytes / {beta}")
+                alpha, beta = units.format_seconds(rate.alpha_seconds), units.format_bandwidth(rate.bytes_per_s)
+                print(f"  {kind.removeprefix('own_')}@{level.group_size}: {alpha} + bytes / {beta}")
 
 
 def fullest(found: dict[str, Any]) -> float:

@@ -53,6 +53,7 @@ class Network:
         inter_mbit, path_mbit, intra_mbit: of each node's link, of what goes to one other node, and of each node's
             loopback; Mbit/s.
         prefix: of the namespaces' names.
+        full_duplex: whether links are limited in both directions; otherwise in the sending one alone.
     """
 
     nodes: int
@@ -61,6 +62,7 @@ class Network:
     path_mbit: float
     intra_mbit: float
     prefix: str = "flexshard"
+    full_duplex: bool = False
 
     @property
     def world_size(self) -> int:
@@ -215,6 +217,8 @@ def _build(shape: Network) -> None:
             _keep_order(where, device)
         _limit_paths(shape, node)
         _limit(own, "lo", shape.intra_mbit)
+        if shape.full_duplex:
+            _limit(switch, port, shape.inter_mbit)
 
 
 def _limit(namespace: str, device: str, mbit: float) -> None:

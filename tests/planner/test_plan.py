@@ -16,8 +16,8 @@ import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, Table, diff, explain, load_job, pareto, solve
 from flexshard.costmodels import Cost, column_wise_cost, placement_cost
-from flexshard.errors import BudgetError, JobError, PlanError
-from flexshard.planner import Job, Problem, compare, marginal_curve, whole_table_cost
+from flexshard.errors import BudgetError, JobError, PlanError, SolverError
+from flexshard.planner import Job, Problem, compare, marginal_curve, plan_document, whole_table_cost
 from flexshard.planner.baselines.torchrec_choices import TorchRecChoice, price_choices, torchrec_choices
 from flexshard.planner.solver.build import build_instance
 from flexshard.profiling import LengthMoments, power_law_probabilities
@@ -415,6 +415,47 @@ def test_torchrecs_own_planner_is_asked_and_priced(paper_cluster: Cluster) -> No
     assert plan.baselines["torchrec"].exposed_seconds == pytest.approx(priced.exposed_seconds)
     if priced.memory_bytes <= plan.settings.budget_bytes:
         assert plan.predicted.exposed_seconds <= priced.exposed_seconds * (1 + 1e-9)
+
+
+@pytest.mark.skipif(find_spec("torchrec") is None, reason="TorchRec is not installed")
+def test_torchrecs_planner_has_the_memory_that_there_is(paper_cluster: Cluster) -> None:
+    small = replace(paper_cluster, hbm_bytes=4.14e9)
+    pooled = [replace(items(name=f"t{i}", length=20.0), pooling="sum") for i in range(4)]
+    problem = Problem(pooled, small, 64, budget="4.14 GB")
+    # 4 GB of weights on 32 ranks with 0.14 GB each: TorchRec would take host memory, if there were any.
+    roomy = {one.compute_kernel for one in torchrec_choices(replace(problem, host_memory=1e11))}
+    assert roomy & {"fused_uvm", "fused_uvm_caching"}
+    with pytest.raises(SolverError, match="TorchRec's planner found no plan"):
+        torchrec_choices(problem)
+    with pytest.raises(SolverError, match="TorchRec's planner found no plan"):
+        compare(problem, torchrec=True)
+    with pytest.warns(UserWarning, match="left out: TorchRec's planner found no plan"):
+        plan = compare(problem)
+    assert "torchrec" not in plan.baselines
+
+
+def test_ranks_on_one_link_share_what_it_carries(paper_cluster: Cluster) -> None:
+    tables = [items(name="a"), items(name="b")]
+    alone = price_choices(Problem(tables, paper_cluster, 4096), [TorchRecChoice("table_wise", ((0, 1.0),))] * 2)
+    shared = Problem(tables, replace(paper_cluster, ranks_per_link=2), 4096)
+    for ranks, share in (((0, 0), 0.5), ((0, 1), 0.5), ((0, 2), 0.25)):
+        placed = [TorchRecChoice("table_wise", ((rank, 1.0),)) for rank in ranks]
+        found = next(one for one in price_choices(shared, placed).collectives if one.content == "embeddings")
+        whole = next(one for one in alone.collectives if one.content == "embeddings")
+        assert found.nbytes == whole.nbytes
+        assert found.nbytes + found.excess_bytes == pytest.approx(share * (whole.nbytes + whole.excess_bytes))
+
+
+def test_rates_of_their_own_are_in_plans_that_have_them(paper_cluster: Cluster, tmp_path: Path) -> None:
+    plain = solve([items()], paper_cluster, batch_size=512)
+    assert "own_" not in json.dumps(plan_document(plain)["cluster"])
+    inner = paper_cluster.levels[0]
+    own = replace(inner, own_reduce_scatter=CollectiveRate(1e-5, 1e9, note="by hand"))
+    measured = replace(paper_cluster, levels=(own, *paper_cluster.levels[1:]))
+    plan = solve([items()], measured, batch_size=512)
+    assert plan.job_digest != plain.job_digest
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").cluster == measured
 
 
 def longer_ids(cost: Cost) -> float:

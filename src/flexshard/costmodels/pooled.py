@@ -42,13 +42,11 @@ POOLED_KERNELS = ("fused", "dense", "fused_uvm", "fused_uvm_caching")
 # Of these TorchRec 1.8 divides means by lengths after partial sums are added up, and in a collection that has tables
 # sharded otherwise it divides those by theirs as well: their weights train wrongly, without a word.
 CUT_BY_ROWS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
-# What ranks wait for one another after; with what travels then.
-POOLED_LOADS: Mapping[str, tuple[str, ...]] = {
-    "ids": ("pooled ids",),
-    "look up": ("pooled host reads",),
-    "rows": ("pooled sums", "pooled gradients", "pooled replicas"),
-    "update": ("pooled host writes",),
-}
+_EVEN, _LOOK_UP, _UPDATE = "on all ranks alike", "look up", "update"
+_UNEVEN = ("table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
+# What ranks wait for one another after. Tables of a sharding type share its calls, each of which takes as long as its
+# busiest rank; another type's busiest rank does not make up for it.
+POOLED_LOADS = (_EVEN, _LOOK_UP, _UPDATE, *(f"{what} {kind}" for kind in _UNEVEN for what in ("ids", "rows")))
 
 _ID_BYTES = 8  # TorchRec's ids and lengths
 _FLOAT_BYTES = 4  # sums and their gradients travel as float32
@@ -126,6 +124,15 @@ class PooledCosts:
 
     # -- what travels
 
+    @staticmethod
+    def load(sharding_type: str, content: str) -> int:
+        """Which of :data:`POOLED_LOADS` what travels for a sharding type is of."""
+        if content in ("pooled host reads", "pooled host writes"):
+            return POOLED_LOADS.index(_LOOK_UP if content == "pooled host reads" else _UPDATE)
+        if sharding_type not in _UNEVEN:
+            return POOLED_LOADS.index(_EVEN)
+        return POOLED_LOADS.index(f"{'ids' if content == 'pooled ids' else 'rows'} {sharding_type}")
+
     def rate(self, channel: Channel) -> CollectiveRate:
         """Of one call. Links between a rank and its host take no time to start."""
         kind, size, _ = channel
@@ -143,20 +150,18 @@ class PooledCosts:
     def seconds(self, option: PooledOption) -> FloatArray:
         """Of each kind of load, what each shard takes of its rank; without latencies. Shape (loads, shards)."""
         found = np.zeros((len(POOLED_LOADS), option.shards))
-        for load, contents in enumerate(POOLED_LOADS.values()):
-            for channel, nbytes in option.moved.items():
-                if channel[2] in contents:
-                    found[load] += self.exposed(channel) * nbytes / self.rate(channel).bytes_per_s
-        names = list(POOLED_LOADS)
-        found[names.index("look up")] += option.local_seconds[0]
-        found[names.index("update")] += option.local_seconds[1]
+        for channel, nbytes in option.moved.items():
+            load = self.load(option.sharding_type, channel[2])
+            found[load] += self.exposed(channel) * nbytes / self.rate(channel).bytes_per_s
+        found[POOLED_LOADS.index(_LOOK_UP)] += option.local_seconds[0]
+        found[POOLED_LOADS.index(_UPDATE)] += option.local_seconds[1]
         return found
 
     def sharing(self, load: str) -> int:
         """Ranks that carry a kind of load together: where those of a node share a link, whatever crosses links. That of
         it which stays within nodes counts as if it did not.
         """
-        together, crosses = self.cluster.ranks_on_link(self.cluster.world_size), load in ("ids", "rows")
+        together, crosses = self.cluster.ranks_on_link(self.cluster.world_size), load not in (_LOOK_UP, _UPDATE)
         return together if crosses and self.cluster.ranks_per_node % together == 0 else 1
 
     def calls(self, sharding_type: str) -> dict[Channel, int]:

@@ -22,7 +22,7 @@ class _RankLoads:
     """What every rank has of pooled tables; arrays of shape (ranks,) unless they say otherwise.
 
     Attributes:
-        moved: bytes by channel.
+        moved: bytes by kind of load (of :data:`POOLED_LOADS`, its position) and channel.
         local_seconds: of lookups and updates; shape (2, ranks).
         static_bytes, dynamic_bytes, host_bytes: as of :class:`PooledOption`.
         ids: looked up.
@@ -30,7 +30,7 @@ class _RankLoads:
             together, as bytes, each has the mean.
     """
 
-    moved: Mapping[Channel, FloatArray]
+    moved: Mapping[tuple[int, Channel], FloatArray]
     local_seconds: FloatArray
     static_bytes: FloatArray
     dynamic_bytes: FloatArray
@@ -56,13 +56,14 @@ def _rank_loads(
         return found
 
     sharing = [costs.sharing(load) for load in POOLED_LOADS]
-    of_content = {content: costs.sharing(load) for load, contents in POOLED_LOADS.items() for content in contents}
-    moved: dict[Channel, FloatArray] = {}
+    moved: dict[tuple[int, Channel], FloatArray] = {}
     local, seconds = np.zeros((2, world)), np.zeros((len(POOLED_LOADS), world))
     sums = {name: np.zeros(world) for name in ("static_bytes", "dynamic_bytes", "host_bytes", "ids")}
     for option, where in placed:
         for channel, nbytes in option.moved.items():
-            moved[channel] = moved.get(channel, np.zeros(world)) + at(where, nbytes, of_content[channel[2]])
+            load = costs.load(option.sharding_type, channel[2])
+            before = moved.get((load, channel), np.zeros(world))
+            moved[load, channel] = before + at(where, nbytes, sharing[load])
         local += [at(where, each) for each in option.local_seconds]
         seconds += [at(where, *each) for each in zip(costs.seconds(option), sharing, strict=True)]
         for name, total in sums.items():
@@ -87,11 +88,12 @@ def pooled_cost(
         for channel, number in costs.calls(sharding_type).items():
             calls[channel] = calls.get(channel, 0) + number
     collectives = []
-    for channel in sorted(loads.moved):
+    for channel in sorted({channel for _, channel in loads.moved}):
         kind, size, content = channel
-        nbytes, number, rate = loads.moved[channel], calls.get(channel, 1), costs.rate(channel)
-        rank = busiest[next(i for i, contents in enumerate(POOLED_LOADS.values()) if content in contents)]
-        mean = float(nbytes.mean())
+        number, rate = calls.get(channel, 1), costs.rate(channel)
+        parts = [(load, nbytes) for (load, each), nbytes in loads.moved.items() if each == channel]
+        mean = sum(float(nbytes.mean()) for _, nbytes in parts)
+        most = sum(float(nbytes[busiest[load]]) for load, nbytes in parts)
         collectives.append(
             Collective(
                 kind,
@@ -102,10 +104,10 @@ def pooled_cost(
                 rate.bytes_per_s,
                 hidden_share(costs.overlap, kind, size, content),
                 content,
-                (float(nbytes[rank]) - mean) / number,
+                (most - mean) / number,
             )
         )
-    names = list(POOLED_LOADS)
+    look_up, update = (busiest[POOLED_LOADS.index(load)] for load in ("look up", "update"))
     return Cost(
         static_memory_bytes=float(loads.static_bytes[fullest]),
         dynamic_memory_bytes=float(loads.dynamic_bytes[fullest]),
@@ -113,7 +115,7 @@ def pooled_cost(
         rows_read=float(loads.ids.max()),
         collectives=tuple(collectives),
         dynamic_memory_sigma_bytes=None,
-        look_up_seconds=float(loads.local_seconds[0, busiest[names.index("look up")]]),
-        update_seconds=float(loads.local_seconds[1, busiest[names.index("update")]]),
+        look_up_seconds=float(loads.local_seconds[0, look_up]),
+        update_seconds=float(loads.local_seconds[1, update]),
         host_memory_bytes=float(loads.host_bytes.max()),
     )

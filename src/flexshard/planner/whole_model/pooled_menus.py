@@ -145,7 +145,7 @@ def pooled_menus(
             *(() if loss_limit is None else (LOSS,)),
         ),
         ranks_per_host=costs.cluster.ranks_per_node,
-        loads=tuple(POOLED_LOADS),
+        loads=POOLED_LOADS,
         sharing=tuple(costs.sharing(load) for load in POOLED_LOADS),
         charges=tuple(costs.latency(one) for one in POOLED_TYPES),
     )
