@@ -160,8 +160,8 @@ def _moments(loads: Loads, world: int) -> tuple[FloatArray, FloatArray, FloatArr
     """
     ranks, bytes_ = np.arange(world), loads.served_bytes
     variance, third, deviation = np.zeros(world), np.zeros(world), np.zeros(world)
-    # Per lookup of a rank's own samples: a long sample weighs on its rank and on those that serve it; shape (T, U).
-    own = np.repeat(loads.own_bytes[:, None], world, axis=1)
+    # Of a rank's own samples, by length: a long sample weighs on its rank and on those that serve it; shape (U, Q).
+    own = np.repeat((loads.own_bytes @ loads.batch_lengths)[None], world, axis=0)
     mean = np.zeros(world)
     weights = np.diff(BATCH_SHARES, prepend=0.0)
     spread = np.sqrt(np.maximum((loads.batch_lengths - 1) ** 2 @ weights, 0.0))
@@ -172,11 +172,11 @@ def _moments(loads: Loads, world: int) -> tuple[FloatArray, FloatArray, FloatArr
         variance += (size - 1) * float(bytes_**2 @ level.rest_squares)
         third += (size * (bytes_**3 @ level.by_rank(level.hot_third, level.rest_third)))[at]
         served = bytes_[:, None] * reads
-        own += served[:, at]
+        own += (served.T @ loads.batch_lengths)[at]
         mean += (size - 1) * served.sum(axis=0)[at]
         # Features of one sample may be long together; taken to be, their deviations add.
         deviation = np.hypot(deviation, np.sqrt(size - 1) * (spread @ served)[at])
-    return mean[:, None] + own.T @ loads.batch_lengths, variance + deviation**2, third
+    return mean[:, None] + own, variance + deviation**2, third
 
 
 def _least_above(values: FloatArray, variance: FloatArray, third: FloatArray, exceeded: float) -> float:
