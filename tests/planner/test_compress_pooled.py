@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexshard import AccessProfile, Cluster, Table, TableConstraints, solve
+from flexshard import AccessProfile, Cluster, Problem, Table, TableConstraints, solve
 from flexshard.costmodels import (
     LocalRates,
     PooledCosts,
@@ -21,7 +21,7 @@ from flexshard.costmodels import (
     pooled_cost,
     step_seconds,
 )
-from flexshard.errors import BudgetError, JobError
+from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner import CompressionPlan, TTOption, plan_compression
 from flexshard.tables.tensor_train_shape import TTShape
 from flexshard.topologies import CollectiveRate, Level
@@ -101,7 +101,7 @@ def test_no_choice_is_better(seed: int, loss_limit: float | None, tmp_path: Path
         )
 
     if np.isinf(best):
-        with pytest.raises(BudgetError):
+        with pytest.raises((BudgetError, SolverError)):
             decide()
         return
     found = decide()
@@ -157,6 +157,67 @@ def test_constraints_of_tables_that_are_compressed_go_with_them() -> None:
     assert found.plan is not None
     assert found.plan.pooled["t1"].sharding_type == "table_wise"
     assert not any("t0" in asked for asked in found.plan.settings.constraints)
+
+
+def test_losses_that_add_up_to_their_limit_are_allowed() -> None:
+    given = [replace(table, name=f"t{i}") for i, table in enumerate(tables(1, 0) * 3)]
+    shape = TTShape.choose(given[0].rows, given[0].dim, 4)
+    options = {table.name: [TTOption(shape, 0.1)] for table in given}
+    how = {"options": options, "rates": RATES, "batch_size": BATCH}
+    all_three = plan_compression(given, cluster(), **how, budget="3MB", loss_limit=1.0)  # type: ignore[arg-type]
+    neutral = solve(given, cluster(), batch_size=BATCH).settings.budget_bytes
+    tight = f"{neutral * 0.25!r} B"
+    free = plan_compression(given, cluster(), **how, budget=tight)  # type: ignore[arg-type]
+    assert len(free.shapes) == 3 > len(all_three.shapes)
+    # Which is 0.30000000000000004 in all.
+    exact = plan_compression(given, cluster(), **how, budget=tight, loss_limit=0.3)  # type: ignore[arg-type]
+    assert exact.step_seconds == free.step_seconds
+    with pytest.raises(SolverError, match=r"no choice keeps the losses within 0\.29 and memory within"):
+        plan_compression(given, cluster(), **how, budget=tight, loss_limit=0.29)  # type: ignore[arg-type]
+    # The unit of losses does not matter, nor which of two of one shape comes first.
+    for order in (1, -1):
+        both = [TTOption(shape, 1e-8), TTOption(shape, 5e-8)][::order]
+        how["options"] = {table.name: both for table in given}
+        small = plan_compression(given, cluster(), **how, budget=tight, loss_limit=3e-8)  # type: ignore[arg-type]
+        assert small.step_seconds == pytest.approx(free.step_seconds)
+
+
+def test_the_bound_of_those_that_stay_holds_without_the_others() -> None:
+    rate = CollectiveRate(2e-4, 4e9)  # copies are dear to reduce, unless others are reduced anyway
+    where = Cluster("c", 1, 4, 1e9, 0.0, (Level(1, None, rate), Level(4, CollectiveRate(1e-6, 16e9), None)), 1e11)
+    large, small = tables(2, 1)
+    small = replace(small, rows=200, profile=AccessProfile.from_counts(np.arange(200, 0, -1), 2_000))
+    train = [TTOption(TTShape.choose(large.rows, large.dim, 4))]
+    checked = 0
+    for budget in ("450 kB", "600 kB", "800 kB"):
+        found = plan_compression(
+            [large, small], where, options={large.name: train}, rates=RATES, batch_size=BATCH, budget=budget
+        )
+        if not found.shapes or found.plan is None:
+            continue
+        alone = Problem(
+            [small], where, BATCH, step=StepWork(0.0, RATES.local), budget=f"{found.plan.settings.budget_bytes!r} B"
+        )
+        checked += 1
+        best = solve(alone)
+        assert found.plan.lower_bound_seconds <= best.objective_seconds(best.predicted) * (1 + 1e-9)
+        assert not any(one.compute_kernel.startswith("tensor") for one in found.plan.pooled[small.name].alternatives)
+    assert checked
+
+
+def test_pins_are_of_sharded_tables() -> None:
+    given, where = tables(2, 3), cluster()
+    options, asked = offered(given[:1], [4]), {"t0": TableConstraints(pin=[1])}
+    neutral = solve(given, where, batch_size=BATCH).settings.budget_bytes
+    how = {"options": options, "rates": RATES, "batch_size": BATCH, "constraints": asked}
+    roomy = plan_compression(given, where, **how, budget="10 MiB")  # type: ignore[arg-type]
+    assert roomy.plan is not None
+    assert roomy.plan.pooled["t0"].ranks == (1,)
+    least = plan_compression(given, where, **how, budget=f"{neutral * 0.6!r} B")  # type: ignore[arg-type]
+    assert set(least.shapes) == {"t0"}
+    how["constraints"] = {"t1": TableConstraints(with_tables=["t0"])}
+    with pytest.raises(JobError, match="'t0' is to be with 't1', which it could not be as a tensor train"):
+        plan_compression(given, where, **how)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_decided() -> None:

@@ -64,7 +64,7 @@ class TableConstraints:
             object.__setattr__(self, field.name, tuple(value))
         _known(self.sharding_types, POOLED_TYPES, "sharding_types")
         _known(self.compute_kernels, POOLED_KERNELS, "compute_kernels")
-        _known(self.dtypes, tuple(DATA_TYPES), "dtypes")
+        _known(self.dtypes, tuple(name for name, kind in DATA_TYPES.items() if kind.torchrec), "dtypes")
         both = [f"{kind}/{kernel}" for kind in POOLED_TYPES for kernel in POOLED_KERNELS]
         for one in self.forbid:
             if one not in (*POOLED_TYPES, *POOLED_KERNELS, *both):

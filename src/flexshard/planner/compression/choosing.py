@@ -57,8 +57,8 @@ def plan_compression(
 
     Args:
         tables, cluster, how: a :class:`Problem`, or the tables, cluster and options of one, as for :func:`solve`.
-            "neutral" is what row-wise needs without compression. Repeated ids are sent once only with
-            ``index_dedup=True``.
+            "neutral" is what row-wise needs without compression. Where no table is pooled,
+            repeated ids are sent once only with ``index_dedup=True``.
         options: tensor trains by table; tables that are not named stay as they are.
         rates: of the machine, from ``flexshard calibrate``.
         loss_limit: most that the losses of all chosen options may add up to.

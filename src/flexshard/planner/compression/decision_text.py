@@ -45,7 +45,11 @@ def _reason(decision: CompressionPlan, table: TableChoice, option: TableOption, 
     loss = decision.loss - table.option.loss + option.loss
     if decision.loss_limit is not None and loss > decision.loss_limit:
         return f", but beyond the loss allowed ({loss:.4g} above {decision.loss_limit:.4g})"
-    return "" if more >= 0 else ", but tables are taken whole, and other choices pay for it"
+    if more >= 0:
+        return ""
+    if any(one.sharding for one in table.options):  # whose figures are of an average rank
+        return ", but it would make the busiest rank busier, not fit beside the others, or start further collectives"
+    return ", but tables are taken whole, and other choices pay for it"
 
 
 def _words(option: TableOption) -> str:

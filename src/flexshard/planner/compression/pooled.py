@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexshard import units
-from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
-from flexshard.errors import JobError
+from flexshard.costmodels import POOLED_KERNELS, PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
+from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.budget import Limit
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
 from flexshard.planner.compression.menu import check_options
@@ -42,6 +42,13 @@ def compress_pooled(
                 f"table {name!r}: beside pooled tables, tables without pooling cannot be compressed; offer tensor"
                 " trains of pooled tables, or decide on the others by themselves"
             )
+        partners = [*problem.constraints.get(name, TableConstraints()).with_tables]
+        partners += [other for other, one in problem.constraints.items() if name in one.with_tables]
+        if offered and partners:
+            raise JobError(
+                f"table {name!r} is to be with {partners[0]!r}, which it could not be as a tensor train; offer none, or"
+                " leave 'with' out"
+            )
     dense = 0.0 if problem.step is None else problem.step.dense_seconds
     problem = replace(problem, step=StepWork(dense, rates.local), objective="step")
     costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
@@ -49,7 +56,16 @@ def compress_pooled(
         table.name: [_train(costs, table, option, rates, hashed=hashed) for option in options.get(table.name, ())]
         for table in problem.pooled_tables
     }
-    decision = decide_whole(problem, trains, loss_limit)
+    try:
+        decision = decide_whole(problem, trains, loss_limit)
+    except BudgetError:
+        if loss_limit is None:
+            raise
+        decide_whole(problem, trains)  # raises where losses are not what stands in the way
+        raise SolverError(
+            f"no choice keeps the losses within {loss_limit} and memory within budget {problem.budget.name!r}; raise"
+            " one of them, or offer other ranks"
+        ) from None
     received = decision.menus.received_bytes
     whole = pooled_cost(costs, decision.pooled, received)
     if decision.sequences is not None:
@@ -90,13 +106,15 @@ def _train(costs: PooledCosts, table: Table, option: TTOption, rates: TTRates, *
 def _rest(decision: WholeDecision, trains: Mapping[str, Sequence[PooledOption]], seconds: float) -> Plan | None:
     """The plan of the tables that stay; ``seconds`` is what all take."""
     problem, menus = decision.problem, decision.menus
+    sharded = [tuple(one for one in menu if one.compute_kernel in POOLED_KERNELS) for menu in menus.options]
+    menus = replace(menus, options=tuple(sharded))
     tables = problem.pooled_tables
     stays = [
         not any(option is train for train in trains[table.name])
         for table, (option, _) in zip(tables, decision.pooled, strict=True)
     ]
     if all(stays):
-        return plan_decided(decision)
+        return plan_decided(replace(decision, menus=menus))
     gone = {table.name for table, stay in zip(tables, stays, strict=True) if not stay}
     held = sum(
         float((option.static_bytes + option.dynamic_bytes)[0]) + menus.costs.received_bytes(table)
@@ -129,8 +147,10 @@ def _rest(decision: WholeDecision, trains: Mapping[str, Sequence[PooledOption]],
             row_wise=tuple(decision.row_wise[index] for index in kept),
         )
     )
-    # No plan of these tables is better than what the bound leaves them beside these tensor trains.
+    # No plan of these tables is better than what the bound leaves them beside these tensor trains, which may start the
+    # reduction of copies that another plan of them would not need.
     lower = decision.lower_bound_seconds - (seconds - plan.objective_seconds(plan.predicted))
+    lower -= menus.costs.latency("data_parallel")
     return replace(plan, lower_bound_seconds=min(max(lower, 0.0), plan.lower_bound_seconds))
 
 
@@ -159,7 +179,8 @@ def _choice(
         world = costs.cluster.world_size
         memory = float((option.static_bytes + option.dynamic_bytes).sum()) / world
         compute, whole = float(option.local_seconds.sum()) / world, float(costs.seconds(option).sum()) / world
-        shape, sharding = (None, option.name) if given is None else (given.shape, "")
+        held = "" if option.dtype == table.dtype else f" in {option.dtype}"
+        shape, sharding = (None, option.name + held) if given is None else (given.shape, "")
         priced = whole + price * memory
         return TableOption(shape, memory, compute, whole - compute, option.loss, priced, sharding)
 

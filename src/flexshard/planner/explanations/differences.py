@@ -101,12 +101,13 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
 def _pooled_move(name: str, before: PooledTablePlan | None, after: PooledTablePlan | None) -> PooledMove | None:
     """How a pooled table moves; None where it stays as it is."""
     source, target = _where(before), _where(after)
-    kernels = {one.compute_kernel for one in (before, after) if one is not None}
-    if source == target and len(kernels) == 1:
+    kinds = {(one.compute_kernel, one.dtype) for one in (before, after) if one is not None}
+    if source == target and len(kinds) == 1:
         return None
     known = after or before
     assert known is not None
-    held = () if before is None else before.shards
+    # Weights of another type are written anew, wherever they are.
+    held = () if before is None or before.dtype != known.dtype else before.shards
     cells = 0
     for one in () if after is None else after.shards:
         there = sum(_shared(one, other) for other in held if other.rank == one.rank)

@@ -46,8 +46,8 @@ def whole_frontier(problem: Problem) -> ParetoCurve:
         try:
             plans.append(within(middle))
             high = min(high, plans[-1].predicted.memory_bytes)
-        except BudgetError as error:
-            low = max(middle, min(error.least_bytes, high))
+        except BudgetError:
+            low = middle
     plans += [within(budget) for budget in np.geomspace(high, most, _POINTS + 2)[1:-1].tolist() if most > high]
     neutral = roomy.baselines["row_wise"].memory_bytes
     points = _frontier(plans)

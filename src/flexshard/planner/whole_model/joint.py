@@ -195,13 +195,13 @@ def _with_dense(menus: Menus, problem: Problem) -> Menus:
 
 
 def _no_plan(problem: Problem, pooled: PooledMenus, error: BudgetError) -> Exception:
-    """Why nothing fits: memory, or tables that are to be apart."""
-    real = [kind for kind, name in enumerate(pooled.menus.kinds) if " apart from " not in name]
-    if len(real) < len(pooled.menus.kinds) and not problem.sequence_tables:
-        try:
-            assign(pooled.menus.with_kinds(real), seconds=1.0, gap=problem.gap)
-        except BudgetError:
-            return error
-        pairs = ", ".join(name for name in pooled.menus.kinds if " apart from " in name)
-        return JobError(f"constraints leave no plan: {pairs}; there would be one without apart")
+    """Why nothing fits: memory, or tables that are to be apart, which no memory makes possible."""
+    marks = [kind for kind, name in enumerate(pooled.menus.kinds) if " apart from " in name]
+    if not marks:
+        return error
+    try:
+        assign(pooled.menus.with_kinds(marks), seconds=1.0, gap=problem.gap)
+    except BudgetError:
+        pairs = ", ".join(pooled.menus.kinds[kind] for kind in marks)
+        return JobError(f"constraints leave no plan, whatever the memory: {pairs}; there would be one without apart")
     return error

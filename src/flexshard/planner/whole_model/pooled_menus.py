@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ _SPREADS = {
 }
 _ASKED = ("sharding_types", "compute_kernels", "min_partition", "cache_load_factors", "dtypes", "forbid")
 HBM, HOST, LOSS = "HBM", "host memory", "loss"
+_ALL_LOSS = 1 + 1e-9  # of shares that may add up to 1, as float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class PooledMenus:
         found: dict[int, Choice] = {}
         for menu, (source, where) in enumerate(zip(choice, ranks, strict=True)):
             for table, option in zip(self.members[menu], self.meant[menu][source], strict=True):
-                found[table] = (option, self.pinned[menu] or tuple(where))
+                found[table] = (option, tuple(where) if _is_train(option) else self.pinned[menu] or tuple(where))
         return [found[table] for table in range(len(self.tables))]
 
 
@@ -116,7 +118,7 @@ def pooled_menus(
             raise JobError(f"tables {names} are to be with one another, and have no way of sharding in common")
         if len(pins) > 1:
             raise JobError(f"tables {names} are to be with one another, and are pinned to other ranks each")
-        kept = [each for each in alike if not pins or _can_be_at(each[0], pins[0], costs)]
+        kept = [each for each in alike if not pins or _is_train(each[0]) or _can_be_at(each[0], pins[0], costs)]
         if not kept:
             raise JobError(
                 f"table {names}: pin {list(pins[0])} leaves no option; shards of those there are cannot lie so:"
@@ -125,15 +127,14 @@ def pooled_menus(
         meant.append(tuple(kept))
         pinned.append(tuple(pins[0]) if pins else ())
         marks = np.array([[len({one, other} & set(group)) for one, other in apart]], np.float64).T
-        lossy = loss_limit is not None
         menus.append(
-            tuple(_menu_option(costs, each, pinned[-1], marks, number, lossy) for number, each in enumerate(kept))
+            tuple(_menu_option(costs, each, pinned[-1], marks, number, loss_limit) for number, each in enumerate(kept))
         )
     world = costs.cluster.world_size
     left = memory_limit(hbm_bytes) - sum(costs.received_bytes(table) for table in tables)
     room = [left, 0.0 if host_bytes is None else host_bytes, *[1.0] * len(apart)]
     # As if memory of its own kind, of which an option takes as much from every rank: all ranks have the same of it.
-    room += [] if loss_limit is None else [loss_limit]
+    room += [] if loss_limit is None else [_ALL_LOSS]
     capacity = np.repeat(np.array(room)[:, None], world, axis=1)
     whole = Menus(
         tables=tuple(" + ".join(tables[index].name for index in group) for group in groups),
@@ -216,9 +217,25 @@ def _groups(asked: Sequence[TableConstraints], positions: Mapping[str, int]) -> 
 
 
 def _alike(menus: Sequence[Sequence[PooledOption]]) -> list[tuple[PooledOption, ...]]:
-    """Options that all of the tables have, with as many shards."""
-    first, *others = [{(*_key(one), one.shards): one for one in menu} for menu in menus]
-    return [(one, *(other[key] for other in others)) for key, one in first.items() if all(key in o for o in others)]
+    """Options that all of the tables have, with as many shards; each table in any of its data types."""
+    by_name: list[dict[tuple[str, int], list[PooledOption]]] = []
+    for menu in menus:
+        by_name.append({})
+        for one in menu:
+            by_name[-1].setdefault((one.name, one.shards), []).append(one)
+    first, *others = by_name
+    shared = [key for key in first if all(key in other for other in others)]
+    return [each for key in shared for each in itertools.product(*(menu[key] for menu in by_name))]
+
+
+def _is_train(option: PooledOption) -> bool:
+    """Whether it is a tensor train, which constraints do not look at."""
+    return option.compute_kernel not in POOLED_KERNELS
+
+
+def _lost(option: PooledOption, limit: float) -> float:
+    """Share of what may be lost in all."""
+    return option.loss / limit if limit else 2.0 * (option.loss > 0)
 
 
 def _can_be_at(option: PooledOption, pin: Sequence[int], costs: PooledCosts) -> bool:
@@ -242,15 +259,15 @@ def _menu_option(
     pin: Sequence[int],
     marks: FloatArray,
     source: int,
-    lossy: bool,
+    loss_limit: float | None,
 ) -> Option:
     """Tables sharded alike as one option; ``marks``, of shape (pairs, 1), keep it apart from others."""
     first = members[0]
     perf = np.sum([costs.seconds(one) for one in members], axis=0)
     held = np.sum([[one.static_bytes + one.dynamic_bytes, one.host_bytes] for one in members], axis=0)
-    lost = [[sum(one.loss for one in members)] * first.shards] if lossy else np.zeros((0, first.shards))
-    if first.compute_kernel not in POOLED_KERNELS:  # a tensor train, which constraints do not look at
-        marks = np.zeros_like(marks)
+    lost = np.zeros((0, first.shards)) if loss_limit is None else np.full((1, first.shards), _lost(first, loss_limit))
+    if _is_train(first):
+        marks, pin = np.zeros_like(marks), ()
     memory = np.concatenate([held, np.repeat(marks, first.shards, axis=1), lost])
     spread = _SPREADS[first.sharding_type]
     if pin:  # as shards of every rank, most of which are nothing

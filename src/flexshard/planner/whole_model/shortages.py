@@ -30,7 +30,8 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
     # A table all of whose options are, in some kind of memory, larger than all ranks together.
     total = room.sum(axis=1)
     by_sums |= any(menu and all((o.memory.sum(axis=1) > total).any() for o in menu) for menu in menus.options)
-    per_rank = max((float(needs.sum()) / menus.ranks for needs in least), default=0.0)
+    each = {name: float(needs.sum()) / menus.ranks for name, needs in zip(menus.kinds, least, strict=True)}
+    per_rank = each.get("HBM", max(each.values(), default=0.0))
     for name, menu in zip(menus.tables, menus.options, strict=True):
         if not menu:
             return BudgetError(f"table {name!r} has no option; its constraints leave none", per_rank, by_sums)
@@ -42,7 +43,7 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
                     f"table {name!r}: whatever way it is sharded, a rank needs {units.format_bytes(shard)} of"
                     f" {kind_name} for it, {units.format_bytes(beyond)} more than any has; allow it further sharding"
                     " types, or kernels in host memory",
-                    shard,
+                    shard if kind_name == "HBM" or "HBM" not in menus.kinds else per_rank,
                     by_sums,
                 )
     for kind, kind_name in enumerate(menus.kinds):
