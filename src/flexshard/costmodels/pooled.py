@@ -97,6 +97,11 @@ class PooledOption:
         """How many."""
         return len(self.sizes)
 
+    @property
+    def is_tensor_train(self) -> bool:
+        """Whether it stands for the table as a tensor train."""
+        return self.compute_kernel not in POOLED_KERNELS
+
 
 def column_width(dim: int, least: int | None = None) -> int:
     """Columns of a column shard, as TorchRec cuts a table: the least divisor of D that is a multiple of four and at

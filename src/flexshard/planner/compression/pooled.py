@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexshard import units
-from flexshard.costmodels import POOLED_KERNELS, PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
+from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
 from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.budget import Limit
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
@@ -71,7 +71,7 @@ def compress_pooled(
     if decision.sequences is not None:
         whole = decision.sequences.predicted + whole
     seconds, lower = objective_seconds(problem, whole, dense), decision.lower_bound_seconds
-    plan = _rest(decision, trains, seconds)
+    plan = _rest(decision, seconds)
     price = decision.prices.get(HBM, 0.0)
     chosen = dict(zip((table.name for table in problem.pooled_tables), decision.pooled, strict=True))
     return CompressionPlan(
@@ -103,16 +103,13 @@ def _train(costs: PooledCosts, table: Table, option: TTOption, rates: TTRates, *
     return costs.tensor_train(table, option.shape, reads, rates.step_seconds(option.shape, reads), option.loss)
 
 
-def _rest(decision: WholeDecision, trains: Mapping[str, Sequence[PooledOption]], seconds: float) -> Plan | None:
+def _rest(decision: WholeDecision, seconds: float) -> Plan | None:
     """The plan of the tables that stay; ``seconds`` is what all take."""
     problem, menus = decision.problem, decision.menus
-    sharded = [tuple(one for one in menu if one.compute_kernel in POOLED_KERNELS) for menu in menus.options]
+    sharded = [tuple(one for one in menu if not one.is_tensor_train) for menu in menus.options]
     menus = replace(menus, options=tuple(sharded))
     tables = problem.pooled_tables
-    stays = [
-        not any(option is train for train in trains[table.name])
-        for table, (option, _) in zip(tables, decision.pooled, strict=True)
-    ]
+    stays = [not option.is_tensor_train for option, _ in decision.pooled]
     if all(stays):
         return plan_decided(replace(decision, menus=menus))
     gone = {table.name for table, stay in zip(tables, stays, strict=True) if not stay}

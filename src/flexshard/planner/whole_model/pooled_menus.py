@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import POOLED_KERNELS, POOLED_LOADS, POOLED_TYPES, PooledCosts, PooledOption
+from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, PooledCosts, PooledOption
 from flexshard.errors import JobError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.solver.instance import memory_limit
@@ -68,7 +68,7 @@ class PooledMenus:
         found: dict[int, Choice] = {}
         for menu, (source, where) in enumerate(zip(choice, ranks, strict=True)):
             for table, option in zip(self.members[menu], self.meant[menu][source], strict=True):
-                found[table] = (option, tuple(where) if _is_train(option) else self.pinned[menu] or tuple(where))
+                found[table] = (option, tuple(where) if option.is_tensor_train else self.pinned[menu] or tuple(where))
         return [found[table] for table in range(len(self.tables))]
 
 
@@ -118,7 +118,7 @@ def pooled_menus(
             raise JobError(f"tables {names} are to be with one another, and have no way of sharding in common")
         if len(pins) > 1:
             raise JobError(f"tables {names} are to be with one another, and are pinned to other ranks each")
-        kept = [each for each in alike if not pins or _is_train(each[0]) or _can_be_at(each[0], pins[0], costs)]
+        kept = [each for each in alike if not pins or each[0].is_tensor_train or _can_be_at(each[0], pins[0], costs)]
         if not kept:
             raise JobError(
                 f"table {names}: pin {list(pins[0])} leaves no option; shards of those there are cannot lie so:"
@@ -228,11 +228,6 @@ def _alike(menus: Sequence[Sequence[PooledOption]]) -> list[tuple[PooledOption, 
     return [each for key in shared for each in itertools.product(*(menu[key] for menu in by_name))]
 
 
-def _is_train(option: PooledOption) -> bool:
-    """Whether it is a tensor train, which constraints do not look at."""
-    return option.compute_kernel not in POOLED_KERNELS
-
-
 def _lost(option: PooledOption, limit: float) -> float:
     """Share of what may be lost in all."""
     return option.loss / limit if limit else 2.0 * (option.loss > 0)
@@ -266,7 +261,7 @@ def _menu_option(
     perf = np.sum([costs.seconds(one) for one in members], axis=0)
     held = np.sum([[one.static_bytes + one.dynamic_bytes, one.host_bytes] for one in members], axis=0)
     lost = np.zeros((0, first.shards)) if loss_limit is None else np.full((1, first.shards), _lost(first, loss_limit))
-    if _is_train(first):
+    if first.is_tensor_train:  # which constraints do not look at
         marks, pin = np.zeros_like(marks), ()
     memory = np.concatenate([held, np.repeat(marks, first.shards, axis=1), lost])
     spread = _SPREADS[first.sharding_type]
