@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class JaggedArray:
     @property
     def lengths(self) -> IntArray:
         """Values of every row."""
-        return np.diff(self.offsets)
+        return _ones(len(self)) if self.offsets is _unit_offsets(len(self)) else np.diff(self.offsets)
 
     def take(self, rows: IntArray) -> JaggedArray:
         """These rows, in this order."""
@@ -125,6 +126,21 @@ def _kernels(rows: int, compiled: bool | None = None) -> Any:
     return duplicate_kernels
 
 
+@lru_cache(maxsize=4)  # batches of one size have them in common
+def _unit_offsets(rows: int) -> IntArray:
+    """Offsets of rows of one value each."""
+    offsets = np.arange(rows + 1, dtype=np.int64)
+    offsets.flags.writeable = False
+    return offsets
+
+
+@lru_cache(maxsize=4)
+def _ones(rows: int) -> IntArray:
+    ones = np.ones(rows, np.int64)
+    ones.flags.writeable = False
+    return ones
+
+
 def _as_unsigned(values: AnyArray) -> AnyArray:
     """The values' bits, without copying them."""
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
@@ -150,25 +166,34 @@ def joined(columns: Sequence[JaggedArray], rows: IntArray | None = None) -> tupl
     lengths = [column.lengths if rows is None else column.lengths[rows] for column in columns]
     values = _joined([(column.values, column.offsets) for column in columns], lengths, rows)
     weighted = [(column.weights, column.offsets) for column in columns if column.weights is not None]
-    return values, np.concatenate(lengths), _joined(weighted, lengths, rows) if weighted else None
+    return values, _concatenated(lengths), _joined(weighted, lengths, rows) if weighted else None
 
 
 def _joined(
     columns: Sequence[tuple[AnyArray, IntArray]], lengths: Sequence[IntArray], rows: IntArray | None
 ) -> AnyArray:
     if rows is None:
-        return np.concatenate([values for values, _ in columns])
+        return _concatenated([values for values, _ in columns])
     kernels, kind = _kernels(rows.size), columns[0][0].dtype
     if kernels is None or any(values.dtype != kind for values, _ in columns):
         return np.concatenate([_taken(values, offsets, rows) for values, offsets in columns])
     sizes = [int(each.sum()) for each in lengths]
-    # Arrow keeps the pages of buffers that are given back; NumPy would fault new ones in for every batch.
-    buffer: AnyArray = np.frombuffer(pa.allocate_buffer(sum(sizes) * kind.itemsize), kind)
+    buffer = _buffer(sum(sizes), kind)
     start = 0
     for (values, offsets), size in zip(columns, sizes, strict=True):
         kernels.gather(_as_unsigned(values), offsets, rows, _as_unsigned(buffer[start : start + size]))
         start += size
     return buffer
+
+
+def _concatenated(parts: Sequence[AnyArray]) -> AnyArray:
+    kind = np.result_type(*{part.dtype for part in parts})
+    return np.concatenate(parts, out=_buffer(sum(part.size for part in parts), kind))
+
+
+def _buffer(size: int, kind: np.dtype[Any]) -> AnyArray:
+    # Arrow keeps the pages of buffers that are given back; NumPy would fault new ones in for every batch.
+    return np.frombuffer(pa.allocate_buffer(size * kind.itemsize), kind)
 
 
 def _taken(values: AnyArray, offsets: IntArray, rows: IntArray) -> AnyArray:
@@ -195,6 +220,8 @@ def jagged_of_arrow(
     """
     if isinstance(column, pa.ChunkedArray):
         column = one_array(column)
+    if pt.is_signed_integer(column.type) and not column.null_count:  # the most common one, and quickly done
+        return JaggedArray(column.to_numpy(), _unit_offsets(len(column)))
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pt.is_dictionary(column.type):
@@ -208,7 +235,7 @@ def jagged_of_arrow(
             offsets = column.offsets.to_numpy().astype(np.int64)
             offsets -= offsets[0]
     else:
-        values, offsets = column, np.arange(len(column) + 1, dtype=np.int64)
+        values, offsets = column, _unit_offsets(len(column))
     if not (pt.is_integer(values.type) or pt.is_floating(values.type)):
         raise DataError(
             f"{where}: column {name!r} holds {column.type}, not numbers; expected integers or lists of integers"

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from flexshard.ingestion.reader import (
+    from flexshard.ingestion.batch import (
+        BatchPosition as BatchPosition,
         ReaderPhases as ReaderPhases,
         SessionBatch as SessionBatch,
-        SessionReader as SessionReader,
     )
+    from flexshard.ingestion.reader import SessionReader as SessionReader
     from flexshard.ingestion.sessions.clustering import Clustered as Clustered, cluster_sessions as cluster_sessions
     from flexshard.ingestion.sessions.duplication import (
         Duplication as Duplication,
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "reader": ["ReaderPhases", "SessionBatch", "SessionReader"],
+        "batch": ["BatchPosition", "ReaderPhases", "SessionBatch"],
+        "reader": ["SessionReader"],
         "sessions.clustering": ["Clustered", "cluster_sessions"],
         "sessions.duplication": ["Duplication", "FeatureDuplication", "measure_duplication"],
         "sessions.grouping": ["suggest_groups"],

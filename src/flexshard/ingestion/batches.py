@@ -1,145 +1,122 @@
-"""Batches of rows from row groups, in order: RecD's reader fills them (RecD paper, section 2.1)."""
+"""Rows of batches from stored rows, in an epoch's order: what is shuffled together is held, the rest is streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from flexshard._internal import ParquetSource, read_group
-from flexshard.errors import DataError
+from flexshard.ingestion.order import EpochOrder
+from flexshard.ingestion.stored_rows import Piece, RowStreams, StoredRows
 
-__all__ = ["RowGroup", "Rows", "check_columns", "fill_batches", "row_groups"]
+__all__ = ["BatchRows", "Rows", "batches_in_order"]
 
-
-@dataclass(frozen=True)
-class RowGroup:
-    """One row group of a file.
-
-    Attributes:
-        source: its file.
-        number: in it.
-        first_row: of the file at which it starts.
-        num_rows: in it.
-        compressed_bytes: of the columns that will be read.
-    """
-
-    source: ParquetSource
-    number: int
-    first_row: int
-    num_rows: int
-    compressed_bytes: int
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows: a batch.
+    """A batch as it is stored.
 
     Attributes:
-        table: them.
-        origins: where runs of them come from: row of the batch, file, row of the file; in order.
+        table: its rows.
+        number: gives the rows' numbers in the dataset; shape (B,).
+        stored: the dataset.
         bytes_read: compressed, of the row groups that were opened for this batch.
         seconds: that reading took.
     """
 
     table: pa.Table
-    origins: tuple[tuple[int, str, int], ...]
+    number: Callable[[], IntArray]
+    stored: StoredRows
     bytes_read: int
     seconds: float
 
     def runs(self) -> Iterator[tuple[pa.Table, str, int]]:
-        """Rows of one row group each, with the file and the row of it at which they start."""
-        ends = [start for start, _, _ in self.origins[1:]] + [self.table.num_rows]
-        for (start, where, row), end in zip(self.origins, ends, strict=True):
-            yield self.table.slice(start, end - start), where, row
+        """The rows in runs that follow each other in a file; with the file, and the row of it at which they start."""
+        for places, where, row in self.stored.runs(self.number()):
+            yield self.table.take(pa.array(places)), where, row
 
     def origin_of(self, row: int) -> tuple[str, int]:
         """File, and row of it, of a row of the batch."""
-        start, where, first = max(origin for origin in self.origins if origin[0] <= row)
-        return where, first + row - start
+        return self.stored.locate(int(self.number()[row]))
 
 
-def row_groups(sources: Sequence[ParquetSource], columns: Sequence[str]) -> list[RowGroup]:
-    """All row groups, in order, of which some columns will be read."""
-    groups = []
-    for source in sources:
-        first = 0
-        with source.open() as file:
-            for number, rows in enumerate(source.group_rows):
-                nbytes = _compressed_bytes(file.metadata.row_group(number), columns)
-                groups.append(RowGroup(source, number, first, rows, nbytes))
-                first += rows
-    return groups
-
-
-def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> None:
-    """Check that every file has each column once, of one type.
+def batches_in_order(stored: StoredRows, batch_size: int) -> Iterator[Rows]:
+    """Batches in the order of the files; the last may be smaller.
 
     Raises:
-        DataError: one has not; names the file and lists what is there.
+        DataError: what cannot be read; names file and row.
     """
-    for source in sources:
-        for column in columns:
-            if source.schema.names.count(column) != 1:
-                raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
-            kind, other = source.schema.field(column).type, sources[0].schema.field(column).type
-            if kind != other:
-                raise DataError(
-                    f"{source.name}: column {column!r} holds {kind}, but {other} in {sources[0].name}; write them alike"
-                )
+    streams = RowStreams(stored, chunk_rows=batch_size)
+    for first in range(0, stored.num_rows, batch_size):
+        start, stop = perf_counter(), min(stored.num_rows, first + batch_size)
+        table = _joined(streams.take(first, stop, stored.num_rows))
+        numbers = partial(np.arange, first, stop)
+        yield Rows(table, numbers, stored, streams.bytes_read(), perf_counter() - start)
 
 
-def fill_batches(
-    groups: Sequence[RowGroup], columns: Sequence[str], batch_size: int, *, drop_last: bool = False
-) -> Iterator[Rows]:
-    """Batches of ``batch_size`` rows across row groups; the last may be smaller, or is left out.
+class BatchRows:
+    """Reads the rows at positions of an epoch; positions asked for in order are read once."""
 
-    Raises:
-        DataError: a page that cannot be decoded; names file and row.
-    """
-    waiting: list[pa.Table] = []
-    origins: list[tuple[int, str, int]] = []  # of the rows that wait
-    ready, nbytes, seconds = 0, 0, 0.0
-    for group in groups:
+    def __init__(self, stored: StoredRows, order: EpochOrder, *, lanes: int) -> None:
+        """Read batches of up to ``lanes`` lanes in turn."""
+        self._stored, self._order = stored, order
+        self._streams = RowStreams(stored, chunk_rows=order.settings.batch_size, keep=lanes + 1)
+        self._windows: dict[int, tuple[pa.Table, IntArray]] = {}  # the last used last
+        self._held = lanes
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Rows:
+        """Rows at some ranges of positions.
+
+        Raises:
+            DataError: what cannot be read; names file and row.
+        """
+        read = self._ordered if self._order.settings.shuffle is None else self._shuffled
         start = perf_counter()
-        table = read_group(group.source, group.number, group.first_row, columns).table
-        seconds += perf_counter() - start
-        nbytes += group.compressed_bytes
-        if table.num_rows:
-            origins.append((ready, group.source.name, group.first_row))
-        waiting.append(table)
-        ready += table.num_rows
-        begin = 0
-        whole = pa.concat_tables(waiting) if ready >= batch_size else None
-        while whole is not None and ready - begin >= batch_size:
-            yield Rows(whole.slice(begin, batch_size), _within(origins, begin, begin + batch_size), nbytes, seconds)
-            nbytes, seconds = 0, 0.0
-            begin += batch_size
-        if whole is not None:
-            waiting, origins = [whole.slice(begin)], list(_within(origins, begin, ready))
-            ready -= begin
-    if ready and not drop_last:
-        yield Rows(pa.concat_tables(waiting), tuple(origins), nbytes, seconds)
+        parts = [part for first, stop in ranges for part in read(first, stop)]
+        table = parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+        nbytes = self._streams.bytes_read()
+        return Rows(table, partial(self._numbers, ranges), self._stored, nbytes, perf_counter() - start)
+
+    def _numbers(self, ranges: Sequence[tuple[int, int]]) -> IntArray:
+        return np.concatenate([self._order.rows(first, stop) for first, stop in ranges])
+
+    def _ordered(self, first: int, stop: int) -> Iterator[pa.Table]:
+        yield _joined(self._streams.take(first, stop, self._order.lane_stop(first)))
+
+    def _shuffled(self, first: int, stop: int) -> Iterator[pa.Table]:
+        while first < stop:
+            window = self._order.window_of(first)
+            begin, end = (int(bound) for bound in self._order.windows[window : window + 2])
+            table, places = self._window(window)
+            span = slice(first - begin, min(stop, end) - begin)
+            yield table.take(pa.array(places[span]))
+            first = min(stop, end)
+
+    def _window(self, window: int) -> tuple[pa.Table, IntArray]:
+        """A window's rows in the order of the files, and where each is there."""
+        found = self._windows.pop(window, None)
+        if found is None:
+            held = self._order.window(window)
+            while len(self._windows) >= self._held:
+                self._windows.pop(next(iter(self._windows)))
+            pieces = [
+                piece
+                for first, size in zip(held.firsts.tolist(), held.sizes.tolist(), strict=True)
+                for piece in self._streams.take(first, first + size)
+            ]
+            found = _joined(pieces), held.places
+        self._windows[window] = found
+        return found
 
 
-def _within(origins: Sequence[tuple[int, str, int]], begin: int, end: int) -> tuple[tuple[int, str, int], ...]:
-    """Origins of rows ``begin`` to ``end``, counted from ``begin``."""
-    pieces = []
-    ends = [start for start, _, _ in origins[1:]] + [end]
-    for (start, where, row), stop in zip(origins, ends, strict=True):
-        first = max(start, begin)
-        if first < min(stop, end):
-            pieces.append((first - begin, where, row + first - start))
-    return tuple(pieces)
-
-
-def _compressed_bytes(group: Any, columns: Sequence[str]) -> int:
-    chunks = (group.column(number) for number in range(group.num_columns))
-    return sum(
-        chunk.total_compressed_size
-        for chunk in chunks
-        if any(chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in columns)
-    )
+def _joined(pieces: Sequence[Piece]) -> pa.Table:
+    """Pieces as a table of one chunk."""
+    table = pa.Table.from_batches([piece.table for piece in pieces])
+    return table if len(pieces) == 1 else table.combine_chunks()

@@ -1,97 +1,45 @@
-"""Parquet in, deduplicated batches out: RecD's reader and its three phases (RecD paper, sections 2.1, 4.2 and 6.3)."""
+"""Parquet in, deduplicated batches out: RecD's reader and its three phases (RecD paper, sections 2.1, 4.2 and 6.3).
+
+A batch is a function of (dataset, seed, epoch, position), so that ranks, workers and restarts agree without talking.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.types as pt
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torchrec.streamable import Pipelineable
 
-from flexshard._internal import ParquetSource, check_int, expand, first_repeated, one_array
+from flexshard._internal import check_int, expand, first_repeated
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
-from flexshard.ingestion.batches import Rows, check_columns, fill_batches, row_groups
+from flexshard.ingestion.batch import BatchPosition, ReaderPhases, SessionBatch
+from flexshard.ingestion.batches import BatchRows, Rows
+from flexshard.ingestion.conversion import dense_tensor, features_of
+from flexshard.ingestion.order import EpochOrder, OrderSettings
+from flexshard.ingestion.reader_state import ReaderPlace, checked_state
+from flexshard.ingestion.reading_ahead import read_ahead
+from flexshard.ingestion.session_starts import check_session_columns, session_starts
+from flexshard.ingestion.stored_rows import StoredRows
 
-__all__ = ["ReaderPhases", "SessionBatch", "SessionReader"]
+__all__ = ["SessionReader"]
 
 PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class ReaderPhases:
-    """What reading took (Figure 10, Table 3). Adds up.
-
-    Attributes:
-        samples: rows.
-        fill_seconds: reading, decompressing and decoding row groups.
-        convert_seconds: from rows to tensors, finding the distinct ones.
-        process_seconds: transforms.
-        bytes_read: compressed, of the columns that were read.
-        bytes_sent: of the batch's tensors.
-    """
-
-    samples: int = 0
-    fill_seconds: float = 0.0
-    convert_seconds: float = 0.0
-    process_seconds: float = 0.0
-    bytes_read: int = 0
-    bytes_sent: int = 0
-
-    def __add__(self, other: ReaderPhases) -> ReaderPhases:
-        return ReaderPhases(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @property
-    def seconds(self) -> float:
-        """Of all three phases."""
-        return self.fill_seconds + self.convert_seconds + self.process_seconds
-
-
-@dataclass
-class SessionBatch(Pipelineable):
-    """A batch of B samples.
-
-    Attributes:
-        features: deduplicated by group, the others plain.
-        dense: labels and other columns of a number per row; shape (B,) each.
-        phases: what reading it took.
-    """
-
-    features: InverseKeyedJaggedTensor
-    dense: dict[str, torch.Tensor]
-    phases: ReaderPhases
-
-    def to(self, device: torch.device | str, non_blocking: bool = False, data_copy_stream: Any = None) -> SessionBatch:
-        """On another device."""
-        features = self.features.to(device, non_blocking=non_blocking, data_copy_stream=data_copy_stream)
-        dense = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.dense.items()}
-        return SessionBatch(features, dense, self.phases)
-
-    def pin_memory(self) -> SessionBatch:
-        """In page-locked memory."""
-        dense = {name: tensor.pin_memory() for name, tensor in self.dense.items()}
-        return SessionBatch(self.features.pin_memory(), dense, self.phases)
-
-    def record_stream(self, stream: Any) -> None:
-        """Keep the tensors' memory until what ``stream`` has queued is done."""
-        self.features.record_stream(stream)
-        for tensor in self.dense.values():
-            tensor.record_stream(stream)
+_WINDOW_BYTES, _WINDOW_ROWS = 128 << 20, 1 << 18
 
 
 class SessionReader(IterableDataset[SessionBatch]):
     """Batches of a Parquet dataset for a DataLoader (with ``batch_size=None``), or for a plain loop.
 
-    Row groups go in turn to the ranks of a job, and to the DataLoader's workers of each; batches follow the
-    order of the files, so that of a dataset that ``flexshard cluster-sessions`` wrote they hold whole sessions.
+    Which rows a batch holds depends on the dataset, the seed and the epoch alone, not on processes: every rank gets as
+    many batches as the others, any number of DataLoader workers gives them in the same order, and a checkpoint of one
+    number of ranks and workers goes on with another, with no sample lost or read twice.
+
+    Without ``shuffle``, one lane follows the order of the files. Splits are ranges of rows, whatever row groups they
+    are in; a range within a row group takes decoding what is before it there.
     """
 
     def __init__(
@@ -106,30 +54,48 @@ class SessionReader(IterableDataset[SessionBatch]):
         transform: Callable[[InverseKeyedJaggedTensor], InverseKeyedJaggedTensor] | None = None,
         session: str | None = None,
         time: str | None = None,
+        whole_sessions: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        lanes: int | None = None,
         drop_last: bool = False,
-        shuffle: bool = False,
+        pad_last: bool = False,
+        shuffle: bool | str = False,
+        shuffle_window: int | None = None,
         seed: int = 0,
+        prefetch: int = 0,
     ) -> None:
         """Read some columns.
 
         Args:
             paths: files, globs, folders or URLs.
-            batch_size: B.
+            batch_size: B, of each rank.
             features: columns of ids or of lists of ids.
             groups: of features to deduplicate together (``dedup_sparse_features`` in the paper).
-            dense: columns of a number per row, such as labels.
+            dense: columns of a number per row, such as labels, or of lists of as many numbers in every row.
             weights: column with the weights of a feature, by feature.
             transform: of the features, such as :class:`DedupedTransform`.
-            session, time: check that sessions are adjacent and in order of time, as clustering leaves them.
+            session, time: check that every session is in one piece and in order of time, as clustering leaves them.
+                Takes a scan of these columns when the reader is made, and 8 bytes per session.
+            whole_sessions: no batch starts or ends within a session: batches have at most B samples, but for a session
+                of more, which is a batch of its own.
             rank, world_size: of the job that reads together.
-            drop_last: leave out a last batch of fewer than B rows.
-            shuffle: read row groups in a random order, another one after each :meth:`set_epoch`.
+            lanes: stretches of the data that are read side by side, by default one per rank. Batches come from each
+                in turn; with a multiple of ranks times workers, every process decodes only what it returns.
+            drop_last: leave out the last samples, where they are fewer than B for every rank. By default these are
+                divided among the ranks, evenly; a rank for which there is none reads the epoch's first sample again.
+            pad_last: fill the last batches up to B with the epoch's first samples.
+            shuffle: ``"samples"``, or ``"sessions"`` whose samples stay together and in order; True is the latter
+                where ``session`` is given. Row groups come in a random order, and what falls into a window is shuffled.
+                Another order after each :meth:`set_epoch`.
+            shuffle_window: rows that are shuffled together, which have to fit in memory, once per lane of a process
+                and once more; by default those that unpack to 128 MiB, at most 262,144.
             seed: of that order.
+            prefetch: batches that a thread makes ahead.
 
         Raises:
-            DataError: a column that is missing or of another type in some file; ranks that are none.
+            DataError: a column that is missing or of another type in some file; sessions in pieces or out of order;
+                ranks that are none; arguments that contradict each other.
         """
         super().__init__()
         self.batch_size = check_int(batch_size, "batch_size", DataError)
@@ -138,56 +104,213 @@ class SessionReader(IterableDataset[SessionBatch]):
         self.weights = dict(weights or {})
         self.transform = transform
         self.session, self.time = session, time
-        if time is not None and session is None:
-            raise DataError("times are in order within a session; name the session column too")
         self.world_size = check_int(world_size, "world_size", DataError)
         self.rank = check_int(rank, "rank", DataError, least=0)
         if self.rank >= self.world_size:
             raise DataError(f"there are ranks 0 to {self.world_size - 1}, found {self.rank}")
-        self.drop_last, self.shuffle, self.seed = drop_last, shuffle, check_int(seed, "seed", DataError, least=0)
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by workers that stay
-        sources = expand(paths)
-        checked = [c for c in (session, time) if c is not None]
-        self._columns = list(dict.fromkeys([*self.features, *self.weights.values(), *self.dense, *checked]))
+        self.seed = check_int(seed, "seed", DataError, least=0)
+        self.drop_last, self.pad_last, self.whole_sessions = drop_last, pad_last, whole_sessions
+        self.prefetch = check_int(prefetch, "prefetch", DataError, least=0)
+        self.shuffle = self._checked(shuffle)
+        self.lanes = self.world_size if lanes is None else check_int(lanes, "lanes", DataError)
+        self._given = {"lanes": lanes is not None, "shuffle_window": shuffle_window is not None}
+        self._stored, self._sessions = self._scanned(expand(paths))
+        self.shuffle_window = (
+            max(self.batch_size, min(_WINDOW_ROWS, int(_WINDOW_BYTES / max(1.0, self._stored.row_bytes))))
+            if shuffle_window is None
+            else check_int(shuffle_window, "shuffle_window", DataError)
+        )
+        self._place = ReaderPlace()
+        self._last: BatchPosition | None = None
+        self._orders: dict[tuple[int, int], EpochOrder] = {}
+        self._worker: dict[str, int] = {}  # where a DataLoader's worker is
+        self._resumed: dict[str, int] | None = None  # where it goes on
+
+    def _checked(self, shuffle: bool | str) -> str | None:
+        """Arguments that need each other; how to shuffle."""
         if not self.features:
             raise DataError("a batch has at least one feature")
-        check_columns(sources, self._columns)
         twice = first_repeated(self.features)
         if twice is not None:
             raise DataError(f"feature {twice!r} is named twice")
-        if session is not None:
-            _check_type(sources[0], session, "session", nested=True)
-        if time is not None:
-            _check_type(sources[0], time, "time", nested=False)
-        self._groups = row_groups(sources, self._columns)
+        if self.time is not None and self.session is None:
+            raise DataError("times are in order within a session; name the session column too")
+        if self.drop_last and self.pad_last:
+            raise DataError("the last samples can be dropped or padded; drop_last and pad_last are both true")
+        if self.whole_sessions and self.session is None:
+            raise DataError("for batches of whole sessions, name the session column")
+        if shuffle is True:
+            if self.session is None and self.groups:
+                raise DataError(
+                    "shuffled samples hardly repeat what groups deduplicate; name the session column, or say"
+                    " shuffle='samples'"
+                )
+            shuffle = "samples" if self.session is None else "sessions"
+        if shuffle not in (False, None, "samples", "sessions"):
+            raise DataError(f"shuffle is 'samples', 'sessions', true or false, found {shuffle!r}")
+        if shuffle == "sessions" and self.session is None:
+            raise DataError("to shuffle sessions, name the session column")
+        if shuffle == "samples" and self.whole_sessions:
+            raise DataError("shuffled samples leave no whole sessions; say shuffle='sessions'")
+        return shuffle or None
+
+    def _scanned(self, sources: list[Any]) -> tuple[StoredRows, Any]:
+        """The columns of the files, and where sessions start."""
+        columns = list(dict.fromkeys([*self.features, *self.weights.values(), *self.dense]))
+        checked = [column for column in (self.session, self.time) if column is not None]
+        stored = StoredRows(sources, columns)
+        if self.session is None:
+            return stored, None
+        keys = StoredRows(sources, list(dict.fromkeys(checked)))
+        check_session_columns(sources[0], self.session, self.time)
+        return stored, session_starts(keys, self.session, self.time)
+
+    # Where it is.
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle otherwise from now on."""
-        self._epoch.fill_(check_int(epoch, "epoch", DataError, least=0))
+        """Shuffle otherwise from now on, as DistributedSampler's; the epoch of a loaded state is gone on with."""
+        if check_int(epoch, "epoch", DataError, least=0) != self.epoch:
+            self._last = None
+        self._place.set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """That is read, or is read next."""
+        return self._place.epoch
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
+        return self._order(self.epoch).steps(self.world_size, drop_last=self.drop_last)
+
+    @property
+    def progress(self) -> float:
+        """Share of the epoch that was read when this process's last batch was returned."""
+        if self._last is None:
+            return 0.0
+        return self._last.consumed / max(1, self._order(self._last.epoch).num_batches)
+
+    def state_dict(self, batch: SessionBatch | None = None) -> dict[str, Any]:
+        """Where reading goes on: plain numbers and texts, the same for every rank.
+
+        Args:
+            batch: the last one that was trained. By default the last that this reader returned, which is another
+                one where a pipeline reads ahead.
+
+        Raises:
+            DataError: a DataLoader's workers read, of which this process knows nothing: name the batch.
+        """
+        if batch is None and self._place.is_read_by_workers and get_worker_info() is None:
+            raise DataError(
+                "the DataLoader's workers read, and this process does not know how far; give the batch that was"
+                " trained last, or use torchdata's StatefulDataLoader"
+            )
+        position = self._last if batch is None else batch.position
+        if position is None:
+            position = BatchPosition(self.epoch, consumed=self._place.first)
+        state = {"epoch": position.epoch, "batches": position.consumed, **self._identity()}
+        return state | ({"worker": dict(self._worker)} if self._worker else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batches of a state, of which the next pass reads the rest.
+
+        Raises:
+            DataError: a state of other files, batches or order; names what differs.
+        """
+        own = self._identity()
+        if isinstance(state, dict):  # what was not asked for is as it was
+            own |= {name: state.get(name, own[name]) for name, given in self._given.items() if not given}
+        epoch, consumed = checked_state(state, own)
+        self.lanes = check_int(own["lanes"], "the state's lanes", DataError)
+        if self.shuffle:
+            self.shuffle_window = check_int(own["shuffle_window"], "the state's shuffle window", DataError)
+        if consumed > self._order(epoch).num_batches:
+            raise DataError(f"the reader's state is after {consumed:,} batches of {self._order(epoch).num_batches:,}")
+        self._last = None
+        if get_worker_info() is None:
+            self._place.set(epoch, consumed)
+        else:
+            self._resumed = {"epoch": epoch, "first": consumed, **state.get("worker", {})}
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state has to agree with, to mean the same batches."""
+        return {
+            "format": 1,
+            "rows": self._stored.num_rows,
+            "dataset": self._stored.fingerprint,
+            "batch_size": self.batch_size,
+            "lanes": self.lanes,
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+            "shuffle_window": self.shuffle_window if self.shuffle else None,
+            "whole_sessions": self.whole_sessions,
+        }
+
+    # What it reads.
 
     def __iter__(self) -> Iterator[SessionBatch]:
         """Batches, in order.
 
         Raises:
-            DataError: values that cannot be used, or sessions that are not in order; names file, row and column.
+            DataError: values that cannot be used, or files that changed; names file, row and column.
         """
+        batches = self._read()
+        for batch in read_ahead(batches, self.prefetch) if self.prefetch else batches:
+            self._last = batch.position
+            yield batch
+
+    def _read(self) -> Iterator[SessionBatch]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        groups = self._groups
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, int(self._epoch)]).permutation(len(groups))
-            groups = [groups[index] for index in order.tolist()]
-        local_groups = groups[self.rank * workers + number :: self.world_size * workers]
-        before: _Last | None = None
-        for rows in fill_batches(local_groups, self._columns, self.batch_size, drop_last=self.drop_last):
-            if self.session is not None:
-                before = _check_order(rows, self.session, self.time, before)
-            yield self._batch(rows)
+        epoch, first, next_step = self._begun(number, workers)
+        order = self._order(epoch)
+        if first >= order.num_batches and not self._place.is_named:
+            first = 0  # that pass was over
+        shared = math.gcd(self.lanes, self.world_size * workers)
+        rows = BatchRows(self._stored, order, lanes=self.lanes // shared)
+        steps = order.steps(self.world_size, drop_last=self.drop_last, consumed=first)
+        for step in range(next_step, steps, workers):
+            if worker is not None:
+                self._worker = {"epoch": epoch, "first": first, "next": step + workers, "of": workers}
+            consumed = first + step * self.world_size
+            share = order.share(consumed, self.rank, self.world_size, pad_last=self.pad_last)
+            after = min(order.num_batches, consumed + self.world_size)
+            place = BatchPosition(epoch, consumed + self.rank, after, share.repeated)
+            yield self._batch(rows.read(share.ranges), place)
 
-    def _batch(self, rows: Rows) -> SessionBatch:
+    def _begun(self, number: int, workers: int) -> tuple[int, int, int]:
+        """Epoch of a pass that begins, batches that it leaves out, and the step of this worker that comes first."""
+        epoch, first, resumed = self._place.epoch, self._place.begin(), self._resumed
+        self._resumed = None
+        if resumed is None or (self._place.is_named and resumed["epoch"] != epoch):
+            return epoch, first, number
+        if resumed.get("of", workers) != workers:
+            raise DataError(
+                f"this state of a DataLoader is of {resumed['of']} workers, there are {workers}; for another number"
+                " of workers, keep the reader's own state_dict(batch)"
+            )
+        return resumed["epoch"], resumed["first"], resumed.get("next", number)
+
+    def _order(self, epoch: int) -> EpochOrder:
+        """Of an epoch; the last one is kept."""
+        key = (epoch if self.shuffle else 0, self.lanes)
+        if key not in self._orders:
+            settings = OrderSettings(
+                self._stored.num_rows,
+                self.batch_size,
+                self.lanes,
+                self.shuffle,
+                self.shuffle_window,
+                self._stored.group_starts[:-1],
+                self._sessions,
+                self.whole_sessions,
+            )
+            self._orders = {key: EpochOrder(settings, self.seed, key[0])}
+        return self._orders[key]
+
+    def _batch(self, rows: Rows, position: BatchPosition) -> SessionBatch:
         start = perf_counter()
-        features = self._converted(rows)
-        dense = {name: _numbers(rows, name) for name in self.dense}
+        features = features_of(rows, self.features, self.groups, self.weights)
+        dense = {name: dense_tensor(rows, name) for name in self.dense}
         converted = perf_counter()
         if self.transform is not None:
             features = self.transform(features)
@@ -200,112 +323,4 @@ class SessionReader(IterableDataset[SessionBatch]):
             rows.bytes_read,
             features.nbytes() + sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
         )
-        return SessionBatch(features, dense, phases)
-
-    def _converted(self, rows: Rows) -> InverseKeyedJaggedTensor:
-        how: dict[str, Any] = {"keys": self.features, "weights": self.weights}
-        try:
-            return InverseKeyedJaggedTensor.from_arrow(rows.table, self.groups, **how)
-        except DataError:
-            for table, where, row in rows.runs():  # again, to name the file and its row
-                InverseKeyedJaggedTensor.from_arrow(table, self.groups, where=where, first_row=row, **how)
-            raise
-
-
-def _check_type(source: ParquetSource, column: str, role: str, *, nested: bool) -> None:
-    kind = source.schema.field(column).type
-    if nested:
-        fits = not pt.is_nested(kind) and not isinstance(kind, pa.BaseExtensionType)
-        expected = "one key per row"
-    else:
-        fits = pt.is_integer(kind) or pt.is_floating(kind) or pt.is_temporal(kind)
-        expected = "numbers or timestamps"
-    if not fits:
-        raise DataError(f"{source.name}: {role} column {column!r} holds {kind}; expected {expected}")
-
-
-def _numbers(rows: Rows, name: str) -> torch.Tensor:
-    column = rows.table.column(name)
-    if not (pt.is_integer(column.type) or pt.is_floating(column.type) or pt.is_boolean(column.type)):
-        raise DataError(f"{rows.origins[0][1]}: column {name!r} holds {column.type}, not a number per row")
-    if column.null_count:
-        where, row = rows.origin_of(int(np.flatnonzero(pc.is_null(column).to_numpy())[0]))
-        raise DataError(f"{where}: column {name!r} is null in row {row:,}; drop or fill such rows")
-    return torch.from_numpy(np.array(column.to_numpy()))
-
-
-@dataclass(frozen=True)
-class _Last:
-    """Where a run of rows ended: the file and the next row of it, its last session and time."""
-
-    where: str
-    row: int
-    session: pa.Scalar
-    time: Any
-
-
-def _check_order(rows: Rows, session: str, time: str | None, before: _Last | None) -> _Last | None:
-    """Check that no session starts twice among consecutive rows of a file, and that time goes on within one."""
-    for table, where, first in _consecutive(rows):
-        follows = before is not None and (before.where, before.row) == (where, first)
-        before = _check_run(table, where, first, session, time, before if follows else None)
-    return before
-
-
-def _consecutive(rows: Rows) -> Iterator[tuple[pa.Table, str, int]]:
-    """Runs of rows that follow each other in a file, whatever row groups they are of."""
-    waiting: tuple[pa.Table, str, int] | None = None
-    for table, where, row in rows.runs():
-        if waiting is not None and waiting[1] == where and waiting[2] + waiting[0].num_rows == row:
-            waiting = (pa.concat_tables([waiting[0], table]), where, waiting[2])
-            continue
-        if waiting is not None:
-            yield waiting
-        waiting = (table, where, row)
-    if waiting is not None:
-        yield waiting
-
-
-def _check_run(table: pa.Table, where: str, first: int, session: str, time: str | None, before: _Last | None) -> _Last:
-    flat = _whole_column(table, session, f"{where}: session column", first)
-    codes = flat.dictionary_encode().indices.to_numpy()
-    starts = np.flatnonzero(np.diff(codes, prepend=-1))
-    _, known = np.unique(codes[starts], return_index=True)
-    if known.size < starts.size:
-        row = int(starts[int(np.setdiff1d(np.arange(starts.size), known)[0])])
-        raise DataError(
-            f"{where}: session {_shown(flat[row])} of column {session!r} starts again in row {first + row:,};"
-            " cluster the data with 'flexshard cluster-sessions'"
-        )
-    last = None
-    if time is not None:
-        column = _whole_column(table, time, f"{where}: time column", first)
-        if pt.is_temporal(column.type):
-            column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
-        times = column.to_numpy(zero_copy_only=False)
-        back = np.flatnonzero((times[1:] < times[:-1]) & (codes[1:] == codes[:-1])) + 1
-        if before is not None and before.session.equals(flat[0]) and times[0] < before.time:
-            back = np.concatenate([[0], back])
-        if back.size:
-            row = int(back[0])
-            raise DataError(
-                f"{where}: column {time!r} goes back in row {first + row:,}, within session {_shown(flat[row])};"
-                " cluster the data with 'flexshard cluster-sessions'"
-            )
-        last = times[-1]
-    return _Last(where, first + table.num_rows, flat[len(flat) - 1], last)
-
-
-def _whole_column(table: pa.Table, name: str, what: str, first: int) -> pa.Array:
-    flat = one_array(table.column(name))
-    if flat.null_count:
-        row = first + int(np.flatnonzero(pc.is_null(flat).to_numpy(zero_copy_only=False))[0])
-        raise DataError(f"{what} {name!r} is null in row {row:,}; drop or fill such rows")
-    return flat.dictionary_decode() if pt.is_dictionary(flat.type) else flat
-
-
-def _shown(key: pa.Scalar) -> str:
-    try:
-        return repr(key.as_py())
-    except (ValueError, TypeError):  # nanoseconds, which Python's own times do not have
-        return str(key.cast(pa.string()).as_py())
+        return SessionBatch(features, dense, phases, position)

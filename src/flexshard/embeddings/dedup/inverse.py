@@ -273,7 +273,12 @@ class InverseKeyedJaggedTensor(Pipelineable):
 
     def nbytes(self) -> int:
         """Bytes of all tensors: values, lengths, weights and inverse indices."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        jagged = [group.jagged for group in self.groups] + ([] if self.plain is None else [self.plain])
+        tensors = [group.inverse for group in self.groups]
+        for each in jagged:
+            tensors += [each.values(), each.lengths()]
+            tensors += [each.weights()] if each.weights_or_none() is not None else []
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __repr__(self) -> str:
         groups = ", ".join(f"{'+'.join(g.keys)}: {g.num_distinct} of {self._stride}" for g in self.groups)

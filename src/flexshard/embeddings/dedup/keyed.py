@@ -73,10 +73,11 @@ def arrow_columns(
     first_row: int,
 ) -> dict[str, JaggedArray]:
     """Columns of ids by feature, with their weights; as :meth:`InverseKeyedJaggedTensor.from_arrow` reads them."""
-    names = list(keys) if keys is not None else [n for n in table.schema.names if n not in weights.values()]
+    there = table.schema.names
+    names = list(keys) if keys is not None else [name for name in there if name not in weights.values()]
     for name in [*names, *weights, *weights.values()]:
-        if table.schema.names.count(name) != 1:
-            raise DataError(f"{where}: no column {name!r}; there are {', '.join(table.schema.names)}")
+        if there.count(name) != 1:
+            raise DataError(f"{where}: no column {name!r}; there are {', '.join(there)}")
     if weights and set(weights) != set(names):
         without = next(iter(set(names) ^ set(weights)))
         raise DataError(f"{where}: feature {without!r} has no weights or is none of the keys; all have them or none")
@@ -107,7 +108,9 @@ def arrow_columns(
                     f" {first_row + row:,}, which float32 does not hold; scale the weights"
                 )
             column = JaggedArray(column.values, column.offsets, narrow)
-        columns[name] = JaggedArray(column.values.astype(np.int64, copy=False), column.offsets, column.weights)
+        if column.values.dtype != np.int64:
+            column = JaggedArray(column.values.astype(np.int64), column.offsets, column.weights)
+        columns[name] = column
     return columns
 
 

@@ -33,7 +33,7 @@ def listed_features(sources: Sequence[ParquetSource], features: Sequence[str] | 
 def located_lists(batch: Rows, name: str) -> JaggedArray:
     """A column of a batch, with errors that name the row of the file."""
     try:
-        return lists_of(batch.table.column(name), name, batch.origins[0][1])
+        return lists_of(batch.table.column(name), name, batch.origin_of(0)[0])
     except DataError:
         for table, where, row in batch.runs():
             if pt.is_integer(_inner(table.schema.field(name).type)):

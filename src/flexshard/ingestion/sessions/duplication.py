@@ -13,9 +13,10 @@ import pyarrow.types as pt
 
 from flexshard._internal import PathLike, check_int, distinct_rows, expand, first_repeated, is_list
 from flexshard.errors import DataError
-from flexshard.ingestion.batches import check_columns, fill_batches, row_groups
+from flexshard.ingestion.batches import batches_in_order
 from flexshard.ingestion.sessions.columns import listed_features, lists_of, located_lists
 from flexshard.ingestion.sessions.whole_sessions import WholeSessions
+from flexshard.ingestion.stored_rows import StoredRows
 from flexshard.tables import dedup_factor
 
 __all__ = ["Duplication", "FeatureDuplication", "measure_duplication"]
@@ -106,7 +107,7 @@ def measure_duplication(
     batch_size = check_int(batch_size, "batch_size", DataError)
     sources = expand(paths)
     names = listed_features(sources, features)
-    check_columns(sources, [session, *names])
+    stored = StoredRows(sources, list(dict.fromkeys([session, *names])))
     by_case = first_repeated(name.lower() for name in dict.fromkeys([session, *names]))
     if by_case is not None:
         raise DataError(f"{sources[0].name}: columns called {by_case!r} differ by case only; rename one")
@@ -116,12 +117,12 @@ def measure_duplication(
     counts = {name: np.zeros(4, np.int64) for name in names}  # values, values kept, pairs of rows, pairs the same
     in_batches: list[IntArray] = []
     rows = 0
-    for batch in fill_batches(row_groups(sources, [session, *names]), [session, *names], batch_size):
+    for batch in batches_in_order(stored, batch_size):
         keys = batch.table.column(session)
         if keys.null_count:
             where, row = batch.origin_of(int(np.flatnonzero(pc.is_null(keys).to_numpy())[0]))
             raise DataError(f"{where}: session column {session!r} is null in row {row:,}; drop or fill such rows")
-        where = batch.origins[0][1]
+        where = batch.origin_of(0)[0]
         sessions = distinct_rows(lists_of(keys, session, where)).inverse
         in_batches.append(np.bincount(sessions))
         order = np.argsort(sessions, kind="stable")

@@ -12,8 +12,9 @@ import pyarrow as pa
 
 from flexshard._internal import PathLike, check_finite, check_int, distinct_rows, expand, is_list
 from flexshard.errors import DataError
-from flexshard.ingestion.batches import check_columns, fill_batches, row_groups
+from flexshard.ingestion.batches import batches_in_order
 from flexshard.ingestion.sessions.columns import listed_features, lists_of
+from flexshard.ingestion.stored_rows import StoredRows
 
 __all__ = ["suggest_groups"]
 
@@ -111,6 +112,5 @@ def _tables(
         return
     sources = expand(data)
     names = listed_features(sources, features)
-    check_columns(sources, names)
-    for batch in fill_batches(row_groups(sources, names), names, batch_size):
-        yield batch.table, batch.origins[0][1]
+    for batch in batches_in_order(StoredRows(sources, names), batch_size):
+        yield batch.table, batch.origin_of(0)[0]

@@ -1,0 +1,93 @@
+"""From rows to tensors: lists of ids by feature, distinct ones once, and columns of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+import torch
+
+from flexshard._internal import is_list, one_array
+from flexshard.embeddings import InverseKeyedJaggedTensor
+from flexshard.errors import DataError
+from flexshard.ingestion.batches import Rows
+
+__all__ = ["dense_tensor", "features_of"]
+
+
+def features_of(
+    rows: Rows, features: Sequence[str], groups: Sequence[Sequence[str]], weights: Mapping[str, str]
+) -> InverseKeyedJaggedTensor:
+    """Features of a batch, each group's distinct rows once.
+
+    Raises:
+        DataError: values that are not ids; names file, row and column.
+    """
+    how: dict[str, Any] = {"keys": features, "weights": weights}
+    try:
+        return InverseKeyedJaggedTensor.from_arrow(rows.table, groups, **how)
+    except DataError:
+        for table, where, row in rows.runs():  # again, to name the file and its row
+            InverseKeyedJaggedTensor.from_arrow(table, groups, where=where, first_row=row, **how)
+        raise
+
+
+def dense_tensor(rows: Rows, name: str) -> torch.Tensor:
+    """A column of numbers, shape (B,), or of lists of as many numbers in every row, shape (B, D).
+
+    Raises:
+        DataError: other types, nulls, or lists of different lengths; names file, row and column.
+    """
+    column = one_array(rows.table.column(name))
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if not is_list(column.type):
+        return _flat(rows, name, column)
+    inner = column.type.value_type
+    if not _is_number(inner):
+        raise DataError(f"{rows.origin_of(0)[0]}: column {name!r} holds {column.type}, not numbers or lists of numbers")
+    _check_no_nulls(rows, name, column)
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    width = int(lengths[0]) if lengths.size else 0
+    other = np.flatnonzero(lengths != width)
+    if other.size:
+        where, row = rows.origin_of(int(other[0]))
+        raise DataError(
+            f"{where}: column {name!r} has {lengths[other[0]]} numbers in row {row:,}, and {width} in others; a dense"
+            " column has as many in every row (read lists of ids as features)"
+        )
+    values = column.flatten()
+    if values.null_count:
+        where, row = rows.origin_of(int(np.flatnonzero(pc.is_null(values).to_numpy(zero_copy_only=False))[0]) // width)
+        raise DataError(f"{where}: column {name!r} has a null in row {row:,}; drop or fill such rows")
+    return _tensor(values).reshape(len(column), width)
+
+
+def _flat(rows: Rows, name: str, column: pa.Array) -> torch.Tensor:
+    if pt.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not _is_number(column.type):
+        raise DataError(f"{rows.origin_of(0)[0]}: column {name!r} holds {column.type}, not a number per row")
+    _check_no_nulls(rows, name, column)
+    return _tensor(column)
+
+
+def _check_no_nulls(rows: Rows, name: str, column: pa.Array) -> None:
+    if column.null_count:
+        where, row = rows.origin_of(int(np.flatnonzero(pc.is_null(column).to_numpy(zero_copy_only=False))[0]))
+        raise DataError(f"{where}: column {name!r} is null in row {row:,}; drop or fill such rows")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind))
+
+
+def _tensor(values: pa.Array) -> torch.Tensor:
+    """Numbers where Arrow holds them, but for bits, which torch does not have."""
+    if pt.is_boolean(values.type) or not len(values):
+        return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
+    return torch.from_dlpack(values)

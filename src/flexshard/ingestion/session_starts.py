@@ -1,0 +1,130 @@
+"""Where sessions start in a dataset, and whether each is in one piece and in order of time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from flexshard._internal import ParquetSource, one_array
+from flexshard.errors import DataError
+from flexshard.ingestion.stored_rows import RowStreams, StoredRows
+
+__all__ = ["check_session_columns", "session_starts"]
+
+IntArray = npt.NDArray[np.int64]
+_SCAN_ROWS = 1 << 20
+
+
+def check_session_columns(source: ParquetSource, session: str | None, time: str | None) -> None:
+    """Check the types of both columns.
+
+    Raises:
+        DataError: one that cannot be a key, or a time; names file and column.
+    """
+    if session is not None:
+        kind = source.schema.field(session).type
+        if pt.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
+            raise DataError(f"{source.name}: session column {session!r} holds {kind}; expected one key per row")
+    if time is not None:
+        kind = source.schema.field(time).type
+        if not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_temporal(kind)):
+            raise DataError(f"{source.name}: time column {time!r} holds {kind}; expected numbers or timestamps")
+
+
+def session_starts(rows: StoredRows, session: str, time: str | None) -> IntArray:
+    """Rows at which sessions start, from a scan of two columns; memory for a key and a number per session.
+
+    Args:
+        rows: of which ``session`` and ``time`` are the columns.
+        session: column with a key per row.
+        time: column with the time of every row, where it is checked.
+
+    Returns:
+        ascending, from 0; shape (sessions,).
+
+    Raises:
+        DataError: a session that starts again after another one, or time that goes back within one, wherever in the
+            dataset; nulls. Names file and row.
+    """
+    streams = RowStreams(rows, chunk_rows=_SCAN_ROWS)
+    starts: list[IntArray] = []
+    keys: list[pa.Array] = []
+    last_key: pa.Scalar | None = None
+    last_time: Any = None
+    for first in range(0, rows.num_rows, _SCAN_ROWS):
+        for piece in streams.take(first, min(rows.num_rows, first + _SCAN_ROWS), rows.num_rows):
+            where, row = rows.locate(piece.first_row)
+            flat = _whole(piece.table, session, f"{where}: session column", row)
+            is_start = _differs(flat)
+            is_start[0] = last_key is None or not last_key.equals(flat[0])
+            if time is not None:
+                times = _numbers(_whole(piece.table, time, f"{where}: time column", row))
+                before = np.concatenate([times[:1] if is_start[0] else last_time, times[:-1]])
+                back = (times < before) & ~is_start
+                if back.any():
+                    at = int(np.argmax(back))
+                    raise DataError(
+                        f"{where}: column {time!r} goes back in row {row + at:,}, within session {_shown(flat[at])};"
+                        " cluster the data with 'flexshard cluster-sessions'"
+                    )
+                last_time = times[-1:]
+            found = np.flatnonzero(is_start)
+            starts.append(found + piece.first_row)
+            keys.append(flat.take(pa.array(found)))
+            last_key = flat[len(flat) - 1]
+    every = np.concatenate(starts) if starts else np.zeros(0, np.int64)
+    _check_once(rows, session, every, keys)
+    return every
+
+
+def _check_once(rows: StoredRows, session: str, starts: IntArray, keys: list[pa.Array]) -> None:
+    if not keys:
+        return
+    column = one_array(pa.chunked_array(keys))
+    codes = column.dictionary_encode().indices.to_numpy()  # in order of first appearance
+    again = np.flatnonzero(codes != np.arange(codes.size))
+    if not again.size:
+        return
+    at = int(again[0])
+    where, row = rows.locate(int(starts[at]))
+    raise DataError(
+        f"{where}: session {_shown(column[at])} of column {session!r} starts again in row {row:,};"
+        " cluster the data with 'flexshard cluster-sessions'"
+    )
+
+
+def _differs(flat: pa.Array) -> npt.NDArray[np.bool_]:
+    """Whether each key is another one than that before; nans are one key."""
+    found = np.ones(len(flat), bool)
+    if pt.is_floating(flat.type):
+        found[1:] = np.diff(flat.dictionary_encode().indices.to_numpy()) != 0
+    else:
+        found[1:] = pc.not_equal(flat.slice(1), flat.slice(0, len(flat) - 1)).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _numbers(flat: pa.Array) -> npt.NDArray[Any]:
+    if pt.is_temporal(flat.type):
+        flat = flat.cast(pa.int32() if flat.type.bit_width == 32 else pa.int64())
+    values = flat.to_numpy(zero_copy_only=False)
+    return np.asarray(values)
+
+
+def _whole(table: pa.RecordBatch, name: str, what: str, first: int) -> pa.Array:
+    flat = table.column(table.schema.get_field_index(name))
+    if flat.null_count:
+        row = first + int(np.flatnonzero(pc.is_null(flat).to_numpy(zero_copy_only=False))[0])
+        raise DataError(f"{what} {name!r} is null in row {row:,}; drop or fill such rows")
+    return flat.dictionary_decode() if pt.is_dictionary(flat.type) else flat
+
+
+def _shown(key: pa.Scalar) -> str:
+    try:
+        return repr(key.as_py())
+    except (ValueError, TypeError):  # nanoseconds, which Python's own times do not have
+        return str(key.cast(pa.string()).as_py())
