@@ -109,7 +109,7 @@ def distributed(model: nn.Module) -> tuple[nn.Module, CombinedOptimizer]:
     return parallel, CombinedOptimizer([parallel.fused_optimizer, dense])
 
 
-def reader_of(path: Path, groups: list[list[str]], batch_size: int, **how: int | bool) -> SessionReader:
+def reader_of(path: Path, groups: list[list[str]], batch_size: int, **how: Any) -> SessionReader:
     """Batches of a clustered log."""
     return SessionReader(
         path,
@@ -117,6 +117,7 @@ def reader_of(path: Path, groups: list[list[str]], batch_size: int, **how: int |
         features=["history", "candidate"],
         groups=groups,
         dense=["label", "session"],
+        session="session",
         transform=DedupedTransform(Truncate(LONGEST, features=["history"])),
         **how,
     )

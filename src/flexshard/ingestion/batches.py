@@ -31,13 +31,13 @@ class Rows:
         seconds: that reading took.
     """
 
-    table: pa.Table
+    table: pa.RecordBatch
     number: Callable[[], IntArray]
     stored: StoredRows
     bytes_read: int
     seconds: float
 
-    def runs(self) -> Iterator[tuple[pa.Table, str, int]]:
+    def runs(self) -> Iterator[tuple[pa.RecordBatch, str, int]]:
         """The rows in runs that follow each other in a file; with the file, and the row of it at which they start."""
         for places, where, row in self.stored.runs(self.number()):
             yield self.table.take(pa.array(places)), where, row
@@ -68,7 +68,7 @@ class BatchRows:
         """Read batches of up to ``lanes`` lanes in turn."""
         self._stored, self._order = stored, order
         self._streams = RowStreams(stored, chunk_rows=order.settings.batch_size, keep=lanes + 1)
-        self._windows: dict[int, tuple[pa.Table, IntArray]] = {}  # the last used last
+        self._windows: dict[int, tuple[pa.RecordBatch, IntArray]] = {}  # the last used last
         self._held = lanes
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Rows:
@@ -80,17 +80,17 @@ class BatchRows:
         read = self._ordered if self._order.settings.shuffle is None else self._shuffled
         start = perf_counter()
         parts = [part for first, stop in ranges for part in read(first, stop)]
-        table = parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+        table = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
         nbytes = self._streams.bytes_read()
         return Rows(table, partial(self._numbers, ranges), self._stored, nbytes, perf_counter() - start)
 
     def _numbers(self, ranges: Sequence[tuple[int, int]]) -> IntArray:
         return np.concatenate([self._order.rows(first, stop) for first, stop in ranges])
 
-    def _ordered(self, first: int, stop: int) -> Iterator[pa.Table]:
+    def _ordered(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
         yield _joined(self._streams.take(first, stop, self._order.lane_stop(first)))
 
-    def _shuffled(self, first: int, stop: int) -> Iterator[pa.Table]:
+    def _shuffled(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
         while first < stop:
             window = self._order.window_of(first)
             begin, end = (int(bound) for bound in self._order.windows[window : window + 2])
@@ -99,7 +99,7 @@ class BatchRows:
             yield table.take(pa.array(places[span]))
             first = min(stop, end)
 
-    def _window(self, window: int) -> tuple[pa.Table, IntArray]:
+    def _window(self, window: int) -> tuple[pa.RecordBatch, IntArray]:
         """A window's rows in the order of the files, and where each is there."""
         found = self._windows.pop(window, None)
         if found is None:
@@ -116,7 +116,5 @@ class BatchRows:
         return found
 
 
-def _joined(pieces: Sequence[Piece]) -> pa.Table:
-    """Pieces as a table of one chunk."""
-    table = pa.Table.from_batches([piece.table for piece in pieces])
-    return table if len(pieces) == 1 else table.combine_chunks()
+def _joined(pieces: Sequence[Piece]) -> pa.RecordBatch:
+    return pieces[0].table if len(pieces) == 1 else pa.concat_batches([piece.table for piece in pieces])

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 import torch
 
-from flexshard._internal import is_list, one_array
+from flexshard._internal import is_list
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
 from flexshard.ingestion.batches import Rows
@@ -42,7 +42,7 @@ def dense_tensor(rows: Rows, name: str) -> torch.Tensor:
     Raises:
         DataError: other types, nulls, or lists of different lengths; names file, row and column.
     """
-    column = one_array(rows.table.column(name))
+    column = rows.table.column(name)
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if not is_list(column.type):

@@ -217,14 +217,15 @@ class RowStreams:
         return found
 
     def take(self, first: int, stop: int, until: int | None = None) -> list[Piece]:
-        """Rows ``first`` to ``stop``, in pieces; those up to ``until`` will be wanted next.
+        """Rows ``first`` to ``stop``, in pieces; those up to ``until`` (of the row group) will be wanted next.
 
         Raises:
             DataError: as :meth:`StoredRows.chunks`.
         """
+        until = until or int(self._rows.group_starts[self._rows.group_of(stop - 1) + 1])
         pieces, row = [], first
         while row < stop:
-            piece = self._piece_with(row, max(stop, until or 0))
+            piece = self._piece_with(row, max(stop, until))
             number = min(stop, piece.first_row + piece.table.num_rows) - row
             pieces.append(Piece(piece.table.slice(row - piece.first_row, number), row))
             row += number

@@ -47,7 +47,7 @@ def _inner(kind: pa.DataType) -> pa.DataType:
     return inner.value_type if pt.is_dictionary(inner) else inner
 
 
-def lists_of(column: pa.ChunkedArray, name: str, where: str) -> JaggedArray:
+def lists_of(column: pa.ChunkedArray | pa.Array, name: str, where: str) -> JaggedArray:
     """A column of numbers or texts, or of lists of them; texts as numbers that tell them apart."""
     kind = column.type
     inner = _inner(kind)
@@ -55,7 +55,7 @@ def lists_of(column: pa.ChunkedArray, name: str, where: str) -> JaggedArray:
         raise DataError(f"{where}: column {name!r} holds {kind}; expected numbers or texts, or lists of them")
     if (pt.is_integer(inner) or pt.is_floating(inner)) and not (is_list(kind) and pt.is_dictionary(kind.value_type)):
         return jagged_of_arrow(column, name, where=where)
-    flat = one_array(column)
+    flat = one_array(column) if isinstance(column, pa.ChunkedArray) else column
     if pt.is_dictionary(kind):
         flat, kind = flat.dictionary_decode(), kind.value_type
     if not is_list(kind):

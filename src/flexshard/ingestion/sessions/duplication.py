@@ -120,7 +120,7 @@ def measure_duplication(
     for batch in batches_in_order(stored, batch_size):
         keys = batch.table.column(session)
         if keys.null_count:
-            where, row = batch.origin_of(int(np.flatnonzero(pc.is_null(keys).to_numpy())[0]))
+            where, row = batch.origin_of(int(np.flatnonzero(pc.is_null(keys).to_numpy(zero_copy_only=False))[0]))
             raise DataError(f"{where}: session column {session!r} is null in row {row:,}; drop or fill such rows")
         where = batch.origin_of(0)[0]
         sessions = distinct_rows(lists_of(keys, session, where)).inverse

@@ -101,7 +101,7 @@ def _kept(codes: Sequence[IntArray], lengths: Iterable[Sequence[IntArray]]) -> i
 
 def _tables(
     data: pa.Table | PathLike | Sequence[PathLike], features: Sequence[str] | None, batch_size: int
-) -> Iterable[tuple[pa.Table, str]]:
+) -> Iterable[tuple[pa.Table | pa.RecordBatch, str]]:
     if isinstance(data, pa.Table):
         names = [field.name for field in data.schema if is_list(field.type)] if features is None else list(features)
         for name in names:
