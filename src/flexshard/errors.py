@@ -6,6 +6,7 @@
     ├── UnitError              a size, bandwidth or time that cannot be read
     ├── ClusterError           a cluster file, preset or level that does not fit together
     ├── DataError              access data, a batch or an observation that cannot be used (missing, broken, bad ids)
+    │   └── ChangedDataError   files that changed, or went, while they were being read
     ├── ProfileError           an access profile that contradicts itself, or a broken profile file
     ├── TableError             a table whose fields contradict each other or its profile
     ├── JobError               a job file or an argument of ``solve`` that cannot be used
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "ChangedDataError",
     "CheckpointError",
     "ClusterError",
     "CommunicationError",
@@ -55,6 +57,10 @@ class ClusterError(FlexShardError, ValueError):
 
 class DataError(FlexShardError, ValueError):
     """Access data, a batch or an observation that cannot be used."""
+
+
+class ChangedDataError(DataError):
+    """Files that changed, or went, while they were being read."""
 
 
 class ProfileError(FlexShardError, ValueError):

@@ -15,7 +15,26 @@ if TYPE_CHECKING:
         ReaderPhases as ReaderPhases,
         SessionBatch as SessionBatch,
     )
+    from flexshard.ingestion.dense_transforms import (
+        BoxCox as BoxCox,
+        Clamp as Clamp,
+        FillMissing as FillMissing,
+        Logarithm as Logarithm,
+        Logit as Logit,
+        Normalize as Normalize,
+    )
+    from flexshard.ingestion.derived import (
+        Bucketize as Bucketize,
+        Cross as Cross,
+        Derived as Derived,
+        NGrams as NGrams,
+        OnFeatures as OnFeatures,
+    )
     from flexshard.ingestion.reader import SessionReader as SessionReader
+    from flexshard.ingestion.service.client import IngestionClient as IngestionClient, IngestionStats as IngestionStats
+    from flexshard.ingestion.service.ledger import SplitLedger as SplitLedger
+    from flexshard.ingestion.service.packing import batch_hash as batch_hash
+    from flexshard.ingestion.service.spec import IngestionSpec as IngestionSpec
     from flexshard.ingestion.sessions.clustering import Clustered as Clustered, cluster_sessions as cluster_sessions
     from flexshard.ingestion.sessions.duplication import (
         Duplication as Duplication,
@@ -38,7 +57,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "batch": ["BatchPosition", "ReaderPhases", "SessionBatch"],
+        "dense_transforms": ["BoxCox", "Clamp", "FillMissing", "Logarithm", "Logit", "Normalize"],
+        "derived": ["Bucketize", "Cross", "Derived", "NGrams", "OnFeatures"],
         "reader": ["SessionReader"],
+        "service.client": ["IngestionClient", "IngestionStats"],
+        "service.ledger": ["SplitLedger"],
+        "service.packing": ["batch_hash"],
+        "service.spec": ["IngestionSpec"],
         "sessions.clustering": ["Clustered", "cluster_sessions"],
         "sessions.duplication": ["Duplication", "FeatureDuplication", "measure_duplication"],
         "sessions.grouping": ["suggest_groups"],

@@ -92,6 +92,11 @@ class EpochOrder:
         """Of all ranks together; the last may be short."""
         return self.starts.size
 
+    @property
+    def batches_in_lanes(self) -> int:
+        """How many come from each lane in turn; those after them are what is left over."""
+        return self._in_lanes
+
     def steps(self, world_size: int, *, drop_last: bool, consumed: int = 0) -> int:
         """Batches of each rank, after ``consumed`` batches of all ranks."""
         left = self.num_batches - consumed
@@ -213,7 +218,7 @@ class EpochOrder:
         if not settings.whole_sessions:
             starts = np.arange(0, settings.num_rows, settings.batch_size)
             each = settings.num_rows // settings.batch_size // settings.lanes
-            taken = each * settings.lanes
+            self._in_lanes = taken = each * settings.lanes
             starts[:taken] = starts[:taken].reshape(settings.lanes, each).T.reshape(-1)
             return starts, np.minimum(starts + settings.batch_size, settings.num_rows)
         return self._interleaved(self._cut_at_sessions())
@@ -222,6 +227,7 @@ class EpochOrder:
         """One batch of each lane in turn; what longer lanes have more comes last."""
         firsts = np.searchsorted(cuts, self._lane_bounds)
         each = int(np.diff(firsts).min()) if firsts.size > 1 else 0
+        self._in_lanes = each * self.settings.lanes
         numbers = np.concatenate(
             [
                 (firsts[None, :-1] + np.arange(each)[:, None]).reshape(-1),

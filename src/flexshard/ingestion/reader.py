@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from flexshard._internal import check_int, expand, first_repeated
 from flexshard.embeddings import InverseKeyedJaggedTensor
-from flexshard.errors import DataError
+from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion.batch import BatchPosition, ReaderPhases, SessionBatch
 from flexshard.ingestion.batches import BatchRows, Rows
 from flexshard.ingestion.conversion import dense_tensor, features_of
@@ -23,12 +23,13 @@ from flexshard.ingestion.order import EpochOrder, OrderSettings
 from flexshard.ingestion.reader_state import ReaderPlace, checked_state
 from flexshard.ingestion.reading_ahead import read_ahead
 from flexshard.ingestion.session_starts import check_session_columns, session_starts
+from flexshard.ingestion.splits import Split, splits_of
 from flexshard.ingestion.stored_rows import StoredRows
 
 __all__ = ["SessionReader"]
 
 PathLike = str | os.PathLike[str]
-_WINDOW_BYTES, _WINDOW_ROWS = 128 << 20, 1 << 18
+_WINDOW_BYTES, _WINDOW_ROWS, _SPLIT_BYTES = 128 << 20, 1 << 18, 64 << 20
 
 
 class SessionReader(IterableDataset[SessionBatch]):
@@ -52,6 +53,7 @@ class SessionReader(IterableDataset[SessionBatch]):
         dense: Sequence[str] = (),
         weights: Mapping[str, str] | None = None,
         transform: Callable[[InverseKeyedJaggedTensor], InverseKeyedJaggedTensor] | None = None,
+        preprocess: Sequence[Callable[[SessionBatch], SessionBatch]] = (),
         session: str | None = None,
         time: str | None = None,
         whole_sessions: bool = False,
@@ -75,6 +77,8 @@ class SessionReader(IterableDataset[SessionBatch]):
             dense: columns of a number per row, such as labels, or of lists of as many numbers in every row.
             weights: column with the weights of a feature, by feature.
             transform: of the features, such as :class:`DedupedTransform`.
+            preprocess: of whole batches, one after the other: dense columns, and features that are derived from others,
+                such as :class:`Normalize`, :class:`Cross`, :class:`Bucketize`.
             session, time: check that every session is in one piece and in order of time, as clustering leaves them.
                 Takes a scan of these columns when the reader is made, and 8 bytes per session.
             whole_sessions: no batch starts or ends within a session: batches have at most B samples, but for a session
@@ -102,7 +106,7 @@ class SessionReader(IterableDataset[SessionBatch]):
         self.features, self.dense = list(features), list(dense)
         self.groups = [list(group) for group in groups]
         self.weights = dict(weights or {})
-        self.transform = transform
+        self.transform, self.preprocess = transform, list(preprocess)
         self.session, self.time = session, time
         self.world_size = check_int(world_size, "world_size", DataError)
         self.rank = check_int(rank, "rank", DataError, least=0)
@@ -122,7 +126,7 @@ class SessionReader(IterableDataset[SessionBatch]):
         )
         self._place = ReaderPlace()
         self._last: BatchPosition | None = None
-        self._orders: dict[tuple[int, int], EpochOrder] = {}
+        self._orders: dict[tuple[int, int, int], EpochOrder] = {}
         self._worker: dict[str, int] = {}  # where a DataLoader's worker is
         self._resumed: dict[str, int] | None = None  # where it goes on
 
@@ -262,20 +266,75 @@ class SessionReader(IterableDataset[SessionBatch]):
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         epoch, first, next_step = self._begun(number, workers)
-        order = self._order(epoch)
-        if first >= order.num_batches and not self._place.is_named:
-            first = 0  # that pass was over
+        order, first = self._order(epoch), self._first_of(epoch, first)
         shared = math.gcd(self.lanes, self.world_size * workers)
         rows = BatchRows(self._stored, order, lanes=self.lanes // shared)
         steps = order.steps(self.world_size, drop_last=self.drop_last, consumed=first)
         for step in range(next_step, steps, workers):
             if worker is not None:
                 self._worker = {"epoch": epoch, "first": first, "next": step + workers, "of": workers}
-            consumed = first + step * self.world_size
-            share = order.share(consumed, self.rank, self.world_size, pad_last=self.pad_last)
-            after = min(order.num_batches, consumed + self.world_size)
-            place = BatchPosition(epoch, consumed + self.rank, after, share.repeated)
-            yield self._batch(rows.read(share.ranges), place)
+            yield self._step(rows, order, epoch, first + step * self.world_size, self.rank, self.world_size)
+
+    def begin_pass(self) -> tuple[int, int]:
+        """Epoch of the pass that begins, and how many of its batches, of all ranks, were read before."""
+        epoch, first, _ = self._begun(0, 1)
+        return epoch, self._first_of(epoch, first)
+
+    def splits(self, epoch: int, consumed: int) -> list[Split]:
+        """This rank's steps after ``consumed`` batches of an epoch, in stretches that any process may read."""
+        return splits_of(
+            self._order(epoch),
+            epoch,
+            consumed,
+            self.rank,
+            self.world_size,
+            drop_last=self.drop_last,
+            batches=self.split_batches,
+            dataset=self._stored.fingerprint,
+        )
+
+    def read_split(self, split: Split, on_error: Callable[[DataError], None] | None = None) -> Iterator[SessionBatch]:
+        """Batches of a split, whichever rank's.
+
+        Args:
+            split: of :meth:`splits` of a reader of the same dataset and arguments.
+            on_error: takes what is wrong with a batch that cannot be read, instead of raising it.
+
+        Raises:
+            DataError: as iteration; files that changed in any case.
+        """
+        if split.dataset != self._stored.fingerprint:
+            raise ChangedDataError("the job's files are others than when it began; start again, on files that stay")
+        self.lanes, self.shuffle_window = split.lanes, split.window
+        order = self._order(split.epoch)
+        rows = BatchRows(self._stored, order, lanes=1)
+        for step in split.steps:
+            consumed = split.consumed + step * split.world_size
+            try:
+                batch = self._step(rows, order, split.epoch, consumed, split.rank, split.world_size)
+            except DataError as error:
+                if on_error is None or isinstance(error, ChangedDataError):
+                    raise
+                on_error(error)
+            else:
+                yield batch
+
+    @property
+    def split_batches(self) -> int:
+        """Batches of a split: those of a window, or of about a row group, of at most 64 MiB."""
+        if self.shuffle:
+            return max(1, self.shuffle_window // self.batch_size)
+        groups = max(1, self._stored.group_starts.size - 1)
+        rows = min(self._stored.num_rows / groups, _SPLIT_BYTES / max(1.0, self._stored.row_bytes))
+        return max(1, round(rows / self.batch_size))
+
+    def _step(
+        self, rows: BatchRows, order: EpochOrder, epoch: int, consumed: int, rank: int, world_size: int
+    ) -> SessionBatch:
+        """A rank's batch after so many of the epoch."""
+        share = order.share(consumed, rank, world_size, pad_last=self.pad_last)
+        after = min(order.num_batches, consumed + world_size)
+        return self._batch(rows.read(share.ranges), BatchPosition(epoch, consumed + rank, after, share.repeated))
 
     def _begun(self, number: int, workers: int) -> tuple[int, int, int]:
         """Epoch of a pass that begins, batches that it leaves out, and the step of this worker that comes first."""
@@ -290,9 +349,14 @@ class SessionReader(IterableDataset[SessionBatch]):
             )
         return resumed["epoch"], resumed["first"], resumed.get("next", number)
 
+    def _first_of(self, epoch: int, first: int) -> int:
+        """Batches that a pass leaves out: none, where the pass before was over and no epoch was named."""
+        is_over = first >= self._order(epoch).num_batches
+        return 0 if is_over and not self._place.is_named else first
+
     def _order(self, epoch: int) -> EpochOrder:
         """Of an epoch; the last one is kept."""
-        key = (epoch if self.shuffle else 0, self.lanes)
+        key = (epoch if self.shuffle else 0, self.lanes, self.shuffle_window)
         if key not in self._orders:
             settings = OrderSettings(
                 self._stored.num_rows,
@@ -314,13 +378,15 @@ class SessionReader(IterableDataset[SessionBatch]):
         converted = perf_counter()
         if self.transform is not None:
             features = self.transform(features)
-        processed = perf_counter()
+        batch = SessionBatch(features, dense, ReaderPhases(), position)
+        for change in self.preprocess:
+            batch = change(batch)
         phases = ReaderPhases(
             rows.table.num_rows,
             rows.seconds,
             converted - start,
-            processed - converted,
+            perf_counter() - converted,
             rows.bytes_read,
-            features.nbytes() + sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
+            batch.features.nbytes() + sum(tensor.numel() * tensor.element_size() for tensor in batch.dense.values()),
         )
-        return SessionBatch(features, dense, phases, position)
+        return SessionBatch(batch.features, batch.dense, phases, position)

@@ -15,7 +15,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from flexshard._internal import ParquetSource
-from flexshard.errors import DataError
+from flexshard.errors import ChangedDataError, DataError
 
 __all__ = ["Piece", "RowStreams", "StoredRows", "check_columns"]
 
@@ -34,6 +34,10 @@ class Piece:
 
     table: pa.RecordBatch
     first_row: int
+
+
+class _BrokenError(DataError):
+    """A page that cannot be decoded."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +121,26 @@ class StoredRows:
         Raises:
             DataError: a page that cannot be decoded, or a file that has changed or gone; names file and row.
         """
-        group, last = self.group_of(first), self.group_of(stop - 1)
-        number = int(self._group_files[group])
-        source, row = self.sources[number], int(self.group_starts[group])
-        own = range(group - int(self._first_groups[number]), last + 1 - int(self._first_groups[number]))
+        groups = range(self.group_of(first), self.group_of(stop - 1) + 1)
+        try:
+            row = int(self.group_starts[groups[0]])
+            for piece in self._chunks(groups, chunk_rows):
+                row = piece.first_row + piece.table.num_rows
+                yield piece
+                del piece  # so that the next chunk may take its memory
+        except _BrokenError:
+            # Up to the row group that is broken: what is before it is good.
+            for group in range(self.group_of(row), groups[-1] + 1):
+                for piece in self._chunks(range(group, group + 1), chunk_rows):
+                    skipped = max(0, row - piece.first_row)
+                    if skipped < piece.table.num_rows:
+                        yield Piece(piece.table.slice(skipped), piece.first_row + skipped)
+
+    def _chunks(self, groups: range, chunk_rows: int) -> Iterator[Piece]:
+        number = int(self._group_files[groups[0]])
+        source, row = self.sources[number], int(self.group_starts[groups[0]])
+        before = int(self._first_groups[number])
+        own = range(groups[0] - before, groups[-1] + 1 - before)
         with self._opened(number) as file:
             batches = file.iter_batches(chunk_rows, row_groups=own, columns=self.columns, use_threads=False)
             while True:
@@ -128,14 +148,17 @@ class StoredRows:
                     batch = next(batches, None)
                 except Exception as error:  # Arrow raises many kinds on damaged pages
                     self._check_unchanged(number)
-                    raise _broken(source, row - int(self.file_starts[number]), own[0], error) from error
+                    raise _BrokenError(
+                        f"{source.name}: row group {own[0]} is broken at or after row"
+                        f" {row - int(self.file_starts[number]):,}: {_first_line(error)}; write the file again"
+                    ) from error
                 if batch is None or self._is_local(number):
                     self._check_unchanged(number)
                 if batch is None:
                     return
                 start, row = row, row + batch.num_rows
                 piece = Piece(batch, start)
-                del batch  # so that the next chunk may take its memory
+                del batch
                 yield piece
                 del piece
 
@@ -159,13 +182,13 @@ class StoredRows:
         rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         if rows != source.group_rows:
             file.close()
-            raise DataError(_changed(source.name))
+            raise ChangedDataError(_changed(source.name))
         return file
 
     def _check_unchanged(self, number: int) -> None:
         source = self.sources[number]
         if _stamp_of(source) != self._stamps[number]:
-            raise DataError(_changed(source.name))
+            raise ChangedDataError(_changed(source.name))
 
 
 def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> None:
@@ -276,7 +299,7 @@ def _stamp_of(source: ParquetSource) -> _Stamp:
     except OSError as error:
         raise DataError(f"{source.name}: cannot be read: {_first_line(error)}") from error
     if info.type != pafs.FileType.File:
-        raise DataError(_gone(source.name))
+        raise ChangedDataError(_gone(source.name))
     return _Stamp(int(info.size or 0), int(info.mtime_ns or 0))
 
 
@@ -328,10 +351,6 @@ def _is_of(path: str, columns: set[str]) -> bool:
     """Whether a path within the schema belongs to one of the columns, whose own names may have dots."""
     parts = path.split(".")
     return any(".".join(parts[:length]) in columns for length in range(1, len(parts) + 1))
-
-
-def _broken(source: ParquetSource, row: int, group: int, error: Exception) -> DataError:
-    return DataError(f"{source.name}: row group {group} cannot be read from row {row:,} on: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -18,7 +18,18 @@ from flexshard._internal import check_int
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
 
-__all__ = ["ClipIds", "DedupedTransform", "DropFeatures", "DropIds", "HashIds", "MapIds", "SortIds", "Truncate"]
+__all__ = [
+    "ClipIds",
+    "DedupedTransform",
+    "DropFeatures",
+    "DropIds",
+    "HashIds",
+    "MapIds",
+    "SortIds",
+    "Truncate",
+    "folded",
+    "splitmix64",
+]
 
 Batch = TypeVar("Batch", KeyedJaggedTensor, InverseKeyedJaggedTensor)
 
@@ -108,10 +119,7 @@ class HashIds(_PerFeature):
         self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See the class."""
-        mixed = _splitmix64(values.long())
-        # Of an unsigned number, which torch does not divide: its upper 63 bits twice, and the last.
-        rest = (_shifted(mixed, 1) % self.num_rows * 2 + (mixed & 1)) % self.num_rows
-        return _like(rest, values, self.num_rows - 1), lengths, weights
+        return _like(folded(splitmix64(values.long()), self.num_rows), values, self.num_rows - 1), lengths, weights
 
 
 class ClipIds(_PerFeature):
@@ -271,7 +279,13 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _splitmix64(ids: torch.Tensor) -> torch.Tensor:
+def folded(mixed: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Unsigned numbers of 64 bits modulo ``num_rows``."""
+    # torch does not divide unsigned numbers: their upper 63 bits twice, and the last.
+    return (_shifted(mixed, 1) % num_rows * 2 + (mixed & 1)) % num_rows
+
+
+def splitmix64(ids: torch.Tensor) -> torch.Tensor:
     """Steele, Lea and Flood 2014, in the two's complement arithmetic of int64."""
     mixed = ids + _signed(0x9E3779B97F4A7C15)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)

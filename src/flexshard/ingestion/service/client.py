@@ -1,0 +1,309 @@
+"""A trainer's end of an ingestion job: batches in order, from workers that may die (DPP paper, sections 4.1.2, 4.3)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from flexshard._internal import check_int
+from flexshard.errors import ChangedDataError, DataError
+from flexshard.ingestion.batch import SessionBatch
+from flexshard.ingestion.reader import SessionReader
+from flexshard.ingestion.service.ledger import Lease, SplitLedger
+from flexshard.ingestion.service.packing import PackedBatch, unpack
+from flexshard.ingestion.service.spec import IngestionSpec
+from flexshard.ingestion.service.workers import (
+    Failed,
+    Item,
+    Lost,
+    ProcessPool,
+    Reading,
+    ThreadPool,
+    Unreadable,
+    WorkerPool,
+)
+from flexshard.ingestion.splits import Split
+
+__all__ = ["BACKENDS", "IngestionClient", "IngestionStats"]
+
+BACKENDS: dict[str, Callable[[SessionReader, int], WorkerPool]] = {"threads": ThreadPool, "processes": ProcessPool}
+_ATTEMPTS = 4  # a split that ended so many workers is at fault itself
+
+
+@dataclass
+class IngestionStats:
+    """What a client saw, of all passes.
+
+    Attributes:
+        batches, samples, bytes: that it returned.
+        splits, splits_taken: of the pass.
+        stall_seconds: that it waited for workers, and
+        seconds: in all, between the first batch that was asked for and the last one returned.
+        restarts: workers that were lost or did not answer.
+        skipped_batches: that could not be read; others stood in for them.
+        buffered: batches that waited here when the last one was returned.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    bytes: int = 0
+    splits: int = 0
+    splits_taken: int = 0
+    stall_seconds: float = 0.0
+    seconds: float = 0.0
+    restarts: int = 0
+    skipped_batches: int = 0
+    buffered: int = 0
+
+
+class Master(Protocol):
+    """Who gives out splits: :class:`SplitLedger`, here or in a process of its own."""
+
+    def attach(self, client: int, splits: int) -> None: ...
+
+    def lease(self, client: int, *, avoid: int | None = None) -> Lease | None: ...
+
+    def finish(self, lease: Lease) -> None: ...
+
+    def give_back(self, lease: Lease) -> None: ...
+
+    def detach(self, client: int) -> None: ...
+
+
+@dataclass
+class _Active:
+    """A split that is being read: its lease, what comes of it, and how many of its batches were taken."""
+
+    lease: Lease
+    reading: Reading
+    taken: int = 0
+    attempts: int = 1
+    kept: deque[Item] = field(default_factory=deque)  # of readings that were lost
+
+    def get(self, seconds: float) -> Item:
+        """What comes next; TimeoutError where nothing does for so long."""
+        return self.kept.popleft() if self.kept else self.reading.get(seconds)
+
+    @property
+    def ready(self) -> int:
+        """Batches that wait."""
+        return len(self.kept) + self.reading.ready
+
+
+class IngestionClient:
+    """Batches of one rank of an ingestion job, in order, made by workers ahead of the trainer.
+
+    The same batches as ``spec.reader(rank, world_size)`` gives, in the same order, whatever dies: a batch is a
+    function of the dataset, the seed, the epoch and its number, workers keep nothing, and what one lost is read again.
+    ``state_dict`` and ``load_state_dict`` are the reader's, and their states are each other's.
+
+    Use it as a context manager, or call :meth:`close`: workers run until then. Threads and processes of one machine
+    are run here; on clusters, and where the master should outlive its clients, use Ray (``flexshard.ingestion.ray``).
+    """
+
+    def __init__(
+        self,
+        spec: IngestionSpec,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 2,
+        backend: str = "processes",
+        ahead: int = 2,
+        hang_seconds: float = 300.0,
+    ) -> None:
+        """Start workers.
+
+        Args:
+            spec: the job.
+            rank, world_size: of the job that trains.
+            workers: of this client.
+            backend: "processes", or "threads".
+            ahead: splits that are read, or wait, beyond one per worker and lane; bounds memory.
+            hang_seconds: after which a worker that gives nothing is taken to hang, and started again.
+
+        Raises:
+            DataError: as :meth:`IngestionSpec.reader`; or another backend.
+        """
+        if backend not in BACKENDS:
+            raise DataError(f"the backend is one of {', '.join(BACKENDS)}, found {backend!r}")
+        self.spec = spec
+        self.reader = spec.reader(rank, world_size)
+        self.stats = IngestionStats()
+        self._rank, self._ahead = rank, check_int(ahead, "ahead", DataError, least=0)
+        self._hang_seconds = hang_seconds
+        self._last: SessionBatch | None = None
+        self._counted = 0.0
+        self._pool = BACKENDS[backend](self.reader, check_int(workers, "workers", DataError))
+        self._ledger = SplitLedger()
+        for worker in range(workers):
+            self._ledger.add_worker(worker)
+        self._active: dict[int, _Active] = {}
+
+    def __enter__(self) -> IngestionClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._forget()
+        self._pool.close()
+
+    # As the reader's.
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
+        return len(self.reader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As :meth:`SessionReader.set_epoch`."""
+        if epoch != self.reader.epoch:
+            self._last = None
+        self.reader.set_epoch(epoch)
+
+    def state_dict(self, batch: SessionBatch | None = None) -> dict[str, Any]:
+        """Where training is, after ``batch``, or after the last batch that was returned; see the reader's."""
+        return self.reader.state_dict(self._last if batch is None else batch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there; see the reader's."""
+        self._last = None
+        self.reader.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[SessionBatch]:
+        """Batches of the epoch.
+
+        Raises:
+            DataError: a batch that cannot be read, where the job does not skip those; a split that ends every worker
+                that reads it; workers that do not answer.
+            ChangedDataError: files that are not what they were.
+        """
+        epoch, consumed = self.reader.begin_pass()
+        splits = self.reader.splits(epoch, consumed)
+        steps = sum(len(split.steps) for split in splits)
+        split_of: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(steps, np.int64)
+        for number, split in enumerate(splits):
+            split_of[split.steps.start : split.steps.stop : split.steps.step] = number
+        self._forget()
+        self._ledger.attach(self._rank, len(splits))
+        self.stats.splits, self.stats.splits_taken = len(splits), 0
+        missing: list[str] = []
+        began = time.perf_counter()
+        for number in split_of.tolist():
+            start = time.perf_counter()
+            found = self._next_of(splits, number)
+            self.stats.stall_seconds += time.perf_counter() - start
+            if isinstance(found, PackedBatch):
+                for _ in missing:  # those before the first that could be read
+                    yield self._returned(_standing_in(unpack(found)), began)
+                missing.clear()
+                yield self._returned(unpack(found), began)
+            elif self.spec.bad_batches == "raise":
+                raise DataError(found.message)
+            else:
+                self.stats.skipped_batches += 1
+                if self._last is None:
+                    missing.append(found.message)
+                else:
+                    yield self._returned(_standing_in(self._last), began)
+        if missing:
+            raise DataError(f"no batch of the epoch can be read: {missing[0]}")
+
+    def _returned(self, batch: SessionBatch, began: float) -> SessionBatch:
+        self._last = batch
+        self.stats.batches += 1
+        self.stats.samples += batch.phases.samples
+        self.stats.bytes += batch.phases.bytes_sent
+        self.stats.buffered = sum(active.ready for active in self._active.values())
+        now = time.perf_counter()
+        self.stats.seconds += now - max(began, self._counted)
+        self._counted = now
+        return batch
+
+    def _forget(self) -> None:
+        """Let go of what is being read."""
+        for active in self._active.values():
+            active.reading.cancelled = True
+        self._active.clear()
+
+    # Splits and who reads them.
+
+    def _next_of(self, splits: list[Split], number: int) -> PackedBatch | Unreadable:
+        """The next batch of a split; splits after it are begun."""
+        while True:
+            self._look_after(splits)
+            active = self._active[number]
+            try:
+                item = active.get(self._hang_seconds)
+            except TimeoutError:
+                self._pool.restart(active.lease.worker)
+                active.reading.put(Lost(f"worker {active.lease.worker} gave nothing for {self._hang_seconds:g} s"))
+                continue
+            if isinstance(item, Failed):
+                raise (ChangedDataError if item.changed else DataError)(item.message)
+            if isinstance(item, PackedBatch | Unreadable):
+                active.taken += 1
+                active.attempts = 1
+                if active.taken == len(splits[number].steps):
+                    self._ledger.finish(active.lease)
+                    self.stats.splits_taken += 1
+                    del self._active[number]
+                return item
+
+    def _look_after(self, splits: list[Split]) -> None:
+        """Begin splits, as many as there may be, and again those whose worker is lost."""
+        for number, active in self._active.items():
+            if active.reading.lost is not None:
+                self._begin_again(splits[number], active, active.reading.lost)
+        lanes = max(1, splits[0].steps.step) if splits else 1
+        while len(self._active) < lanes + len(self._ledger.workers) + self._ahead:
+            lease = self._ledger.lease(self._rank)
+            if lease is None:
+                return
+            self._active[lease.split] = _Active(lease, self._pool.start(lease.worker, splits[lease.split]))
+
+    def _begin_again(self, split: Split, active: _Active, why: Lost) -> None:
+        """Read what is left of a split once more; what came of it before is kept."""
+        before = len(active.kept)
+        while active.reading.ready:
+            item = active.reading.get(0)
+            if not isinstance(item, Lost):
+                active.kept.append(item)
+        came = active.taken + len(active.kept)
+        if len(active.kept) > before:
+            active.attempts = 1
+        if active.attempts >= _ATTEMPTS:
+            raise DataError(
+                f"{why.message}; reading batches {_batches(split, came)} of epoch {split.epoch} has ended"
+                f" {active.attempts} workers. Give workers more memory, or make batches and windows smaller"
+            )
+        active.attempts += why.began
+        self.stats.restarts += why.began
+        worker = active.lease.worker
+        self._ledger.give_back(active.lease)
+        lease = self._ledger.lease(self._rank, avoid=worker)
+        assert lease is not None  # the split that was given back comes first, and there are workers
+        active.lease = lease
+        if came < len(split.steps):
+            active.reading = self._pool.start(lease.worker, replace(split, steps=split.steps[came:]))
+        else:
+            active.reading = Reading()
+
+
+def _batches(split: Split, first: int) -> str:
+    """Numbers of those from the split's batch ``first`` on."""
+    numbers = [split.consumed + split.steps[place] * split.world_size + split.rank for place in (first, -1)]
+    return f"{numbers[0]:,} to {numbers[1]:,}"
+
+
+def _standing_in(batch: SessionBatch) -> SessionBatch:
+    """A batch that is given again, all of it repeated."""
+    size = int(batch.features.stride())
+    return replace(batch, position=replace(batch.position, repeated=size))

@@ -1,0 +1,91 @@
+"""Batches as plain arrays, to go between processes; and what tells two batches apart."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flexshard.embeddings import DedupedGroup, InverseKeyedJaggedTensor
+from flexshard.ingestion.batch import BatchPosition, ReaderPhases, SessionBatch
+
+__all__ = ["PackedBatch", "batch_hash", "pack", "unpack"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Jagged:
+    keys: tuple[str, ...]
+    stride: int
+    weighted: bool
+    grouped: bool
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch: how it is put together, and its arrays."""
+
+    keys: tuple[str, ...]
+    parts: tuple[_Jagged, ...]
+    dense: tuple[str, ...]
+    phases: ReaderPhases
+    position: BatchPosition
+    arrays: tuple[Array, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def pack(batch: SessionBatch) -> PackedBatch:
+    """A batch on the host as arrays; they share its memory."""
+    parts, arrays = [], []
+    jagged = [(group.jagged, group.inverse) for group in batch.features.groups]
+    for part, inverse in [*jagged, *([] if batch.features.plain is None else [(batch.features.plain, None)])]:
+        weights = part.weights_or_none()
+        parts.append(_Jagged(tuple(part.keys()), int(part.stride()), weights is not None, inverse is not None))
+        tensors = [part.values(), part.lengths(), weights, inverse]
+        arrays += [tensor.numpy() for tensor in tensors if tensor is not None]
+    arrays += [tensor.numpy() for tensor in batch.dense.values()]
+    keys = tuple(batch.features.keys())
+    return PackedBatch(keys, tuple(parts), tuple(batch.dense), batch.phases, batch.position, tuple(arrays))
+
+
+def unpack(packed: PackedBatch) -> SessionBatch:
+    """The batch; arrays that may not be written to, such as those in shared memory, are copied."""
+    arrays = iter(packed.arrays)
+
+    def tensor() -> torch.Tensor:
+        array = next(arrays)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    groups, plain = [], None
+    for part in packed.parts:
+        values, lengths = tensor(), tensor()
+        weights = tensor() if part.weighted else None
+        jagged = KeyedJaggedTensor(list(part.keys), values, lengths=lengths, weights=weights, stride=part.stride)
+        if part.grouped:
+            groups.append(DedupedGroup(jagged, tensor()))
+        else:
+            plain = jagged
+    dense = {name: tensor() for name in packed.dense}
+    features = InverseKeyedJaggedTensor(groups, plain, packed.keys)
+    return SessionBatch(features, dense, packed.phases, packed.position)
+
+
+def batch_hash(batch: SessionBatch) -> str:
+    """Of everything that training sees: keys, tensors, their types and shapes, and where the batch stands."""
+    packed = pack(batch)
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(repr((packed.keys, packed.parts, packed.dense, packed.position)).encode())
+    for array in packed.arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,29 @@
+"""The main program of a worker: a reader comes first, then split after split; batches go back."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from multiprocessing.connection import Connection
+
+import torch
+
+from flexshard.ingestion.service.workers import read_into
+
+__all__ = ["main"]
+
+
+def main(handle: int) -> None:
+    """Serve who holds the other end of a socket, until it is closed."""
+    torch.set_num_threads(1)  # there is a worker per processor
+    connection = Connection(handle)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        reader = pickle.loads(connection.recv_bytes())
+        connection.send(None)  # ready
+        while True:
+            read_into(reader, connection.recv(), connection.send)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

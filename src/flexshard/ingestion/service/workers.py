@@ -1,0 +1,313 @@
+"""Who reads splits: threads of this process, or processes of this machine, which may die without harm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from flexshard.errors import ChangedDataError, DataError
+from flexshard.ingestion.reader import SessionReader
+from flexshard.ingestion.service.packing import PackedBatch, pack
+from flexshard.ingestion.splits import Split
+
+__all__ = [
+    "Done",
+    "Failed",
+    "Item",
+    "Lost",
+    "ProcessPool",
+    "Reading",
+    "ThreadPool",
+    "Unreadable",
+    "WorkerPool",
+    "read_into",
+]
+
+
+_STARTS = 10  # a worker that ends so often before it can read never will
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A batch that cannot be read, and why."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A split that cannot be read at all, and why; ``changed`` where it is because files did."""
+
+    message: str
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that is no longer there, or no longer answers; ``began`` if it had begun with the split."""
+
+    message: str
+    began: bool = True
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a split."""
+
+
+Item = PackedBatch | Unreadable | Failed | Lost | Done
+
+
+class Reading:
+    """A split that a worker reads: what comes of it, in order."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.lost: Lost | None = None
+        self.cancelled = False
+
+    def put(self, item: Item) -> None:
+        """What came next."""
+        self._items.put(item)
+        if isinstance(item, Lost):
+            self.lost = item  # the last one
+
+    def get(self, seconds: float) -> Item:
+        """What comes next; TimeoutError where nothing does for so long."""
+        try:
+            return self._items.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    @property
+    def ready(self) -> int:
+        """How many batches wait here."""
+        return self._items.qsize()
+
+
+class WorkerPool(Protocol):
+    """Workers, by number."""
+
+    def start(self, worker: int, split: Split) -> Reading:
+        """Let a worker read a split, after those that it was given before."""
+
+    def restart(self, worker: int) -> None:
+        """End a worker that does not answer, and start it again."""
+
+    def add(self) -> int:
+        """One worker more."""
+
+    def remove(self, worker: int) -> None:
+        """A worker less; what it reads is lost."""
+
+    def close(self) -> None:
+        """End all."""
+
+
+def read_into(reader: SessionReader, split: Split, put: Callable[[Item], None]) -> None:
+    """Read a split: batches, what cannot be read, and the end."""
+    try:
+        for batch in reader.read_split(split, lambda error: put(Unreadable(str(error)))):
+            put(pack(batch))
+    except DataError as error:
+        put(Failed(str(error), isinstance(error, ChangedDataError)))
+    else:
+        put(Done())
+
+
+class ThreadPool:
+    """Threads of this process: nothing to start, and what they hold is held once; they share its interpreter."""
+
+    def __init__(self, reader: SessionReader, workers: int) -> None:
+        self._reader = pickle.dumps(reader)
+        self._inboxes: dict[int, queue.SimpleQueue[tuple[Split, Reading] | None]] = {}
+        for _ in range(workers):
+            self.add()
+
+    def start(self, worker: int, split: Split) -> Reading:
+        """See the protocol."""
+        reading = Reading()
+        self._inboxes[worker].put((split, reading))
+        return reading
+
+    def restart(self, worker: int) -> None:
+        """A thread cannot be ended: its place is taken by another one, and what it may still read is not waited for."""
+        self._run(worker)
+
+    def add(self) -> int:
+        """See the protocol."""
+        worker = max(self._inboxes, default=-1) + 1
+        self._run(worker)
+        return worker
+
+    def remove(self, worker: int) -> None:
+        """See the protocol."""
+        self._inboxes.pop(worker).put(None)
+
+    def close(self) -> None:
+        """See the protocol."""
+        for worker in list(self._inboxes):
+            self.remove(worker)
+
+    def _run(self, worker: int) -> None:
+        inbox: queue.SimpleQueue[tuple[Split, Reading] | None] = queue.SimpleQueue()
+        self._inboxes[worker] = inbox
+        reader = pickle.loads(self._reader)
+
+        def work() -> None:
+            while (task := inbox.get()) is not None:
+                if task[1].cancelled:
+                    continue
+                try:
+                    read_into(reader, task[0], task[1].put)
+                except Exception as error:
+                    task[1].put(Lost(f"worker {worker} failed: {type(error).__name__}: {error}"))
+
+        threading.Thread(target=work, name=f"flexshard-ingest-{worker}", daemon=True).start()
+
+
+class _Process:
+    """One process, and the thread that talks to it."""
+
+    def __init__(self, worker: int, reader: bytes) -> None:
+        self._worker, self._reader = worker, reader
+        self._tasks: queue.SimpleQueue[tuple[Split, Reading] | None] = queue.SimpleQueue()
+        self._waiting: list[Reading] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._starts = 0  # since it was last ready
+        self.is_ready = False
+        self.process, self._connection = self._launched()
+        threading.Thread(target=self._run, name=f"flexshard-ingest-{worker}", daemon=True).start()
+
+    def start(self, split: Split) -> Reading:
+        reading = Reading()
+        with self._lock:
+            self._waiting.append(reading)
+            self._tasks.put((split, reading))
+        return reading
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def close(self) -> None:
+        self._closed = True
+        self._tasks.put(None)
+        self.process.kill()
+        self.process.wait()
+
+    def _launched(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        self.is_ready = False
+        self._starts += 1
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flexshard.ingestion.service.worker_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        connection = Connection(ours.detach())
+        with contextlib.suppress(OSError):  # if it is dead already, that shows with the first split
+            connection.send_bytes(self._reader)
+        return process, connection
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if task[1].cancelled:
+                with self._lock:
+                    self._waiting.remove(task[1])
+                continue
+            try:
+                if not self.is_ready:
+                    self._connection.recv()  # it has its reader
+                    self.is_ready, self._starts = True, 0
+                self._connection.send(task[0])
+                while True:
+                    item = self._connection.recv()
+                    if isinstance(item, Done | Failed):
+                        break
+                    task[1].put(item)
+                with self._lock:
+                    self._waiting.remove(task[1])
+                task[1].put(item)
+            except (EOFError, OSError, pickle.UnpicklingError):
+                self._connection.close()
+                code = self.process.wait()
+                if self._closed:
+                    return
+                self._lose(f"worker {self._worker} (process {self.process.pid}) ended with {_ending(code)}")
+                self.process, self._connection = self._launched()
+
+    def _message(self, ending: str) -> Item:
+        if self._starts < _STARTS:
+            return Lost(ending, began=self.is_ready)
+        return Failed(f"{ending}, {self._starts} times in a row before it had begun", changed=False)
+
+    def _lose(self, ending: str) -> None:
+        """All that it was given is lost, not only what it read."""
+        with self._lock:
+            while not self._tasks.empty():
+                if self._tasks.get() is None:
+                    self._closed = True
+            for place, reading in enumerate(self._waiting):
+                reading.put(self._message(ending) if place == 0 else Lost(ending, began=False))
+            self._waiting.clear()
+        if self._closed:
+            self._tasks.put(None)
+
+
+class ProcessPool:
+    """Processes of this machine. One that dies is started again, and what it was reading is lost."""
+
+    def __init__(self, reader: SessionReader, workers: int) -> None:
+        self._reader = pickle.dumps(reader)
+        self._processes: dict[int, _Process] = {}
+        for _ in range(workers):
+            self.add()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that have begun to read."""
+        return [process.process.pid for process in self._processes.values() if process.is_ready]
+
+    def start(self, worker: int, split: Split) -> Reading:
+        """See the protocol."""
+        return self._processes[worker].start(split)
+
+    def restart(self, worker: int) -> None:
+        """See the protocol."""
+        self._processes[worker].kill()
+
+    def add(self) -> int:
+        """See the protocol."""
+        worker = max(self._processes, default=-1) + 1
+        self._processes[worker] = _Process(worker, self._reader)
+        return worker
+
+    def remove(self, worker: int) -> None:
+        """See the protocol."""
+        self._processes.pop(worker).close()
+
+    def close(self) -> None:
+        """See the protocol."""
+        for worker in list(self._processes):
+            self.remove(worker)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"status {code}"
+    return f"signal {signal.Signals(-code).name}" + (", as where memory runs out" if code == -signal.SIGKILL else "")

@@ -1,0 +1,254 @@
+"""Ingestion as a service: the batches of a reader, whoever makes them and whatever dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flexshard.errors import ChangedDataError, DataError
+from flexshard.ingestion import IngestionClient, IngestionSpec, batch_hash
+from flexshard.ingestion.service.workers import ProcessPool
+
+ROWS = 4000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log")
+    generator = np.random.default_rng(1)
+    for number in range(3):
+        rows = ROWS // 4 * (1 + (number == 2))
+        table = pa.table(
+            {
+                "row": np.arange(rows) + number * 1000,
+                "session": np.repeat(np.arange(rows // 4), 4) + number * 10_000,
+                "history": [generator.integers(0, 99, 5).tolist() for _ in range(rows // 4) for _ in range(4)],
+                "item": generator.integers(0, 1 << 40, rows),
+                "price": generator.random(rows),
+            }
+        )
+        pq.write_table(table, path / f"part-{number}.parquet", row_group_size=300)
+    return path
+
+
+def spec_of(folder: Path, **how: Any) -> IngestionSpec:
+    fields: dict[str, Any] = {
+        "paths": str(folder),
+        "batch_size": 32,
+        "features": ["history", "item"],
+        "groups": [["history"]],
+        "dense": ["row", "price"],
+        "session": "session",
+        "shuffle": "sessions",
+        "shuffle_window": 256,
+        "seed": 3,
+        "transforms": [
+            {"op": "hash_ids", "features": ["item"], "num_rows": 1000},
+            {"op": "cross", "features": ["history", "item"], "into": "both", "num_rows": 500},
+            {"op": "normalize", "columns": ["price"], "mean": 0.5, "std": 0.3},
+            {"op": "bucketize", "column": "price", "into": "price_bucket", "boundaries": [-1.0, 0.0, 1.0]},
+        ],
+    }
+    return IngestionSpec(**(fields | how))
+
+
+def expected(spec: IngestionSpec, rank: int = 0, world_size: int = 1, epoch: int = 0) -> list[str]:
+    reader = spec.reader(rank, world_size)
+    reader.set_epoch(epoch)
+    return [batch_hash(batch) for batch in reader]
+
+
+@pytest.mark.parametrize("how", [{}, {"lanes": 3}, {"shuffle": False}, {"shuffle": "samples", "pad_last": True}])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_threads_give_the_readers_batches(folder: Path, how: dict[str, Any], workers: int) -> None:
+    spec = spec_of(folder, **how)
+    for rank in range(2):
+        with IngestionClient(spec, rank=rank, world_size=2, workers=workers, backend="threads") as client:
+            assert len(client) == len(expected(spec, rank, 2))
+            for epoch in range(2):
+                client.set_epoch(epoch)
+                assert [batch_hash(batch) for batch in client] == expected(spec, rank, 2, epoch)
+            assert client.stats.splits_taken == client.stats.splits > 1
+            assert client.stats.samples >= ROWS
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_processes_give_the_readers_batches(folder: Path, workers: int) -> None:
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=workers) as client:
+        assert [batch_hash(batch) for batch in client] == expected(spec)
+        half = []
+        for batch in client:  # one that is left in the middle does not disturb the next
+            half.append(batch_hash(batch))
+            if len(half) == 50:
+                break
+        assert half == expected(spec)[:50]
+        assert [batch_hash(batch) for batch in client] == expected(spec)
+
+
+def test_killed_processes_change_nothing(folder: Path) -> None:
+    """Twenty kills at random times, over several epochs: the same batches, each once."""
+    spec = spec_of(folder)
+    generator, kills, stop = random.Random(0), 0, threading.Event()
+    with IngestionClient(spec, workers=2) as client:
+        pool = client._pool
+        assert isinstance(pool, ProcessPool)
+
+        def kill() -> None:
+            nonlocal kills
+            while kills < 20 and not stop.is_set():
+                time.sleep(generator.uniform(0.0, 0.2))
+                if pool.pids:
+                    os.kill(generator.choice(pool.pids), signal.SIGKILL)
+                    kills += 1
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        epoch = 0
+        try:
+            while kills < 20:
+                client.set_epoch(epoch)
+                assert [batch_hash(batch) for batch in client] == expected(spec, epoch=epoch)
+                epoch += 1
+        finally:
+            stop.set()
+            killer.join()
+        assert client.stats.restarts > 0
+
+
+def test_a_state_is_the_readers_and_goes_on_anywhere(folder: Path) -> None:
+    spec = spec_of(folder)
+    whole = expected(spec, epoch=1)
+    with IngestionClient(spec, workers=2, backend="threads") as client:
+        client.set_epoch(1)
+        for number, batch in enumerate(client):
+            if number == 40:
+                state = client.state_dict()
+                assert client.state_dict(batch) == state
+                break
+    reader = spec.reader()
+    reader.load_state_dict(state)
+    assert [batch_hash(batch) for batch in reader] == whole[41:]
+    with IngestionClient(spec, workers=3, backend="threads") as client:
+        client.load_state_dict(state)
+        assert [batch_hash(batch) for batch in client] == whole[41:]
+    rows: list[int] = []
+    for rank in range(3):
+        with IngestionClient(spec, rank=rank, world_size=3, workers=1, backend="threads") as client:
+            client.load_state_dict(state)
+            for batch in client:
+                rows += batch.dense["row"].tolist()[: batch.features.stride() - batch.position.repeated]
+    reader = spec.reader()
+    reader.load_state_dict(state)
+    assert sorted(rows) == sorted(row for batch in reader for row in batch.dense["row"].tolist())
+
+
+def test_batches_that_cannot_be_read_are_named_or_skipped_and_counted(folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    table = pq.read_table(folder / "part-0.parquet")
+    prices = table["price"].to_pylist()
+    prices[500] = None
+    pq.write_table(table.set_column(4, "price", pa.array(prices)), bad / "a.parquet", row_group_size=100)
+    how = {"shuffle": False, "batch_size": 50}
+    for backend in ("threads", "processes"):
+        with IngestionClient(spec_of(bad, **how), workers=1, backend=backend) as client:
+            seen = []
+            with pytest.raises(DataError, match=r"a\.parquet: column 'price' is null in row 500"):
+                seen += [batch.position.number for batch in client]
+    with IngestionClient(spec_of(bad, bad_batches="skip", **how), workers=2, backend="threads") as client:
+        batches = list(client)
+        assert client.stats.skipped_batches == 1
+        assert len(batches) == len(client)
+        assert [batch.position.repeated for batch in batches] == [50 * (number == 10) for number in range(20)]
+        rows = [row for batch in batches if not batch.position.repeated for row in batch.dense["row"].tolist()]
+        assert rows == [row for row in range(1000) if not 500 <= row < 550]
+    prices[0], prices[500] = None, 0.5  # the first batch of all
+    pq.write_table(table.set_column(4, "price", pa.array(prices)), bad / "a.parquet", row_group_size=100)
+    with IngestionClient(spec_of(bad, bad_batches="skip", **how), workers=2, backend="threads") as client:
+        assert [batch.position.repeated for batch in client][:3] == [50, 0, 0]
+
+
+def test_damaged_and_changed_files_are_named(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.parquet"
+    copy.write_bytes((folder / "part-0.parquet").read_bytes())
+    data = bytearray(copy.read_bytes())
+    place = pq.ParquetFile(copy).metadata.row_group(2).column(3).data_page_offset
+    data[place : place + 40] = bytes(40)
+    copy.write_bytes(bytes(data))
+    how = {"paths": str(copy), "shuffle": False, "session": None}
+    with (
+        IngestionClient(spec_of(folder, **how), workers=1, backend="threads") as client,
+        pytest.raises(DataError, match=r"copy\.parquet: row group 2 is broken at or after row 600: "),
+    ):
+        list(client)
+    with IngestionClient(spec_of(folder, **how, bad_batches="skip"), workers=2, backend="threads") as client:
+        good = [row for batch in client if not batch.position.repeated for row in batch.dense["row"].tolist()]
+        assert good == [*range(576), *range(928, 1000)]  # whole batches of 32 beside the row group
+    copy.write_bytes((folder / "part-0.parquet").read_bytes())
+    with IngestionClient(spec_of(folder, **how, bad_batches="skip"), workers=1, backend="threads") as client:
+        pq.write_table(pq.read_table(copy).slice(1), copy)
+        with pytest.raises(ChangedDataError, match=r"copy\.parquet: has changed since reading began"):
+            list(client)
+
+
+def test_a_worker_that_hangs_is_started_again(folder: Path) -> None:
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=2, hang_seconds=3.0) as client:
+        pool = client._pool
+        assert isinstance(pool, ProcessPool)
+        found, stopped = [], False
+        for batch in client:
+            found.append(batch_hash(batch))
+            if len(found) == 3 and not stopped:
+                for pid in pool.pids:
+                    os.kill(pid, signal.SIGSTOP)
+                stopped = True
+        assert found == expected(spec)
+        assert client.stats.restarts > 0
+
+
+def test_a_spec_is_a_file_and_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder)
+    spec.save(tmp_path / "job.yaml")
+    assert IngestionSpec.load(tmp_path / "job.yaml") == spec
+    text = (tmp_path / "job.yaml").read_text()
+    for old, new, message in (
+        ("num_rows: 1000", "num_rows: none", r"job\.yaml:\d+: transforms\[0\].*num_rows.*integer"),
+        ("op: cross", "op: crossing", r"job\.yaml:\d+: transforms\[1\].*'crossing'"),
+        ("batch_size: 32", "batch_sizes: 32", r"job\.yaml:\d+: batch_sizes: this field is unknown|batch_size"),
+        ("std: 0.3", "std: 0.0", r"transforms\[2\]: std is above 0, found 0\.0"),
+        ("seed: 3", "seed: -3", r"job\.yaml:\d+: seed: .*greater than or equal to 0"),
+    ):
+        assert old in text
+        (tmp_path / "bad.yaml").write_text(text.replace(old, new))
+        with pytest.raises(DataError, match=message.replace("job", "bad")):
+            IngestionSpec.load(tmp_path / "bad.yaml")
+    with pytest.raises(DataError, match=r"ingestion job: features: .*at least 1"):
+        spec_of(folder, features=[])
+    with pytest.raises(DataError, match="column 'row' is named twice"):
+        spec_of(folder, dense=["row", "row"])
+    with pytest.raises(DataError, match="the backend is one of threads, processes, found 'fibres'"):
+        IngestionClient(spec, backend="fibres")
+
+
+def test_partitions(folder: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        part = tmp_path / f"day={number}"
+        part.mkdir()
+        (part / "a.parquet").write_bytes((folder / f"part-{number}.parquet").read_bytes())
+    spec = spec_of(tmp_path, partitions={"day": ["0", "2"]}, shuffle=False)
+    rows = [row for batch in spec.reader() for row in batch.dense["row"].tolist()]
+    assert rows == [*range(1000), *range(2000, 4000)]
+    with pytest.raises(DataError, match="no file is in partition day=7"):
+        spec_of(tmp_path, partitions={"day": ["7"]}).reader()
