@@ -238,7 +238,7 @@ def test_a_spec_is_a_file_and_says_what_is_wrong(folder: Path, tmp_path: Path) -
         spec_of(folder, features=[])
     with pytest.raises(DataError, match="column 'row' is named twice"):
         spec_of(folder, dense=["row", "row"])
-    with pytest.raises(DataError, match="the backend is one of threads, processes, found 'fibres'"):
+    with pytest.raises(DataError, match="the backend is one of threads, processes, ray, found 'fibres'"):
         IngestionClient(spec, backend="fibres")
 
 

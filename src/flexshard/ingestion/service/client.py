@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +34,6 @@ from flexshard.ingestion.splits import Split
 
 __all__ = ["BACKENDS", "IngestionClient", "IngestionStats"]
 
-BACKENDS: dict[str, Callable[[SessionReader, int], WorkerPool]] = {"threads": ThreadPool, "processes": ProcessPool}
 _ATTEMPTS = 4  # a split that ended so many workers is at fault itself
 
 
@@ -66,11 +68,11 @@ class Master(Protocol):
 
     def attach(self, client: int, splits: int) -> None: ...
 
-    def lease(self, client: int, *, avoid: int | None = None) -> Lease | None: ...
+    def lease(self, client: int) -> Lease | None: ...
 
     def finish(self, lease: Lease) -> None: ...
 
-    def give_back(self, lease: Lease) -> None: ...
+    def again(self, lease: Lease) -> Lease: ...
 
     def detach(self, client: int) -> None: ...
 
@@ -102,8 +104,7 @@ class IngestionClient:
     function of the dataset, the seed, the epoch and its number, workers keep nothing, and what one lost is read again.
     ``state_dict`` and ``load_state_dict`` are the reader's, and their states are each other's.
 
-    Use it as a context manager, or call :meth:`close`: workers run until then. Threads and processes of one machine
-    are run here; on clusters, and where the master should outlive its clients, use Ray (``flexshard.ingestion.ray``).
+    Use it as a context manager, or call :meth:`close`: workers run until then.
     """
 
     def __init__(
@@ -116,14 +117,17 @@ class IngestionClient:
         backend: str = "processes",
         ahead: int = 2,
         hang_seconds: float = 300.0,
+        job: str | None = None,
     ) -> None:
-        """Start workers.
+        """Start workers, or with Ray find them.
 
         Args:
             spec: the job.
             rank, world_size: of the job that trains.
-            workers: of this client.
-            backend: "processes", or "threads".
+            workers: of this client; on Ray, of all clients of the job.
+            backend: "processes" or "threads" of this machine, or "ray": actors on the cluster that Ray is connected to,
+                or else on this machine.
+            job: on Ray, the name by which ranks find the same workers; by default this client has its own.
             ahead: splits that are read, or wait, beyond one per worker and lane; bounds memory.
             hang_seconds: after which a worker that gives nothing is taken to hang, and started again.
 
@@ -134,15 +138,14 @@ class IngestionClient:
             raise DataError(f"the backend is one of {', '.join(BACKENDS)}, found {backend!r}")
         self.spec = spec
         self.reader = spec.reader(rank, world_size)
+        digest = hashlib.blake2b(spec.model_dump_json().encode(), digest_size=8).hexdigest()
+        self.job_name = f"{job or f'{os.getpid()}-{id(self)}'}-{digest}"  # of other jobs are other workers
         self.stats = IngestionStats()
         self._rank, self._ahead = rank, check_int(ahead, "ahead", DataError, least=0)
         self._hang_seconds = hang_seconds
         self._last: SessionBatch | None = None
         self._counted = 0.0
-        self._pool = BACKENDS[backend](self.reader, check_int(workers, "workers", DataError))
-        self._ledger = SplitLedger()
-        for worker in range(workers):
-            self._ledger.add_worker(worker)
+        self._pool, self._master = BACKENDS[backend](self, check_int(workers, "workers", DataError))
         self._active: dict[int, _Active] = {}
 
     def __enter__(self) -> IngestionClient:
@@ -154,6 +157,7 @@ class IngestionClient:
     def close(self) -> None:
         """End the workers."""
         self._forget()
+        self._master.detach(self._rank)
         self._pool.close()
 
     # As the reader's.
@@ -192,7 +196,7 @@ class IngestionClient:
         for number, split in enumerate(splits):
             split_of[split.steps.start : split.steps.stop : split.steps.step] = number
         self._forget()
-        self._ledger.attach(self._rank, len(splits))
+        self._master.attach(self._rank, len(splits))
         self.stats.splits, self.stats.splits_taken = len(splits), 0
         missing: list[str] = []
         began = time.perf_counter()
@@ -252,7 +256,7 @@ class IngestionClient:
                 active.taken += 1
                 active.attempts = 1
                 if active.taken == len(splits[number].steps):
-                    self._ledger.finish(active.lease)
+                    self._master.finish(active.lease)
                     self.stats.splits_taken += 1
                     del self._active[number]
                 return item
@@ -263,8 +267,8 @@ class IngestionClient:
             if active.reading.lost is not None:
                 self._begin_again(splits[number], active, active.reading.lost)
         lanes = max(1, splits[0].steps.step) if splits else 1
-        while len(self._active) < lanes + len(self._ledger.workers) + self._ahead:
-            lease = self._ledger.lease(self._rank)
+        while len(self._active) < lanes + len(self._pool.workers) + self._ahead:
+            lease = self._master.lease(self._rank)
             if lease is None:
                 return
             self._active[lease.split] = _Active(lease, self._pool.start(lease.worker, splits[lease.split]))
@@ -286,15 +290,33 @@ class IngestionClient:
             )
         active.attempts += why.began
         self.stats.restarts += why.began
-        worker = active.lease.worker
-        self._ledger.give_back(active.lease)
-        lease = self._ledger.lease(self._rank, avoid=worker)
-        assert lease is not None  # the split that was given back comes first, and there are workers
-        active.lease = lease
+        active.lease = lease = self._master.again(active.lease)
         if came < len(split.steps):
             active.reading = self._pool.start(lease.worker, replace(split, steps=split.steps[came:]))
         else:
             active.reading = Reading()
+
+
+def _here(pool: Callable[[SessionReader, int], WorkerPool], client: IngestionClient, workers: int) -> Made:
+    """Workers of this client alone, and a master in its own process."""
+    made, ledger = pool(client.reader, workers), SplitLedger()
+    for worker in made.workers:
+        ledger.add_worker(worker)
+    return made, ledger
+
+
+def _on_ray(client: IngestionClient, workers: int) -> Made:
+    from flexshard.ingestion.service import ray_backend
+
+    return ray_backend.connected(client.reader, client.job_name, workers)
+
+
+Made = tuple[WorkerPool, Master]
+BACKENDS: dict[str, Callable[[IngestionClient, int], Made]] = {
+    "threads": partial(_here, ThreadPool),
+    "processes": partial(_here, ProcessPool),
+    "ray": _on_ray,
+}
 
 
 def _batches(split: Split, first: int) -> str:

@@ -70,11 +70,14 @@ class SplitLedger:
         """Of a client; KeyError where it has not come."""
         return self._clients[client]
 
-    def attach(self, client: int, splits: int) -> None:
-        """A client comes, or comes again from another place: of what it was given before, nothing counts any more."""
+    def attach(self, client: int, splits: int, *, first: int = 0) -> None:
+        """A client comes, or comes again from another place: of what it was given before, nothing counts any more.
+
+        ``first`` splits it has, or was given by a master that is no more.
+        """
         for lease in [lease for lease in self._leases.values() if lease.client == client]:
             self._end(lease)
-        self._clients[client] = ClientAccount(splits)
+        self._clients[client] = ClientAccount(splits, first, taken=first)
 
     def detach(self, client: int) -> None:
         """A client goes."""
@@ -98,24 +101,22 @@ class SplitLedger:
             self._workers.remove(worker)
         return lost
 
-    def lease(self, client: int, *, avoid: int | None = None) -> Lease | None:
-        """The client's next split, and who reads it; None if there is none left, or nobody to read it.
-
-        ``avoid`` names a worker that is starting, to be used only if there is no other.
-        """
+    def lease(self, client: int) -> Lease | None:
+        """The client's next split, and who reads it; None if there is none left, or nobody to read it."""
         account = self._clients[client]
         if not self._workers or not (account.again or account.next < account.splits):
             return None
-        worker = min(self._within_reach(client), key=lambda one: (one == avoid, len(self._busy[one]), one))
         if account.again:
             split = account.again.popleft()
         else:
             split, account.next = account.next, account.next + 1
-        self._numbers += 1
-        lease = Lease(self._numbers, client, split, worker)
-        self._leases[lease.number] = lease
-        self._busy[worker].add(lease.number)
-        return lease
+        return self._leased(client, split, None)
+
+    def again(self, lease: Lease) -> Lease:
+        """The same split once more, by another worker if there is one; also of a lease that is not known here."""
+        if self._end(lease):
+            self._clients[lease.client].reissued += 1
+        return self._leased(lease.client, lease.split, lease.worker)
 
     def finish(self, lease: Lease) -> None:
         """The client has all of it."""
@@ -133,6 +134,14 @@ class SplitLedger:
         """Splits that a client was given and does not have whole."""
         account = self._clients[client]
         return account.next - account.taken - len(account.again)
+
+    def _leased(self, client: int, split: int, avoid: int | None) -> Lease:
+        worker = min(self._within_reach(client), key=lambda one: (one == avoid, len(self._busy[one]), one))
+        self._numbers += 1
+        lease = Lease(self._numbers, client, split, worker)
+        self._leases[lease.number] = lease
+        self._busy[worker].add(lease.number)
+        return lease
 
     def _within_reach(self, client: int) -> Sequence[int]:
         if len(self._workers) <= self._fan_out:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from flexshard.ingestion.service.workers import read_into
+from flexshard.ingestion.service.workers import read_items
 
 __all__ = ["main"]
 
@@ -22,7 +22,8 @@ def main(handle: int) -> None:
         reader = pickle.loads(connection.recv_bytes())
         connection.send(None)  # ready
         while True:
-            read_into(reader, connection.recv(), connection.send)
+            for item in read_items(reader, connection.recv()):
+                connection.send(item)
 
 
 if __name__ == "__main__":

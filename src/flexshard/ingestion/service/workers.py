@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -31,7 +31,7 @@ __all__ = [
     "ThreadPool",
     "Unreadable",
     "WorkerPool",
-    "read_into",
+    "read_items",
 ]
 
 
@@ -99,31 +99,33 @@ class Reading:
 class WorkerPool(Protocol):
     """Workers, by number."""
 
+    @property
+    def workers(self) -> list[int]:
+        """All that there are."""
+
     def start(self, worker: int, split: Split) -> Reading:
         """Let a worker read a split, after those that it was given before."""
 
     def restart(self, worker: int) -> None:
         """End a worker that does not answer, and start it again."""
 
-    def add(self) -> int:
-        """One worker more."""
-
-    def remove(self, worker: int) -> None:
-        """A worker less; what it reads is lost."""
-
     def close(self) -> None:
         """End all."""
 
 
-def read_into(reader: SessionReader, split: Split, put: Callable[[Item], None]) -> None:
-    """Read a split: batches, what cannot be read, and the end."""
+def read_items(reader: SessionReader, split: Split) -> Iterator[Item]:
+    """What comes of reading a split: batches, those that cannot be read, and the end."""
+    wrong: list[DataError] = []
     try:
-        for batch in reader.read_split(split, lambda error: put(Unreadable(str(error)))):
-            put(pack(batch))
+        for batch in reader.read_split(split, wrong.append):
+            yield from (Unreadable(str(error)) for error in wrong)
+            wrong.clear()
+            yield pack(batch)
     except DataError as error:
-        put(Failed(str(error), isinstance(error, ChangedDataError)))
+        yield Failed(str(error), isinstance(error, ChangedDataError))
     else:
-        put(Done())
+        yield from (Unreadable(str(error)) for error in wrong)
+        yield Done()
 
 
 class ThreadPool:
@@ -134,6 +136,11 @@ class ThreadPool:
         self._inboxes: dict[int, queue.SimpleQueue[tuple[Split, Reading] | None]] = {}
         for _ in range(workers):
             self.add()
+
+    @property
+    def workers(self) -> list[int]:
+        """See the protocol."""
+        return list(self._inboxes)
 
     def start(self, worker: int, split: Split) -> Reading:
         """See the protocol."""
@@ -170,7 +177,8 @@ class ThreadPool:
                 if task[1].cancelled:
                     continue
                 try:
-                    read_into(reader, task[0], task[1].put)
+                    for item in read_items(reader, task[0]):
+                        task[1].put(item)
                 except Exception as error:
                     task[1].put(Lost(f"worker {worker} failed: {type(error).__name__}: {error}"))
 
@@ -277,6 +285,11 @@ class ProcessPool:
         self._processes: dict[int, _Process] = {}
         for _ in range(workers):
             self.add()
+
+    @property
+    def workers(self) -> list[int]:
+        """See the protocol."""
+        return list(self._processes)
 
     @property
     def pids(self) -> list[int]:

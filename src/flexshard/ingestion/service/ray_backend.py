@@ -1,0 +1,200 @@
+"""Workers and the master of an ingestion job as Ray actors, whose processes, restarts and transport are Ray's.
+
+What a worker returns belongs to the client that asked for it, so that it outlives the worker. The master keeps the
+ledger alone; where it dies, Ray starts it again, and every client says where it stands. Tried on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from flexshard.errors import DataError, MissingDependencyError
+from flexshard.ingestion.reader import SessionReader
+from flexshard.ingestion.service.ledger import Lease, SplitLedger
+from flexshard.ingestion.service.workers import Item, Lost, Reading, read_items
+from flexshard.ingestion.splits import Split
+
+__all__ = ["RayMaster", "RayPool", "connected"]
+
+_NAMESPACE = "flexshard-ingestion"
+_MASTER_SECONDS = 120.0  # for which a master may be away
+
+
+def connected(reader: SessionReader, job: str, workers: int) -> tuple[RayPool, RayMaster]:
+    """The job's workers and master: those that there are by its name, or new ones.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError("workers on Ray need it; pip install 'flexshard[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    how: dict[str, Any] = {
+        "namespace": _NAMESPACE,
+        "get_if_exists": True,
+        "lifetime": "detached",  # a client that dies is no reason to end what others use
+        "max_restarts": -1,
+    }
+    shared = ray.put(reader)
+    master = ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers)
+    number = ray.get(master.workers.remote())
+    made = ray.remote(_Worker)
+    actors = [made.options(**how, name=f"{job}-worker-{one}", num_cpus=1).remote(shared) for one in range(number)]
+    return RayPool(ray, actors, master), RayMaster(ray, master)
+
+
+class _Worker:
+    """An actor that reads splits."""
+
+    def __init__(self, reader: SessionReader) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._reader = reader
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def read(self, split: Split) -> Iterator[Item]:
+        yield from read_items(self._reader, split)
+
+
+class _Master:
+    """An actor that gives out splits. Its ledger is gone when it dies, and clients attach again."""
+
+    def __init__(self, workers: int) -> None:
+        self._ledger, self._clients = SplitLedger(), set[int]()
+        for worker in range(workers):
+            self._ledger.add_worker(worker)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def workers(self) -> int:
+        return len(self._ledger.workers)
+
+    def clients(self) -> int:
+        return len(self._clients)
+
+    def attach(self, client: int, splits: int, first: int) -> None:
+        self._clients.add(client)
+        self._ledger.attach(client, splits, first=first)
+
+    def ask(self, what: str, client: int, argument: Any) -> Any:
+        """One of the ledger's methods; None in a list where the client is not known."""
+        if client not in self._clients:
+            return None
+        if what == "detach":
+            self._clients.discard(client)
+        return [getattr(self._ledger, what)(argument)]
+
+
+class RayMaster:
+    """The master, as a client sees it; it attaches again to one that was started again."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self.actor = ray, actor
+        self._splits = self._given = 0
+
+    def attach(self, client: int, splits: int) -> None:
+        """See the ledger."""
+        self._splits, self._given = splits, 0
+        self._call(self.actor.attach, client, splits, 0)
+
+    def lease(self, client: int) -> Lease | None:
+        """See the ledger."""
+        lease: Lease | None = self._ask("lease", client, client)
+        if lease is not None:
+            self._given = max(self._given, lease.split + 1)
+        return lease
+
+    def again(self, lease: Lease) -> Lease:
+        """See the ledger."""
+        found: Lease = self._ask("again", lease.client, lease)
+        return found
+
+    def finish(self, lease: Lease) -> None:
+        """See the ledger."""
+        self._ask("finish", lease.client, lease)
+
+    def detach(self, client: int) -> None:
+        """See the ledger."""
+        self._ask("detach", client, client)
+
+    def _ask(self, what: str, client: int, argument: Any) -> Any:
+        while True:
+            found = self._call(self.actor.ask, what, client, argument)
+            if found is not None:
+                return found[0]
+            if what == "detach":
+                return None
+            self._call(self.actor.attach, client, self._splits, self._given)
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        """Call the actor, for as long as it takes Ray to start it again."""
+        until = time.monotonic() + _MASTER_SECONDS
+        while True:
+            try:
+                return self._ray.get(method.remote(*arguments))
+            except self._ray.exceptions.RayActorError as error:
+                if time.monotonic() > until:
+                    raise DataError(f"the master of the ingestion job is gone for {_MASTER_SECONDS:g} s") from error
+                time.sleep(0.1)
+
+
+class RayPool:
+    """The job's workers, by number."""
+
+    def __init__(self, ray: Any, actors: list[Any], master: Any) -> None:
+        self._ray, self.actors, self._master = ray, actors, master
+
+    @property
+    def workers(self) -> list[int]:
+        """All that there are."""
+        return list(range(len(self.actors)))
+
+    def start(self, worker: int, split: Split) -> Reading:
+        """Let a worker read a split, after those that it was given before."""
+        items = self.actors[worker].read.options(num_returns="streaming").remote(split)
+        return _RayReading(self._ray, items, worker)
+
+    def restart(self, worker: int) -> None:
+        """End a worker that does not answer; Ray starts it again."""
+        self._ray.kill(self.actors[worker], no_restart=False)
+
+    def close(self) -> None:
+        """End all, if no client is left."""
+        try:
+            if self._ray.get(self._master.clients.remote()):
+                return
+            for actor in [*self.actors, self._master]:
+                self._ray.kill(actor)
+        except (self._ray.exceptions.RayActorError, ValueError):  # somebody else did
+            return
+
+
+class _RayReading(Reading):
+    """What an actor yields."""
+
+    def __init__(self, ray: Any, items: Any, worker: int) -> None:
+        super().__init__()
+        self._ray, self._refs, self._worker = ray, items, worker
+
+    def get(self, seconds: float) -> Item:
+        if super().ready:
+            return super().get(0)
+        if not self._ray.wait([self._refs], timeout=seconds)[0]:
+            raise TimeoutError
+        try:
+            item: Item = self._ray.get(next(self._refs))
+        except (self._ray.exceptions.RayActorError, StopIteration) as error:
+            ending = Lost(f"worker {self._worker} ended: {(str(error).splitlines() or ['nothing came'])[0]}")
+            self.put(ending)
+            return super().get(0)
+        return item

@@ -1,0 +1,88 @@
+"""The service on Ray: actors that are killed, the master among them, and clients that come back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexshard.ingestion import IngestionClient, batch_hash
+from tests.ingestion.test_service import expected, folder, spec_of
+
+ray: Any = pytest.importorskip("ray")
+__all__ = ["folder"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def test_actors_give_the_readers_batches_to_every_rank(folder: Path) -> None:
+    spec = spec_of(folder)
+    clients = [
+        IngestionClient(spec, rank=rank, world_size=2, workers=2, backend="ray", job="two-ranks") for rank in range(2)
+    ]
+    try:
+        assert {actor for client in clients for actor in client._pool.actors} == set(clients[0]._pool.actors)  # type: ignore[attr-defined]
+        found: list[list[str]] = [[], []]
+        for both in zip(*clients, strict=True):  # in step, as ranks train
+            for rank, batch in enumerate(both):
+                found[rank].append(batch_hash(batch))
+        assert found == [expected(spec, rank, 2) for rank in range(2)]
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_kills_of_workers_and_of_the_master_change_nothing(folder: Path) -> None:
+    spec = spec_of(folder)
+    generator, kills, stop = random.Random(1), 0, threading.Event()
+    with IngestionClient(spec, workers=2, backend="ray") as client:
+        actors = [*client._pool.actors, client._pool._master]  # type: ignore[attr-defined]
+
+        def kill() -> None:
+            nonlocal kills
+            while kills < 6 and not stop.is_set():
+                time.sleep(generator.uniform(0.1, 0.5))
+                try:
+                    os.kill(ray.get(actors[kills % 3].pid.remote()), signal.SIGKILL)
+                except (ProcessLookupError, ray.exceptions.RayError):
+                    continue
+                kills += 1
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        epoch = 0
+        try:
+            while kills < 6:
+                client.set_epoch(epoch)
+                assert [batch_hash(batch) for batch in client] == expected(spec, epoch=epoch)
+                epoch += 1
+        finally:
+            stop.set()
+            killer.join()
+
+
+def test_a_client_that_died_goes_on_with_the_same_workers(folder: Path) -> None:
+    spec = spec_of(folder)
+    first = IngestionClient(spec, workers=1, backend="ray", job="returns")
+    seen = []
+    for batch in first:
+        seen.append(batch_hash(batch))
+        if len(seen) == 30:
+            state = first.state_dict(batch)
+            break
+    del first  # without a word: its account stays with the master
+    with IngestionClient(spec, workers=1, backend="ray", job="returns") as again:
+        again.load_state_dict(state)
+        assert seen + [batch_hash(batch) for batch in again] == expected(spec)
