@@ -218,6 +218,35 @@ def test_a_worker_that_hangs_is_started_again(folder: Path) -> None:
         assert client.stats.restarts > 0
 
 
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_workers_come_and_go_without_a_lost_batch(folder: Path, backend: str) -> None:
+    spec = spec_of(folder)
+    found = []
+    with IngestionClient(spec, workers=1, backend=backend) as client:
+        for number, batch in enumerate(client):
+            found.append(batch_hash(batch))
+            if number % 20 == 10:
+                client.resize(1 + number // 20 % 3)
+                assert len(client._pool.workers) == 1 + number // 20 % 3
+        assert client.stats.restarts == 0
+        with pytest.raises(DataError, match="workers must be at least 1"):
+            client.resize(0)
+    assert found == expected(spec)
+
+
+def test_workers_are_added_where_the_trainer_waits_and_taken_away_where_it_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexshard.ingestion.service.client._ADJUST_SECONDS", 0.05)
+    with IngestionClient(spec_of(folder), workers=1, most_workers=3, backend="threads") as client:
+        for _ in client:
+            pass
+        assert len(client._pool.workers) == 3
+        for _ in client:
+            time.sleep(0.02)
+        assert len(client._pool.workers) < 3
+
+
 def test_a_spec_is_a_file_and_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     spec = spec_of(folder)
     spec.save(tmp_path / "job.yaml")

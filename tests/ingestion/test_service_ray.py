@@ -33,7 +33,8 @@ def test_actors_give_the_readers_batches_to_every_rank(folder: Path) -> None:
         IngestionClient(spec, rank=rank, world_size=2, workers=2, backend="ray", job="two-ranks") for rank in range(2)
     ]
     try:
-        assert {actor for client in clients for actor in client._pool.actors} == set(clients[0]._pool.actors)  # type: ignore[attr-defined]
+        workers = [set(client._pool.actors.values()) for client in clients]  # type: ignore[attr-defined]
+        assert workers[0] == workers[1]
         found: list[list[str]] = [[], []]
         for both in zip(*clients, strict=True):  # in step, as ranks train
             for rank, batch in enumerate(both):
@@ -48,7 +49,7 @@ def test_kills_of_workers_and_of_the_master_change_nothing(folder: Path) -> None
     spec = spec_of(folder)
     generator, kills, stop = random.Random(1), 0, threading.Event()
     with IngestionClient(spec, workers=2, backend="ray") as client:
-        actors = [*client._pool.actors, client._pool._master]  # type: ignore[attr-defined]
+        actors = [*client._pool.actors.values(), client._pool.master.actor]  # type: ignore[attr-defined]
 
         def kill() -> None:
             nonlocal kills

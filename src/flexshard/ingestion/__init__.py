@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from flexshard.ingestion.service.client import IngestionClient as IngestionClient, IngestionStats as IngestionStats
     from flexshard.ingestion.service.ledger import SplitLedger as SplitLedger
     from flexshard.ingestion.service.packing import batch_hash as batch_hash
+    from flexshard.ingestion.service.sizing import (
+        adjusted_workers as adjusted_workers,
+        workers_needed as workers_needed,
+    )
     from flexshard.ingestion.service.spec import IngestionSpec as IngestionSpec
     from flexshard.ingestion.sessions.clustering import Clustered as Clustered, cluster_sessions as cluster_sessions
     from flexshard.ingestion.sessions.duplication import (
@@ -63,6 +67,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "service.client": ["IngestionClient", "IngestionStats"],
         "service.ledger": ["SplitLedger"],
         "service.packing": ["batch_hash"],
+        "service.sizing": ["adjusted_workers", "workers_needed"],
         "service.spec": ["IngestionSpec"],
         "sessions.clustering": ["Clustered", "cluster_sessions"],
         "sessions.duplication": ["Duplication", "FeatureDuplication", "measure_duplication"],

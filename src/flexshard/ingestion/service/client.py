@@ -19,6 +19,7 @@ from flexshard.ingestion.batch import SessionBatch
 from flexshard.ingestion.reader import SessionReader
 from flexshard.ingestion.service.ledger import Lease, SplitLedger
 from flexshard.ingestion.service.packing import PackedBatch, unpack
+from flexshard.ingestion.service.sizing import adjusted_workers
 from flexshard.ingestion.service.spec import IngestionSpec
 from flexshard.ingestion.service.workers import (
     Failed,
@@ -34,6 +35,7 @@ from flexshard.ingestion.splits import Split
 
 __all__ = ["BACKENDS", "IngestionClient", "IngestionStats"]
 
+_ADJUST_SECONDS = 5.0  # longer than a worker takes to start
 _ATTEMPTS = 4  # a split that ended so many workers is at fault itself
 
 
@@ -76,6 +78,10 @@ class Master(Protocol):
 
     def detach(self, client: int) -> None: ...
 
+    def add_worker(self, worker: int) -> None: ...
+
+    def retire_worker(self, worker: int) -> None: ...
+
 
 @dataclass
 class _Active:
@@ -116,6 +122,7 @@ class IngestionClient:
         workers: int = 2,
         backend: str = "processes",
         ahead: int = 2,
+        most_workers: int | None = None,
         hang_seconds: float = 300.0,
         job: str | None = None,
     ) -> None:
@@ -128,6 +135,8 @@ class IngestionClient:
             backend: "processes" or "threads" of this machine, or "ray": actors on the cluster that Ray is connected to,
                 or else on this machine.
             job: on Ray, the name by which ranks find the same workers; by default this client has its own.
+            most_workers: up to which workers are added where the trainer waits for them, and taken away where it does
+                not (:func:`adjusted_workers`); by default there are ``workers``, always.
             ahead: splits that are read, or wait, beyond one per worker and lane; bounds memory.
             hang_seconds: after which a worker that gives nothing is taken to hang, and started again.
 
@@ -142,7 +151,8 @@ class IngestionClient:
         self.job_name = f"{job or f'{os.getpid()}-{id(self)}'}-{digest}"  # of other jobs are other workers
         self.stats = IngestionStats()
         self._rank, self._ahead = rank, check_int(ahead, "ahead", DataError, least=0)
-        self._hang_seconds = hang_seconds
+        self._hang_seconds, self._most_workers = hang_seconds, most_workers
+        self._seen = (0.0, 0.0)  # seconds and stalls when workers were adjusted last
         self._last: SessionBatch | None = None
         self._counted = 0.0
         self._pool, self._master = BACKENDS[backend](self, check_int(workers, "workers", DataError))
@@ -159,6 +169,19 @@ class IngestionClient:
         self._forget()
         self._master.detach(self._rank)
         self._pool.close()
+
+    def resize(self, workers: int) -> None:
+        """Run so many workers from now on; those that go read what they have begun.
+
+        Raises:
+            DataError: fewer than one.
+        """
+        check_int(workers, "workers", DataError)
+        while len(self._pool.workers) < workers:
+            self._master.add_worker(self._pool.add())
+        for worker in self._pool.workers[workers:]:
+            self._master.retire_worker(worker)
+            self._pool.retire(worker)
 
     # As the reader's.
 
@@ -229,7 +252,18 @@ class IngestionClient:
         now = time.perf_counter()
         self.stats.seconds += now - max(began, self._counted)
         self._counted = now
+        if self._most_workers is not None:
+            self._adjust(self._most_workers)
         return batch
+
+    def _adjust(self, most: int) -> None:
+        """More or fewer workers, by what was seen since the last time."""
+        seconds, stalls = self.stats.seconds - self._seen[0], self.stats.stall_seconds - self._seen[1]
+        if seconds < _ADJUST_SECONDS:
+            return
+        self._seen = self.stats.seconds, self.stats.stall_seconds
+        share = sum(1 for active in self._active.values() if active.ready) / max(1, len(self._active))
+        self.resize(adjusted_workers(len(self._pool.workers), stalls / seconds, share, most=most))
 
     def _forget(self) -> None:
         """Let go of what is being read."""

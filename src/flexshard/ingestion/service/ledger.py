@@ -91,14 +91,19 @@ class SplitLedger:
             self._busy[worker] = set()
             self._workers.append(worker)
 
+    def retire_worker(self, worker: int) -> None:
+        """A worker is given nothing more; what it has, it reads."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+
     def lose_worker(self, worker: int, *, gone: bool = True) -> list[Lease]:
         """A worker died, or starts again: what it read and was not taken has to be read again. Returns that."""
         lost = [self._leases[number] for number in sorted(self._busy.get(worker, ()))]
         for lease in lost:
             self.give_back(lease)
-        if gone and worker in self._busy:
-            del self._busy[worker]
-            self._workers.remove(worker)
+        if gone:
+            self._busy.pop(worker, None)
+            self.retire_worker(worker)
         return lost
 
     def lease(self, client: int) -> Lease | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flexshard.errors import DataError, MissingDependencyError
@@ -42,11 +42,13 @@ def connected(reader: SessionReader, job: str, workers: int) -> tuple[RayPool, R
         "max_restarts": -1,
     }
     shared = ray.put(reader)
-    master = ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers)
-    number = ray.get(master.workers.remote())
+    master = RayMaster(ray, ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers))
     made = ray.remote(_Worker)
-    actors = [made.options(**how, name=f"{job}-worker-{one}", num_cpus=1).remote(shared) for one in range(number)]
-    return RayPool(ray, actors, master), RayMaster(ray, master)
+
+    def actor(worker: int) -> Any:
+        return made.options(**how, name=f"{job}-worker-{worker}", num_cpus=1).remote(shared)
+
+    return RayPool(ray, actor, master), master
 
 
 class _Worker:
@@ -76,8 +78,14 @@ class _Master:
     def pid(self) -> int:
         return os.getpid()
 
-    def workers(self) -> int:
-        return len(self._ledger.workers)
+    def workers(self) -> list[int]:
+        return self._ledger.workers
+
+    def add_worker(self, worker: int) -> None:
+        self._ledger.add_worker(worker)
+
+    def retire_worker(self, worker: int) -> None:
+        self._ledger.retire_worker(worker)
 
     def clients(self) -> int:
         return len(self._clients)
@@ -127,6 +135,19 @@ class RayMaster:
         """See the ledger."""
         self._ask("detach", client, client)
 
+    def add_worker(self, worker: int) -> None:
+        """See the ledger."""
+        self._call(self.actor.add_worker, worker)
+
+    def retire_worker(self, worker: int) -> None:
+        """See the ledger."""
+        self._call(self.actor.retire_worker, worker)
+
+    def workers(self) -> list[int]:
+        """Those that are given work."""
+        found: list[int] = self._call(self.actor.workers)
+        return found
+
     def _ask(self, what: str, client: int, argument: Any) -> Any:
         while True:
             found = self._call(self.actor.ask, what, client, argument)
@@ -149,18 +170,21 @@ class RayMaster:
 
 
 class RayPool:
-    """The job's workers, by number."""
+    """The job's workers, by number; which there are, the master knows."""
 
-    def __init__(self, ray: Any, actors: list[Any], master: Any) -> None:
-        self._ray, self.actors, self._master = ray, actors, master
+    def __init__(self, ray: Any, actor: Callable[[int], Any], master: RayMaster) -> None:
+        self._ray, self._actor, self.master = ray, actor, master
+        self.actors = {worker: actor(worker) for worker in master.workers()}
 
     @property
     def workers(self) -> list[int]:
-        """All that there are."""
-        return list(range(len(self.actors)))
+        """All that this client knows of."""
+        return list(self.actors)
 
     def start(self, worker: int, split: Split) -> Reading:
         """Let a worker read a split, after those that it was given before."""
+        if worker not in self.actors:  # another client added it
+            self.actors[worker] = self._actor(worker)
         items = self.actors[worker].read.options(num_returns="streaming").remote(split)
         return _RayReading(self._ray, items, worker)
 
@@ -168,12 +192,22 @@ class RayPool:
         """End a worker that does not answer; Ray starts it again."""
         self._ray.kill(self.actors[worker], no_restart=False)
 
+    def add(self) -> int:
+        """One worker more; its number."""
+        worker = max(self.actors) + 1
+        self.actors[worker] = self._actor(worker)
+        return worker
+
+    def retire(self, worker: int) -> None:
+        """A worker less, once it has read what it was given."""
+        self.actors.pop(worker).__ray_terminate__.remote()
+
     def close(self) -> None:
         """End all, if no client is left."""
         try:
-            if self._ray.get(self._master.clients.remote()):
+            if self._ray.get(self.master.actor.clients.remote()):
                 return
-            for actor in [*self.actors, self._master]:
+            for actor in [*self.actors.values(), self.master.actor]:
                 self._ray.kill(actor)
         except (self._ray.exceptions.RayActorError, ValueError):  # somebody else did
             return

@@ -109,6 +109,12 @@ class WorkerPool(Protocol):
     def restart(self, worker: int) -> None:
         """End a worker that does not answer, and start it again."""
 
+    def add(self) -> int:
+        """One worker more; its number."""
+
+    def retire(self, worker: int) -> None:
+        """A worker less, once it has read what it was given."""
+
     def close(self) -> None:
         """End all."""
 
@@ -134,6 +140,7 @@ class ThreadPool:
     def __init__(self, reader: SessionReader, workers: int) -> None:
         self._reader = pickle.dumps(reader)
         self._inboxes: dict[int, queue.SimpleQueue[tuple[Split, Reading] | None]] = {}
+        self._numbers = 0
         for _ in range(workers):
             self.add()
 
@@ -154,18 +161,18 @@ class ThreadPool:
 
     def add(self) -> int:
         """See the protocol."""
-        worker = max(self._inboxes, default=-1) + 1
-        self._run(worker)
-        return worker
+        self._numbers += 1
+        self._run(self._numbers - 1)
+        return self._numbers - 1
 
-    def remove(self, worker: int) -> None:
+    def retire(self, worker: int) -> None:
         """See the protocol."""
         self._inboxes.pop(worker).put(None)
 
     def close(self) -> None:
         """See the protocol."""
         for worker in list(self._inboxes):
-            self.remove(worker)
+            self.retire(worker)
 
     def _run(self, worker: int) -> None:
         inbox: queue.SimpleQueue[tuple[Split, Reading] | None] = queue.SimpleQueue()
@@ -208,6 +215,9 @@ class _Process:
 
     def kill(self) -> None:
         self.process.kill()
+
+    def retire(self) -> None:
+        self._tasks.put(None)
 
     def close(self) -> None:
         self._closed = True
@@ -258,6 +268,9 @@ class _Process:
                     return
                 self._lose(f"worker {self._worker} (process {self.process.pid}) ended with {_ending(code)}")
                 self.process, self._connection = self._launched()
+        self._connection.close()
+        self.process.kill()
+        self.process.wait()
 
     def _message(self, ending: str) -> Item:
         if self._starts < _STARTS:
@@ -283,6 +296,8 @@ class ProcessPool:
     def __init__(self, reader: SessionReader, workers: int) -> None:
         self._reader = pickle.dumps(reader)
         self._processes: dict[int, _Process] = {}
+        self._retired: list[_Process] = []
+        self._numbers = 0
         for _ in range(workers):
             self.add()
 
@@ -306,18 +321,21 @@ class ProcessPool:
 
     def add(self) -> int:
         """See the protocol."""
-        worker = max(self._processes, default=-1) + 1
-        self._processes[worker] = _Process(worker, self._reader)
-        return worker
+        self._numbers += 1
+        self._processes[self._numbers - 1] = _Process(self._numbers - 1, self._reader)
+        return self._numbers - 1
 
-    def remove(self, worker: int) -> None:
+    def retire(self, worker: int) -> None:
         """See the protocol."""
-        self._processes.pop(worker).close()
+        process = self._processes.pop(worker)
+        self._retired.append(process)
+        process.retire()
 
     def close(self) -> None:
         """See the protocol."""
-        for worker in list(self._processes):
-            self.remove(worker)
+        for process in [*self._processes.values(), *self._retired]:
+            process.close()
+        self._processes.clear()
 
 
 def _ending(code: int) -> str:
