@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_features_of_other_features(rows: list[tuple[list[int], ...]], groups: l
     assert lists(crossed, "two") == [[fold(y, x) for y, x in product(b, a)] for a, b, _ in rows]
     assert lists(crossed, "all") == [[fold(*three) for three in product(*row)] for row in rows]
     grams = NGrams("b", "grams", n=2, num_rows=97)(batch)
-    assert lists(grams, "grams") == [[fold(*pair) for pair in zip(b, b[1:], strict=False)] for _, b, _ in rows]
+    assert lists(grams, "grams") == [[fold(*pair) for pair in pairwise(b)] for _, b, _ in rows]
     for name in "abc":  # what was there is as it was
         assert lists(crossed, name) == lists(batch, name)
     if groups == [["a", "b"]]:  # once per distinct row

@@ -281,3 +281,45 @@ def test_partitions(folder: Path, tmp_path: Path) -> None:
     assert rows == [*range(1000), *range(2000, 4000)]
     with pytest.raises(DataError, match="no file is in partition day=7"):
         spec_of(tmp_path, partitions={"day": ["7"]}).reader()
+
+
+def test_a_run_is_kept_and_replayed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``flexshard ingest``: without a trainer, again from what it wrote, and where the data are others than then."""
+    import json
+
+    from flexshard.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr("sys.argv", ["flexshard", "ingest", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            monkeypatch.undo()
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in folder.iterdir():
+        (data / path.name).write_bytes(path.read_bytes())
+    mapping = {"op": "map_ids", "features": ["history"], "mapping": {1: 2, 3: 4}, "into": "mapped"}
+    spec = spec_of(data, epochs=2, transforms=[mapping])
+    spec.save(tmp_path / "job.yaml")
+    how = ["--backend", "threads"]
+    code, out, _ = run(str(tmp_path / "job.yaml"), *how, "-o", str(tmp_path / "run.json"), "--json", "--step", "1ms")
+    document = json.loads(out)
+    assert (code, document["stats"]["samples"], document["stats"]["batches"]) == (0, 2 * ROWS, 2 * len(spec.reader()))
+    assert document["stats"]["seconds"] > document["stats"]["batches"] * 0.001
+    code, out, _ = run(str(tmp_path / "run.json"), *how, "--workers", "3")
+    assert (code, "the same batches as then" in out) == (0, True)
+    table = pq.read_table(data / "part-1.parquet")
+    pq.write_table(table.set_column(3, "item", pa.array(np.arange(table.num_rows))), data / "part-1.parquet")
+    code, _, err = run(str(tmp_path / "run.json"), *how)
+    assert (code, "the batches are others than then" in err) == (2, True)
+    (tmp_path / "other.json").write_text("{}")
+    code, _, err = run(str(tmp_path / "other.json"))
+    assert (code, err.count("\n"), "not a run of an ingestion job" in err) == (2, 1, True)

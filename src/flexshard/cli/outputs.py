@@ -21,6 +21,8 @@ _TEXT_FORMAT = re.compile(rb"[\"']?format[\"']?\s*:\s*[\"']?(flexshard\.\w+)")
 _NOUNS = {
     "flexshard.cluster": "a cluster file",
     "flexshard.compression": "a decision on compression",
+    "flexshard.ingested": "a run of an ingestion job",
+    "flexshard.ingestion": "an ingestion job",
     "flexshard.job": "a job",
     "flexshard.observed": "an observation",
     "flexshard.plan": "a plan",

@@ -48,8 +48,11 @@ _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 
 
 @contextmanager
-def counting_progress(title: str, unit: str = "rows") -> Iterator[Callable[[int, int], None]]:
-    """A bar with rate and remaining time on standard error; nothing where that is not a terminal."""
+def counting_progress(title: str, unit: str = "rows") -> Iterator[Callable[..., None]]:
+    """A bar with rate and remaining time on standard error; nothing where that is not a terminal.
+
+    What it yields takes how much is done, of how much, and what else to say.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -66,9 +69,9 @@ def counting_progress(title: str, unit: str = "rows") -> Iterator[Callable[[int,
 
         start = time.perf_counter()
 
-        def update(done: int, total: int) -> None:
+        def update(done: int, total: int, note: str = "") -> None:
             rate = f"{done / (time.perf_counter() - start):,.0f} {unit}/s"
-            progress.update(task, completed=done, total=total, rate=rate)
+            progress.update(task, completed=done, total=total, rate=rate, description=note or title)
 
         yield update
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flexshard.ingestion.service.client import IngestionClient as IngestionClient, IngestionStats as IngestionStats
     from flexshard.ingestion.service.ledger import SplitLedger as SplitLedger
     from flexshard.ingestion.service.packing import batch_hash as batch_hash
+    from flexshard.ingestion.service.running import IngestionRun as IngestionRun, run_job as run_job
     from flexshard.ingestion.service.sizing import (
         adjusted_workers as adjusted_workers,
         workers_needed as workers_needed,
@@ -67,6 +68,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "service.client": ["IngestionClient", "IngestionStats"],
         "service.ledger": ["SplitLedger"],
         "service.packing": ["batch_hash"],
+        "service.running": ["IngestionRun", "run_job"],
         "service.sizing": ["adjusted_workers", "workers_needed"],
         "service.spec": ["IngestionSpec"],
         "sessions.clustering": ["Clustered", "cluster_sessions"],

@@ -127,6 +127,7 @@ class SessionReader(IterableDataset[SessionBatch]):
         self._place = ReaderPlace()
         self._last: BatchPosition | None = None
         self._orders: dict[tuple[int, int, int], EpochOrder] = {}
+        self._split_rows: tuple[EpochOrder, BatchRows] | None = None
         self._worker: dict[str, int] = {}  # where a DataLoader's worker is
         self._resumed: dict[str, int] | None = None  # where it goes on
 
@@ -307,7 +308,9 @@ class SessionReader(IterableDataset[SessionBatch]):
             raise ChangedDataError("the job's files are others than when it began; start again, on files that stay")
         self.lanes, self.shuffle_window = split.lanes, split.window
         order = self._order(split.epoch)
-        rows = BatchRows(self._stored, order, lanes=1)
+        if self._split_rows is None or self._split_rows[0] is not order:
+            self._split_rows = order, BatchRows(self._stored, order, lanes=1)
+        rows = self._split_rows[1]  # the same one, which reads on in a row group of which an earlier split was
         for step in split.steps:
             consumed = split.consumed + step * split.world_size
             try:

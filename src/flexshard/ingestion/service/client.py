@@ -170,6 +170,11 @@ class IngestionClient:
         self._master.detach(self._rank)
         self._pool.close()
 
+    @property
+    def workers(self) -> list[int]:
+        """Numbers of those that there are."""
+        return self._pool.workers
+
     def resize(self, workers: int) -> None:
         """Run so many workers from now on; those that go read what they have begun.
 

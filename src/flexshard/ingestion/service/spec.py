@@ -287,6 +287,15 @@ class IngestionSpec(_Fields):
         except DataError as error:
             raise DataError(f"{located(path, tree, [])}: {error}") from error
 
+    @classmethod
+    def of_json(cls, text: str) -> IngestionSpec:
+        """From the JSON of its fields, whose keys are texts.
+
+        Raises:
+            ValueError: a field is wrong.
+        """
+        return cls(**_Fields.model_validate_json(text).model_dump(exclude_unset=True))
+
     def save(self, path: PathLike) -> None:
         """Write a YAML file, whole or not at all.
 
