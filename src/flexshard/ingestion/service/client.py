@@ -36,7 +36,7 @@ from flexshard.ingestion.splits import Split
 __all__ = ["BACKENDS", "IngestionClient", "IngestionStats"]
 
 _ADJUST_SECONDS = 5.0  # longer than a worker takes to start
-_ATTEMPTS = 4  # a split that ended so many workers is at fault itself
+_ATTEMPTS = 8  # a split that ended so many workers is at fault itself
 
 
 @dataclass
@@ -286,6 +286,8 @@ class IngestionClient:
             try:
                 item = active.get(self._hang_seconds)
             except TimeoutError:
+                if self._pool.quiet_seconds(active.lease.worker) < self._hang_seconds:
+                    continue  # it starts, or reads something else before
                 self._pool.restart(active.lease.worker)
                 active.reading.put(Lost(f"worker {active.lease.worker} gave nothing for {self._hang_seconds:g} s"))
                 continue
@@ -347,7 +349,7 @@ def _here(pool: Callable[[SessionReader, int], WorkerPool], client: IngestionCli
 def _on_ray(client: IngestionClient, workers: int) -> Made:
     from flexshard.ingestion.service import ray_backend
 
-    return ray_backend.connected(client.reader, client.job_name, workers)
+    return ray_backend.connected(client.spec, client.job_name, workers)
 
 
 Made = tuple[WorkerPool, Master]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flexshard.errors import DataError, MissingDependencyError
-from flexshard.ingestion.reader import SessionReader
 from flexshard.ingestion.service.ledger import Lease, SplitLedger
+from flexshard.ingestion.service.spec import IngestionSpec
 from flexshard.ingestion.service.workers import Item, Lost, Reading, read_items
 from flexshard.ingestion.splits import Split
 
@@ -23,7 +23,7 @@ _NAMESPACE = "flexshard-ingestion"
 _MASTER_SECONDS = 120.0  # for which a master may be away
 
 
-def connected(reader: SessionReader, job: str, workers: int) -> tuple[RayPool, RayMaster]:
+def connected(spec: IngestionSpec, job: str, workers: int) -> tuple[RayPool, RayMaster]:
     """The job's workers and master: those that there are by its name, or new ones.
 
     Raises:
@@ -41,12 +41,13 @@ def connected(reader: SessionReader, job: str, workers: int) -> tuple[RayPool, R
         "lifetime": "detached",  # a client that dies is no reason to end what others use
         "max_restarts": -1,
     }
-    shared = ray.put(reader)
+    # Small enough to be kept with the actor, so that it starts again whoever made it is gone.
+    text = spec.model_dump_json(exclude_defaults=True)
     master = RayMaster(ray, ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers))
     made = ray.remote(_Worker)
 
     def actor(worker: int) -> Any:
-        return made.options(**how, name=f"{job}-worker-{worker}", num_cpus=1).remote(shared)
+        return made.options(**how, name=f"{job}-worker-{worker}", num_cpus=1).remote(text)
 
     return RayPool(ray, actor, master), master
 
@@ -54,11 +55,11 @@ def connected(reader: SessionReader, job: str, workers: int) -> tuple[RayPool, R
 class _Worker:
     """An actor that reads splits."""
 
-    def __init__(self, reader: SessionReader) -> None:
+    def __init__(self, spec: str) -> None:
         import torch
 
         torch.set_num_threads(1)
-        self._reader = reader
+        self._reader = IngestionSpec.of_json(spec).reader()
 
     def pid(self) -> int:
         return os.getpid()
@@ -187,6 +188,10 @@ class RayPool:
             self.actors[worker] = self._actor(worker)
         items = self.actors[worker].read.options(num_returns="streaming").remote(split)
         return _RayReading(self._ray, items, worker)
+
+    def quiet_seconds(self, worker: int) -> float:
+        """Ray does not say how an actor is doing: whoever waited has waited for that."""
+        return float("inf")
 
     def restart(self, worker: int) -> None:
         """End a worker that does not answer; Ray starts it again."""

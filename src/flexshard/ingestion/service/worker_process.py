@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import socket
 import sys
-from multiprocessing.connection import Connection
 
 import torch
 
+from flexshard.ingestion.service.channel import Channel
 from flexshard.ingestion.service.workers import read_items
 
 __all__ = ["main"]
@@ -17,12 +18,12 @@ __all__ = ["main"]
 def main(handle: int) -> None:
     """Serve who holds the other end of a socket, until it is closed."""
     torch.set_num_threads(1)  # there is a worker per processor
-    connection = Connection(handle)
+    connection = Channel(socket.socket(fileno=handle))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        reader = pickle.loads(connection.recv_bytes())
+        reader = pickle.loads(connection.receive())
         connection.send(None)  # ready
         while True:
-            for item in read_items(reader, connection.recv()):
+            for item in read_items(reader, connection.receive()):
                 connection.send(item)
 
 

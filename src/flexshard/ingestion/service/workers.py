@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Protocol
 
 from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion.reader import SessionReader
+from flexshard.ingestion.service.channel import Channel
 from flexshard.ingestion.service.packing import PackedBatch, pack
 from flexshard.ingestion.splits import Split
 
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+_START_SECONDS = 600.0  # of which a large dataset of many sessions takes some to send
 _STARTS = 10  # a worker that ends so often before it can read never will
 
 
@@ -106,6 +108,9 @@ class WorkerPool(Protocol):
     def start(self, worker: int, split: Split) -> Reading:
         """Let a worker read a split, after those that it was given before."""
 
+    def quiet_seconds(self, worker: int) -> float:
+        """For how long a worker that was given work has given nothing; 0 while it starts."""
+
     def restart(self, worker: int) -> None:
         """End a worker that does not answer, and start it again."""
 
@@ -140,6 +145,7 @@ class ThreadPool:
     def __init__(self, reader: SessionReader, workers: int) -> None:
         self._reader = pickle.dumps(reader)
         self._inboxes: dict[int, queue.SimpleQueue[tuple[Split, Reading] | None]] = {}
+        self._heard: dict[int, float] = {}
         self._numbers = 0
         for _ in range(workers):
             self.add()
@@ -154,6 +160,10 @@ class ThreadPool:
         reading = Reading()
         self._inboxes[worker].put((split, reading))
         return reading
+
+    def quiet_seconds(self, worker: int) -> float:
+        """See the protocol."""
+        return time.monotonic() - self._heard[worker]
 
     def restart(self, worker: int) -> None:
         """A thread cannot be ended: its place is taken by another one, and what it may still read is not waited for."""
@@ -176,15 +186,17 @@ class ThreadPool:
 
     def _run(self, worker: int) -> None:
         inbox: queue.SimpleQueue[tuple[Split, Reading] | None] = queue.SimpleQueue()
-        self._inboxes[worker] = inbox
+        self._inboxes[worker], self._heard[worker] = inbox, time.monotonic()
         reader = pickle.loads(self._reader)
 
         def work() -> None:
             while (task := inbox.get()) is not None:
                 if task[1].cancelled:
                     continue
+                self._heard[worker] = time.monotonic()
                 try:
                     for item in read_items(reader, task[0]):
+                        self._heard[worker] = time.monotonic()
                         task[1].put(item)
                 except Exception as error:
                     task[1].put(Lost(f"worker {worker} failed: {type(error).__name__}: {error}"))
@@ -202,7 +214,7 @@ class _Process:
         self._lock = threading.Lock()
         self._closed = False
         self._starts = 0  # since it was last ready
-        self.is_ready = False
+        self.is_ready, self.heard = False, 0.0
         self.process, self._connection = self._launched()
         threading.Thread(target=self._run, name=f"flexshard-ingest-{worker}", daemon=True).start()
 
@@ -225,8 +237,8 @@ class _Process:
         self.process.kill()
         self.process.wait()
 
-    def _launched(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        self.is_ready = False
+    def _launched(self) -> tuple[subprocess.Popen[bytes], Channel]:
+        self.is_ready, self.heard = False, time.monotonic()
         self._starts += 1
         ours, theirs = socket.socketpair()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -237,9 +249,9 @@ class _Process:
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        connection = Connection(ours.detach())
+        connection = Channel(ours)
         with contextlib.suppress(OSError):  # if it is dead already, that shows with the first split
-            connection.send_bytes(self._reader)
+            connection.send(self._reader)
         return process, connection
 
     def _run(self) -> None:
@@ -250,11 +262,13 @@ class _Process:
                 continue
             try:
                 if not self.is_ready:
-                    self._connection.recv()  # it has its reader
+                    self._connection.receive()  # it has its reader
                     self.is_ready, self._starts = True, 0
+                self.heard = time.monotonic()
                 self._connection.send(task[0])
                 while True:
-                    item = self._connection.recv()
+                    item = self._connection.receive()
+                    self.heard = time.monotonic()
                     if isinstance(item, Done | Failed):
                         break
                     task[1].put(item)
@@ -314,6 +328,12 @@ class ProcessPool:
     def start(self, worker: int, split: Split) -> Reading:
         """See the protocol."""
         return self._processes[worker].start(split)
+
+    def quiet_seconds(self, worker: int) -> float:
+        """See the protocol."""
+        process = self._processes[worker]
+        quiet = time.monotonic() - process.heard
+        return quiet if process.is_ready or quiet > _START_SECONDS else 0.0
 
     def restart(self, worker: int) -> None:
         """See the protocol."""
