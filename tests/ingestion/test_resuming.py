@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -400,3 +402,149 @@ def test_every_row_group_is_decoded_once(folder: Path, shuffle: bool | str) -> N
     assert (
         once <= read <= once + 4 * max(sum(group.column(n).total_compressed_size for n in range(4)) for group in groups)
     )
+
+
+def stateful_of(folder: Path, workers: int, **how: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = {"batch_size": None, "num_workers": workers, "persistent_workers": how.pop("persistent_workers", False)}
+    return module.StatefulDataLoader(reader_of(folder, **how), **loader)
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 3}, {}, {"shuffle": "samples"}])
+@pytest.mark.parametrize("takes", [(5, 0, 1), (4, 1, 3), (0, 2, 0), (7, 1)])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_states_one_after_the_other(folder: Path, how: dict[str, Any], takes: tuple[int, ...], workers: int) -> None:
+    """Also of loaders that read ahead, and of those that were resumed and have hardly begun."""
+    loader, seen = stateful_of(folder, workers, **how), []
+    for take in takes:
+        found = iter(loader)
+        seen += [row for _ in range(take) for row in rows_of(next(found))]
+        state = loader.state_dict()
+        loader = stateful_of(folder, workers, **how)
+        loader.load_state_dict(state)
+    seen += [row for batch in loader for row in rows_of(batch)]
+    assert seen == [row for batch in reader_of(folder, **how) for row in rows_of(batch)]
+
+
+def test_a_state_early_in_a_later_pass_of_workers_that_stay(folder: Path) -> None:
+    loader = stateful_of(folder, 2, persistent_workers=True)
+    whole = [rows_of(batch) for batch in loader]
+    found = iter(loader)
+    seen = [rows_of(next(found))]
+    other = stateful_of(folder, 2, persistent_workers=True)
+    other.load_state_dict(loader.state_dict())
+    assert seen + [rows_of(batch) for batch in other] == whole
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_pass_is_one_pass_whoever_began_the_one_before(folder: Path, workers: int) -> None:
+    reader = reader_of(folder)
+    whole = [rows_of(batch) for batch in reader]
+    reader.load_state_dict(reader.state_dict() | {"batches": 5})
+    first = DataLoader(reader, batch_size=None, num_workers=workers)
+    assert rows_of(next(iter(first))) == whole[5]  # a look at one batch
+    assert [rows_of(batch) for batch in DataLoader(reader, batch_size=None, num_workers=3)] == whole
+
+
+def test_workers_that_stay_take_a_loaded_order_and_copies_their_epoch(folder: Path) -> None:
+    readers = [reader_of(folder, rank=rank, world_size=4) for rank in range(4)]
+    seen = [row for reader in readers for _, batch in zip(range(2), reader, strict=False) for row in rows_of(batch)]
+    other = copy.deepcopy(reader_of(folder))
+    loader = DataLoader(other, batch_size=None, num_workers=2, persistent_workers=True)
+    assert sum(1 for _ in loader) == len(other)
+    other.load_state_dict(readers[0].state_dict())
+    assert sorted(seen + [row for batch in loader for row in rows_of(batch)]) == list(range(ROWS))
+    shuffled = pickle.loads(pickle.dumps(reader_of(folder, shuffle="samples")))
+    loader = DataLoader(shuffled, batch_size=None, num_workers=2, persistent_workers=True)
+    orders = []
+    for epoch in range(2):
+        shuffled.set_epoch(epoch)
+        orders.append([rows_of(batch) for batch in loader])
+    assert orders[0] != orders[1]
+
+
+def test_files_that_are_no_data_and_files_given_twice(folder: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "_data" / "log"  # what is above the folder says nothing about it
+    shutil.copytree(folder, copied)
+    for hidden in ("_temporary/0", ".staging"):
+        (copied / hidden).mkdir(parents=True)
+        shutil.copy(folder / "part-0.parquet", copied / hidden / "part-0.parquet")
+    (copied / "_part=1").mkdir()
+    shutil.copy(folder / "part-0.parquet", copied / "_part=1" / "part-0.parquet")
+    assert sum(len(rows_of(batch)) for batch in reader_of(copied)) == ROWS + 300
+    for twice in ([folder, folder / "part-1.parquet"], [folder, folder / ".." / folder.name / "part-1.parquet"]):
+        with pytest.raises(DataError, match=r"part-1\.parquet: is given twice"):
+            SessionReader(twice, batch_size=4, features=["ids"])
+
+
+def test_a_batch_may_be_written_to(folder: Path, tmp_path: Path) -> None:
+    for number, (first, stop) in enumerate([(0, 6), (6, 9)]):
+        table = pa.table({"ids": list(range(first, stop)), "row": list(range(first, stop))})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    for how in ({}, {"pad_last": True}):
+        found = []
+        for batch in SessionReader(tmp_path, batch_size=4, features=["ids"], dense=["row"], world_size=2, **how):  # type: ignore[arg-type]
+            found.append(batch.dense["row"].tolist())
+            batch.dense["row"].add_(1000)
+        assert max(max(rows) for rows in found) < 1000
+
+
+def test_whole_sessions_do_not_exceed_a_batch_in_the_last_step(tmp_path: Path) -> None:
+    for lengths, size in (([2, 50, 2], 4), ([9, 1, 10, 1, 9], 10), ([3, 3, 3, 3, 3], 4)):
+        session = np.repeat(np.arange(len(lengths)), lengths)
+        pq.write_table(pa.table({"ids": np.arange(session.size), "row": session}), tmp_path / "a.parquet")
+        for world in range(1, 6):
+            seen = []
+            for rank in range(world):
+                reader = SessionReader(
+                    tmp_path,
+                    batch_size=size,
+                    features=["ids"],
+                    dense=["row"],
+                    session="row",
+                    whole_sessions=True,
+                    rank=rank,
+                    world_size=world,
+                )
+                for batch in reader:
+                    held = batch.dense["row"].tolist()
+                    assert len(held) <= size or len(set(held)) == 1
+                    seen += held[: len(held) - batch.position.repeated]
+            assert sorted(seen) == session.tolist()
+
+
+def test_the_end_of_an_epoch_whose_rest_is_dropped(folder: Path) -> None:
+    reader = reader_of(folder, drop_last=True)
+    count = sum(1 for _ in reader)
+    other = reader_of(folder, drop_last=True)
+    other.load_state_dict(reader.state_dict())
+    assert [sum(1 for _ in other) for _ in range(2)] == [count, count]
+
+
+def test_keys_and_times_that_are_no_numbers(tmp_path: Path) -> None:
+    def read(sessions: list[float], times: list[float], parts: int = 1) -> None:
+        shutil.rmtree(tmp_path / "d", ignore_errors=True)
+        (tmp_path / "d").mkdir()
+        table = pa.table({"s": sessions, "t": times, "ids": [1] * len(times)})
+        size = len(times) // parts
+        for part in range(parts):
+            pq.write_table(table.slice(part * size, size), tmp_path / "d" / f"{part}.parquet")
+        SessionReader(tmp_path / "d", batch_size=2, features=["ids"], session="s", time="t")
+
+    nan = float("nan")
+    read([1.0, nan, nan, 2.0], [1, 2, 3, 4])
+    read([1.0, nan, nan, 2.0], [1, 2, 3, 4], parts=2)
+    with pytest.raises(DataError, match=r"session nan .* starts again in row 3"):
+        read([nan, 1.0, 2.0, nan], [1, 2, 3, 4])
+    with pytest.raises(DataError, match="time column 't' is nan in row 1"):
+        read([1.0, 1.0], [5, nan])
+    views = pa.table({"s": pa.array(["a", "a", "b"]).cast(pa.string_view()), "ids": [1, 2, 3]})
+    pq.write_table(views, tmp_path / "views.parquet")
+    SessionReader(tmp_path / "views.parquet", batch_size=2, features=["ids"], session="s")
+
+
+def test_a_refused_state_changes_nothing(folder: Path) -> None:
+    reader = reader_of(folder)
+    with pytest.raises(DataError, match="after 1,000,000 batches"):
+        reader.load_state_dict(reader_of(folder, lanes=4).state_dict() | {"batches": 10**6})
+    assert reader.lanes == 1

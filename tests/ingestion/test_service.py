@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -107,7 +109,7 @@ def test_killed_processes_change_nothing(folder: Path) -> None:
         def kill() -> None:
             nonlocal kills
             while kills < 20 and not stop.is_set():
-                time.sleep(generator.uniform(0.0, 0.2))
+                time.sleep(generator.uniform(0.2, 0.8))
                 if pool.pids:
                     os.kill(generator.choice(pool.pids), signal.SIGKILL)
                     kills += 1
@@ -218,6 +220,87 @@ def test_a_worker_that_hangs_is_started_again(folder: Path) -> None:
         assert client.stats.restarts > 0
 
 
+def test_states_and_memory_of_batches_that_stand_in(folder: Path, tmp_path: Path) -> None:
+    """Ranks stay in step: a batch that could not be read counts as read, for whoever could not read it."""
+    table = pq.read_table(folder / "part-0.parquet").slice(0, 320)
+    for bad, steps in ((165, 3), (0, 1), (290, 5)):
+        prices = table["price"].to_pylist()
+        prices[bad] = None
+        pq.write_table(table.set_column(4, "price", pa.array(prices)), tmp_path / "a.parquet", row_group_size=32)
+        spec = spec_of(tmp_path, shuffle=False, bad_batches="skip")
+        states: list[list[int]] = []
+        for rank in range(2):
+            with IngestionClient(spec, rank=rank, world_size=2, workers=1, backend="threads") as client:
+                for _ in range(2):  # passes
+                    states.append([])
+                    for batch in client:
+                        states[-1].append(client.state_dict()["batches"])
+                        assert batch.dense["row"].max() < 1000
+                        batch.dense["row"].add_(1000)
+        assert states == [[2, 4, 6, 8, 10]] * 4, steps
+
+
+def test_clients_that_are_misused(folder: Path) -> None:
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=1, backend="threads") as client:
+        first, second = iter(client), iter(client)
+        next(first)
+        next(second)
+        with pytest.raises(DataError, match="another pass over this client has begun"):
+            next(first)
+        next(second)
+        other = iter(client)
+    client.close()
+    for iterator in (second, other, iter(client)):
+        with pytest.raises(DataError, match="is closed; make another one"):
+            next(iterator)
+    for seconds in (0, -1, float("inf"), "3"):
+        with pytest.raises(DataError, match="hang_seconds is a number above 0"):
+            IngestionClient(spec, hang_seconds=seconds)  # type: ignore[arg-type]
+
+
+def test_a_signal_without_a_name_and_a_worker_that_goes(folder: Path) -> None:
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=2, hang_seconds=2.0) as client:
+        pool, found = client._pool, []
+        assert isinstance(pool, ProcessPool)
+        for batch in client:
+            found.append(batch_hash(batch))
+            if len(found) == 5:
+                os.kill(pool.pids[0], 40)
+            if len(found) == 30 and len(pool.pids) == 2:
+                os.kill(pool.pids[1], signal.SIGSTOP)  # and it is to go, with what it holds
+                client.resize(1)
+        assert found == expected(spec)
+
+
+def test_nothing_is_left_behind(folder: Path) -> None:
+    """By programs that leave in the middle, of threads or of processes."""
+    spec_of(folder).save(folder / "job.yaml")
+    program = (
+        "from flexshard.ingestion import *\n"
+        "with IngestionClient(IngestionSpec.load({!r}), workers=2, backend={!r}, hang_seconds=60) as client:\n"
+        "    print(next(iter(client)).position.number)\n"
+    )
+    for backend in ("threads", "threads", "processes"):
+        script = program.format(str(folder / "job.yaml"), backend)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    (folder / "job.yaml").unlink()
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_deleted_file_is_never_skipped(folder: Path, tmp_path: Path, backend: str) -> None:
+    for path in folder.glob("*.parquet"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    with IngestionClient(spec_of(tmp_path, bad_batches="skip"), workers=1, backend=backend) as client:
+        found = iter(client)
+        next(found)
+        (tmp_path / "part-2.parquet").unlink()
+        with pytest.raises(ChangedDataError, match=r"part-2\.parquet: is no longer there"):
+            list(found)
+
+
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_workers_come_and_go_without_a_lost_batch(folder: Path, backend: str) -> None:
     spec = spec_of(folder)
@@ -263,6 +346,22 @@ def test_a_spec_is_a_file_and_says_what_is_wrong(folder: Path, tmp_path: Path) -
         (tmp_path / "bad.yaml").write_text(text.replace(old, new))
         with pytest.raises(DataError, match=message.replace("job", "bad")):
             IngestionSpec.load(tmp_path / "bad.yaml")
+    for how, message in (
+        (
+            {"transforms": [{"op": "hash_ids", "features": ["itme"], "num_rows": 3}]},
+            r"transforms\[0\]: no feature 'itme'",
+        ),
+        ({"transforms": [{"op": "log", "columns": ["prise"]}]}, r"transforms\[0\]: no dense column 'prise'"),
+        ({"transforms": [{"op": "map_ids", "mapping": {2**70: 1}}]}, "less than 9223372036854775808"),
+        ({"transforms": [{"op": "normalize", "columns": ["price"], "mean": float("nan")}]}, "finite"),
+        ({"drop_last": True, "pad_last": True}, "drop_last and pad_last are both true"),
+        ({"session": None}, "name the session column"),
+    ):
+        with pytest.raises(DataError, match=message):
+            spec_of(folder, **how)  # type: ignore[arg-type]
+    (tmp_path / "loop.yaml").write_text("format: flexshard.ingestion\nversion: 1\npaths: &a [*a]\n")
+    with pytest.raises(DataError, match=r"loop\.yaml"):
+        IngestionSpec.load(tmp_path / "loop.yaml")
     with pytest.raises(DataError, match=r"ingestion job: features: .*at least 1"):
         spec_of(folder, features=[])
     with pytest.raises(DataError, match="column 'row' is named twice"):

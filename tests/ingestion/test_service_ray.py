@@ -87,3 +87,35 @@ def test_a_client_that_died_goes_on_with_the_same_workers(folder: Path) -> None:
     with IngestionClient(spec, workers=1, backend="ray", job="returns") as again:
         again.load_state_dict(state)
         assert seen + [batch_hash(batch) for batch in again] == expected(spec)
+
+
+def test_an_actor_that_hangs_is_started_again(folder: Path) -> None:
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=1, backend="ray", hang_seconds=4.0) as client:
+        found = []
+        for batch in client:
+            found.append(batch_hash(batch))
+            if len(found) == 3:
+                os.kill(ray.get(client._pool.actors[0].pid.remote()), signal.SIGSTOP)  # type: ignore[attr-defined]
+        assert found == expected(spec)
+
+
+def test_one_rank_that_leaves_does_not_end_the_others(folder: Path) -> None:
+    spec = spec_of(folder)
+    first, second = (
+        IngestionClient(spec, rank=rank, world_size=2, workers=1, backend="ray", job="leaving") for rank in range(2)
+    )
+    assert [batch_hash(batch) for batch in first] == expected(spec, 0, 2)
+    first.close()
+    first.close()  # once more does nothing
+    found = []
+    for batch in second:
+        found.append(batch_hash(batch))
+        if len(found) == 10:
+            second.resize(2)
+        if len(found) == 20:
+            second.resize(1)
+            second.resize(2)
+    assert found == expected(spec, 1, 2)
+    assert len(second._pool.master.workers()) == 2  # type: ignore[attr-defined]
+    second.close()

@@ -97,9 +97,10 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
         if not matches:
             raise DataError(f"{text}: {_nothing(text)}")
         sources += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
-    twice = first_repeated(source.name for source in sources)
+    places = [os.path.realpath(source.path) if source.filesystem is None else source.name for source in sources]
+    twice = first_repeated(places)
     if twice is not None:
-        raise DataError(f"{twice}: is given twice, and would be counted twice")
+        raise DataError(f"{sources[places.index(twice)].name}: is given twice, and would be counted twice")
     return sources
 
 
@@ -137,7 +138,8 @@ def _match_local(text: str) -> list[str]:
     try:
         path = Path(text).expanduser()
         if path.is_dir():
-            return [str(file) for file in path.rglob("*.parquet") if _is_data(file.name) and file.is_file()]
+            found = [file for file in path.rglob("*.parquet") if file.is_file()]
+            return [str(file) for file in found if _is_data(file.relative_to(path).as_posix())]
         if path.exists() or not _is_glob(text):
             return [str(path)]
         return [file for file in glob.glob(str(path), recursive=True) if Path(file).is_file()]
@@ -145,9 +147,14 @@ def _match_local(text: str) -> list[str]:
         raise DataError(f"{text}: not a path that can be read: {_first_line(error)}") from error
 
 
-def _is_data(name: str) -> bool:
-    """Whether a file of a folder is data; Spark and others leave notes that start with a dot or an underscore."""
-    return name.endswith(".parquet") and not name.startswith((".", "_"))
+def _is_data(path: str) -> bool:
+    """Whether a file below a folder is data.
+
+    Spark and others leave notes, and what they have not finished, under names that start with a dot or an underscore;
+    a partition's folder has an equals sign in its name.
+    """
+    parts = path.split("/")
+    return path.endswith(".parquet") and not any(part.startswith((".", "_")) and "=" not in part for part in parts)
 
 
 def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
@@ -168,7 +175,10 @@ def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
         info = filesystem.get_file_info(path)
         if info.type == pafs.FileType.Directory:
             entries = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
-            return filesystem, [entry.path for entry in entries if entry.is_file and _is_data(entry.base_name)]
+            root = path.rstrip("/") + "/"
+            return filesystem, [
+                entry.path for entry in entries if entry.is_file and _is_data(entry.path.removeprefix(root))
+            ]
         return filesystem, [path] if info.type == pafs.FileType.File else []
     except (OSError, pa.ArrowException, ValueError) as error:
         raise DataError(f"{url}: cannot be read: {str(error).splitlines()[0]}") from error

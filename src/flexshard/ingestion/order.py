@@ -317,10 +317,11 @@ class EpochOrder:
         cuts = np.arange(world_size + 1) * total // world_size
         if self.settings.whole_sessions:
             cuts = self._near_sessions(left, cuts)
+            if np.diff(cuts).max() > self.settings.batch_size:  # which those that are left do not exceed but for one
+                return Share((left[rank],)) if rank < len(left) else self._first_again()
         first, stop = int(cuts[rank]), int(cuts[rank + 1])
         if first == stop:  # fewer rows, or sessions, than ranks: nobody gets an empty batch
-            again = self._first_unit()
-            return Share((again,), again[1] - again[0])
+            return self._first_again()
         ranges, passed = [], 0
         for begin, end in left:
             low, high = max(first, passed), min(stop, passed + end - begin)
@@ -340,8 +341,7 @@ class EpochOrder:
         every = np.concatenate(ends)
         return every[np.minimum(np.searchsorted(every, cuts), every.size - 1)]
 
-    def _first_unit(self) -> Range:
+    def _first_again(self) -> Share:
         """The epoch's first row, or session."""
-        if not self.settings.whole_sessions:
-            return 0, 1
-        return 0, int(self._ends_within(0)[1])
+        size = int(self._ends_within(0)[1]) if self.settings.whole_sessions else 1
+        return Share(((0, size),), size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -89,8 +90,9 @@ class SessionReader(IterableDataset[SessionBatch]):
             drop_last: leave out the last samples, where they are fewer than B for every rank. By default these are
                 divided among the ranks, evenly; a rank for which there is none reads the epoch's first sample again.
             pad_last: fill the last batches up to B with the epoch's first samples.
-            shuffle: ``"samples"``, or ``"sessions"`` whose samples stay together and in order; True is the latter
-                where ``session`` is given. Row groups come in a random order, and what falls into a window is shuffled.
+            shuffle: ``"samples"``, or ``"sessions"`` whose samples stay in order, and together but where a window or a
+                batch ends (not even there with ``whole_sessions``); True is the latter where ``session`` is given.
+                Row groups come in a random order, and what falls into a window is shuffled.
                 Another order after each :meth:`set_epoch`.
             shuffle_window: rows that are shuffled together, which have to fit in memory, once per lane of a process
                 and once more; by default those that unpack to 128 MiB, at most 262,144.
@@ -116,19 +118,20 @@ class SessionReader(IterableDataset[SessionBatch]):
         self.drop_last, self.pad_last, self.whole_sessions = drop_last, pad_last, whole_sessions
         self.prefetch = check_int(prefetch, "prefetch", DataError, least=0)
         self.shuffle = self._checked(shuffle)
-        self.lanes = self.world_size if lanes is None else check_int(lanes, "lanes", DataError)
+        lanes_used = self.world_size if lanes is None else check_int(lanes, "lanes", DataError)
         self._given = {"lanes": lanes is not None, "shuffle_window": shuffle_window is not None}
         self._stored, self._sessions = self._scanned(expand(paths))
-        self.shuffle_window = (
+        window = (
             max(self.batch_size, min(_WINDOW_ROWS, int(_WINDOW_BYTES / max(1.0, self._stored.row_bytes))))
             if shuffle_window is None
             else check_int(shuffle_window, "shuffle_window", DataError)
         )
-        self._place = ReaderPlace()
+        self._place = ReaderPlace(lanes_used, window)
         self._last: BatchPosition | None = None
         self._orders: dict[tuple[int, int, int], EpochOrder] = {}
         self._split_rows: tuple[EpochOrder, BatchRows] | None = None
         self._worker: dict[str, int] = {}  # where a DataLoader's worker is
+        self._own_order: tuple[int, int] | None = None  # lanes and window of the state that a worker loaded
         self._resumed: dict[str, int] | None = None  # where it goes on
 
     def _checked(self, shuffle: bool | str) -> str | None:
@@ -183,6 +186,16 @@ class SessionReader(IterableDataset[SessionBatch]):
         """That is read, or is read next."""
         return self._place.epoch
 
+    @property
+    def lanes(self) -> int:
+        """Stretches that are read side by side; those of a loaded state, where none were asked for."""
+        return self._place.lanes
+
+    @property
+    def shuffle_window(self) -> int:
+        """Rows that are shuffled together; those of a loaded state, where none were asked for."""
+        return self._place.window
+
     def __len__(self) -> int:
         """Batches of this rank in an epoch."""
         return self._order(self.epoch).steps(self.world_size, drop_last=self.drop_last)
@@ -225,28 +238,33 @@ class SessionReader(IterableDataset[SessionBatch]):
         if isinstance(state, dict):  # what was not asked for is as it was
             own |= {name: state.get(name, own[name]) for name, given in self._given.items() if not given}
         epoch, consumed = checked_state(state, own)
-        self.lanes = check_int(own["lanes"], "the state's lanes", DataError)
-        if self.shuffle:
-            self.shuffle_window = check_int(own["shuffle_window"], "the state's shuffle window", DataError)
-        if consumed > self._order(epoch).num_batches:
-            raise DataError(f"the reader's state is after {consumed:,} batches of {self._order(epoch).num_batches:,}")
-        self._last = None
+        lanes = check_int(own["lanes"], "the state's lanes", DataError)
+        window = check_int(own["shuffle_window"], "the state's shuffle window", DataError) if self.shuffle else 1
+        batches = self._order(epoch, lanes, window).num_batches
+        if consumed > batches:
+            raise DataError(f"the reader's state is after {consumed:,} batches of {batches:,}")
         if get_worker_info() is None:
+            self._place.order_by(lanes, window if self.shuffle else self.shuffle_window)
             self._place.set(epoch, consumed)
-        else:
-            self._resumed = {"epoch": epoch, "first": consumed, **state.get("worker", {})}
+            self._last = None
+        else:  # of a DataLoader that keeps its workers' states, each of which loads its own
+            self._own_order = lanes, window
+            self._worker = dict(state.get("worker", {}))
+            self._resumed = {"epoch": epoch, "first": consumed, **self._worker}
+            self._last = BatchPosition(epoch, consumed=consumed)
 
     def _identity(self) -> dict[str, Any]:
         """What a state has to agree with, to mean the same batches."""
+        lanes, window = self._own_order or (self.lanes, self.shuffle_window)
         return {
             "format": 1,
             "rows": self._stored.num_rows,
             "dataset": self._stored.fingerprint,
             "batch_size": self.batch_size,
-            "lanes": self.lanes,
+            "lanes": lanes,
             "shuffle": self.shuffle,
             "seed": self.seed if self.shuffle else None,
-            "shuffle_window": self.shuffle_window if self.shuffle else None,
+            "shuffle_window": window if self.shuffle else None,
             "whole_sessions": self.whole_sessions,
         }
 
@@ -258,28 +276,39 @@ class SessionReader(IterableDataset[SessionBatch]):
         Raises:
             DataError: values that cannot be used, or files that changed; names file, row and column.
         """
-        batches = self._read()
-        for batch in read_ahead(batches, self.prefetch) if self.prefetch else batches:
-            self._last = batch.position
-            yield batch
-
-    def _read(self) -> Iterator[SessionBatch]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        resumed = self._resumed
         epoch, first, next_step = self._begun(number, workers)
-        order, first = self._order(epoch), self._first_of(epoch, first)
-        shared = math.gcd(self.lanes, self.world_size * workers)
-        rows = BatchRows(self._stored, order, lanes=self.lanes // shared)
-        steps = order.steps(self.world_size, drop_last=self.drop_last, consumed=first)
-        for step in range(next_step, steps, workers):
-            if worker is not None:
-                self._worker = {"epoch": epoch, "first": first, "next": step + workers, "of": workers}
-            yield self._step(rows, order, epoch, first + step * self.world_size, self.rank, self.world_size)
+        order = self._order(epoch)
+        # From here on, states are of this pass, also before its first batch.
+        if worker is not None:
+            self._worker = {"epoch": epoch, "first": first, "next": next_step, "of": workers}
+        if resumed is None or self._last is None:
+            self._last = BatchPosition(epoch, consumed=first)
+        steps = range(next_step, order.steps(self.world_size, drop_last=self.drop_last, consumed=first), workers)
+        return self._batches(self._read(order, epoch, first, steps), worker is not None)
+
+    def _batches(self, steps: Iterator[tuple[int, SessionBatch]], in_worker: bool) -> Iterator[SessionBatch]:
+        for following, batch in read_ahead(steps, self.prefetch) if self.prefetch else steps:
+            self._last = batch.position
+            if in_worker:
+                self._worker["next"] = following
+            yield batch
+
+    def _read(self, order: EpochOrder, epoch: int, first: int, steps: range) -> Iterator[tuple[int, SessionBatch]]:
+        """Batches of some steps, and which step comes after each."""
+        shared = math.gcd(order.settings.lanes, self.world_size * steps.step)
+        rows = BatchRows(self._stored, order, lanes=order.settings.lanes // shared)
+        for step in steps:
+            consumed = first + step * self.world_size
+            yield step + steps.step, self._step(rows, order, epoch, consumed, self.rank, self.world_size)
 
     def begin_pass(self) -> tuple[int, int]:
         """Epoch of the pass that begins, and how many of its batches, of all ranks, were read before."""
         epoch, first, _ = self._begun(0, 1)
-        return epoch, self._first_of(epoch, first)
+        self._last = BatchPosition(epoch, consumed=first)
+        return epoch, first
 
     def splits(self, epoch: int, consumed: int) -> list[Split]:
         """This rank's steps after ``consumed`` batches of an epoch, in stretches that any process may read."""
@@ -294,20 +323,21 @@ class SessionReader(IterableDataset[SessionBatch]):
             dataset=self._stored.fingerprint,
         )
 
-    def read_split(self, split: Split, on_error: Callable[[DataError], None] | None = None) -> Iterator[SessionBatch]:
+    def read_split(
+        self, split: Split, on_error: Callable[[DataError, BatchPosition], None] | None = None
+    ) -> Iterator[SessionBatch]:
         """Batches of a split, whichever rank's.
 
         Args:
             split: of :meth:`splits` of a reader of the same dataset and arguments.
-            on_error: takes what is wrong with a batch that cannot be read, instead of raising it.
+            on_error: takes what is wrong with a batch that cannot be read, and its position, instead of raising it.
 
         Raises:
             DataError: as iteration; files that changed in any case.
         """
         if split.dataset != self._stored.fingerprint:
             raise ChangedDataError("the job's files are others than when it began; start again, on files that stay")
-        self.lanes, self.shuffle_window = split.lanes, split.window
-        order = self._order(split.epoch)
+        order = self._order(split.epoch, split.lanes, split.window)
         if self._split_rows is None or self._split_rows[0] is not order:
             self._split_rows = order, BatchRows(self._stored, order, lanes=1)
         rows = self._split_rows[1]  # the same one, which reads on in a row group of which an earlier split was
@@ -318,7 +348,7 @@ class SessionReader(IterableDataset[SessionBatch]):
             except DataError as error:
                 if on_error is None or isinstance(error, ChangedDataError):
                     raise
-                on_error(error)
+                on_error(error, self._position(order, split.epoch, consumed, split.rank, split.world_size))
             else:
                 yield batch
 
@@ -336,15 +366,20 @@ class SessionReader(IterableDataset[SessionBatch]):
     ) -> SessionBatch:
         """A rank's batch after so many of the epoch."""
         share = order.share(consumed, rank, world_size, pad_last=self.pad_last)
-        after = min(order.num_batches, consumed + world_size)
-        return self._batch(rows.read(share.ranges), BatchPosition(epoch, consumed + rank, after, share.repeated))
+        position = self._position(order, epoch, consumed, rank, world_size)
+        return self._batch(rows.read(share.ranges), replace(position, repeated=share.repeated))
+
+    @staticmethod
+    def _position(order: EpochOrder, epoch: int, consumed: int, rank: int, world_size: int) -> BatchPosition:
+        return BatchPosition(epoch, consumed + rank, min(order.num_batches, consumed + world_size))
 
     def _begun(self, number: int, workers: int) -> tuple[int, int, int]:
         """Epoch of a pass that begins, batches that it leaves out, and the step of this worker that comes first."""
         epoch, first, resumed = self._place.epoch, self._place.begin(), self._resumed
         self._resumed = None
         if resumed is None or (self._place.is_named and resumed["epoch"] != epoch):
-            return epoch, first, number
+            self._own_order = None if resumed is None else self._own_order
+            return epoch, self._first_of(epoch, first), number
         if resumed.get("of", workers) != workers:
             raise DataError(
                 f"this state of a DataLoader is of {resumed['of']} workers, there are {workers}; for another number"
@@ -354,19 +389,20 @@ class SessionReader(IterableDataset[SessionBatch]):
 
     def _first_of(self, epoch: int, first: int) -> int:
         """Batches that a pass leaves out: none, where the pass before was over and no epoch was named."""
-        is_over = first >= self._order(epoch).num_batches
+        is_over = not self._order(epoch).steps(self.world_size, drop_last=self.drop_last, consumed=first)
         return 0 if is_over and not self._place.is_named else first
 
-    def _order(self, epoch: int) -> EpochOrder:
+    def _order(self, epoch: int, lanes: int | None = None, window: int | None = None) -> EpochOrder:
         """Of an epoch; the last one is kept."""
-        key = (epoch if self.shuffle else 0, self.lanes, self.shuffle_window)
+        own = self._own_order or (self.lanes, self.shuffle_window)
+        key = (epoch if self.shuffle else 0, lanes or own[0], (window or own[1]) if self.shuffle else 1)
         if key not in self._orders:
             settings = OrderSettings(
                 self._stored.num_rows,
                 self.batch_size,
-                self.lanes,
+                key[1],
                 self.shuffle,
-                self.shuffle_window,
+                key[2],
                 self._stored.group_starts[:-1],
                 self._sessions,
                 self.whole_sessions,

@@ -13,21 +13,46 @@ from flexshard.errors import DataError
 __all__ = ["ReaderPlace", "checked_state"]
 
 _WORKERS = 1024
-_EPOCH, _FIRST, _NAMED, _BY_WORKERS = range(4)
+_EPOCH, _FIRST, _NAMED, _BY_WORKERS, _LANES, _WINDOW, _TAKEN, _SEED, _COUNT = range(9)
 
 
 class ReaderPlace:
-    """Epoch and first batch of the next pass, in memory that workers which stay see as well."""
+    """Epoch, first batch and order of the next pass, in memory that workers which stay see as well."""
 
-    def __init__(self) -> None:
-        self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()
+    def __init__(self, lanes: int, window: int) -> None:
+        self._shared = torch.zeros(9, dtype=torch.int64)
+        self._shared[_LANES], self._shared[_WINDOW] = lanes, window
         # Whether a worker has begun a pass since then; each writes its own, so that none hides it from another.
-        self._begun = torch.zeros(_WORKERS, dtype=torch.int64).share_memory_()
+        self._begun = torch.zeros(_WORKERS, dtype=torch.int64)
+        self._passes = 0  # that this process began
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()
+
+    def _share(self) -> None:
+        self._shared.share_memory_()
+        self._begun.share_memory_()
 
     @property
     def epoch(self) -> int:
         """Of the next pass."""
         return int(self._shared[_EPOCH])
+
+    @property
+    def lanes(self) -> int:
+        """Of the order."""
+        return int(self._shared[_LANES])
+
+    @property
+    def window(self) -> int:
+        """Of the order."""
+        return int(self._shared[_WINDOW])
+
+    def order_by(self, lanes: int, window: int) -> None:
+        """Take another order."""
+        self._shared[_LANES], self._shared[_WINDOW] = lanes, window
 
     @property
     def first(self) -> int:
@@ -46,7 +71,8 @@ class ReaderPlace:
 
     def set(self, epoch: int, first: int) -> None:
         """Start the next pass in ``epoch``, after ``first`` of its batches."""
-        self._shared.copy_(torch.tensor([epoch, first, 0, 0]))
+        self._shared[_EPOCH], self._shared[_FIRST] = epoch, first
+        self._shared[[_NAMED, _BY_WORKERS, _TAKEN]] = 0
         self._begun.zero_()
 
     def set_epoch(self, epoch: int) -> None:
@@ -56,15 +82,23 @@ class ReaderPlace:
         self._shared[_NAMED] = 1
 
     def begin(self) -> int:
-        """The first batch of the pass that this process begins; later ones start from the first of all."""
+        """The first batch of the pass that this process begins; passes after the first start from the first of all.
+
+        Workers of one pass of a DataLoader have its seed in common, and have begun as many passes.
+        """
         worker = get_worker_info()
         number = 0 if worker is None else worker.id
         if number >= _WORKERS:
             raise DataError(f"a reader has at most {_WORKERS:,} workers, found number {number:,}")
-        first = 0 if self._begun[number] else self.first
+        self._passes += 1
+        one = (-1, self._passes) if worker is None else (worker.seed - worker.id, self._passes)
+        if not self._shared[_TAKEN]:
+            self._shared[[_SEED, _COUNT]] = torch.tensor(one)
+            self._shared[_TAKEN] = 1
+        is_first = (int(self._shared[_SEED]), int(self._shared[_COUNT])) == one and not self._begun[number]
         self._begun[number] = 1
         self._shared[_BY_WORKERS] = worker is not None
-        return first
+        return self.first if is_first else 0
 
 
 def checked_state(state: dict[str, Any], own: dict[str, Any]) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def session_starts(rows: StoredRows, session: str, time: str | None) -> IntArray
             where, row = rows.locate(piece.first_row)
             flat = _whole(piece.table, session, f"{where}: session column", row)
             is_start = _differs(flat)
-            is_start[0] = last_key is None or not last_key.equals(flat[0])
+            is_start[0] = last_key is None or not _is_same(last_key, flat[0])
             if time is not None:
                 times = _numbers(_whole(piece.table, time, f"{where}: time column", row))
                 before = np.concatenate([times[:1] if is_start[0] else last_time, times[:-1]])
@@ -111,8 +111,16 @@ def _differs(flat: pa.Array) -> npt.NDArray[np.bool_]:
 def _numbers(flat: pa.Array) -> npt.NDArray[Any]:
     if pt.is_temporal(flat.type):
         flat = flat.cast(pa.int32() if flat.type.bit_width == 32 else pa.int64())
-    values = flat.to_numpy(zero_copy_only=False)
-    return np.asarray(values)
+    return np.asarray(flat.to_numpy(zero_copy_only=False))
+
+
+def _is_same(one: pa.Scalar, other: pa.Scalar) -> bool:
+    """Nans are one key here as well."""
+    return bool(one.equals(other)) or (pt.is_floating(one.type) and one.as_py() != one.as_py() and _is_nan(other))
+
+
+def _is_nan(key: pa.Scalar) -> bool:
+    return bool(key.as_py() != key.as_py())
 
 
 def _whole(table: pa.RecordBatch, name: str, what: str, first: int) -> pa.Array:
@@ -120,7 +128,18 @@ def _whole(table: pa.RecordBatch, name: str, what: str, first: int) -> pa.Array:
     if flat.null_count:
         row = first + int(np.flatnonzero(pc.is_null(flat).to_numpy(zero_copy_only=False))[0])
         raise DataError(f"{what} {name!r} is null in row {row:,}; drop or fill such rows")
-    return flat.dictionary_decode() if pt.is_dictionary(flat.type) else flat
+    if pt.is_dictionary(flat.type):
+        flat = flat.dictionary_decode()
+    if pt.is_floating(flat.type) and what.endswith("time column"):
+        missing = np.isnan(flat.to_numpy(zero_copy_only=False))
+        if missing.any():
+            raise DataError(f"{what} {name!r} is nan in row {first + int(np.argmax(missing)):,}; drop such rows")
+    # Texts of all sessions together may take more than 2 GiB.
+    if pt.is_string(flat.type) or pt.is_string_view(flat.type):
+        return flat.cast(pa.large_string())
+    if pt.is_binary(flat.type) or pt.is_binary_view(flat.type):
+        return flat.cast(pa.large_binary())
+    return flat
 
 
 def _shown(key: pa.Scalar) -> str:

@@ -174,7 +174,12 @@ class StoredRows:
         source = self.sources[number]
         self._check_unchanged(number)
         try:
-            file = pq.ParquetFile(source.path, filesystem=source.filesystem, metadata=self._metadata[number])
+            file = pq.ParquetFile(
+                source.path,
+                filesystem=source.filesystem,
+                metadata=self._metadata[number],
+                page_checksum_verification=True,  # of pages that were written with one
+            )
         except Exception as error:
             self._check_unchanged(number)
             raise DataError(f"{source.name}: cannot be read: {_first_line(error)}") from error
@@ -215,6 +220,7 @@ class _Stream:
     chunks: Iterator[Piece]
     stop: int
     row: int  # the first that was not yet read
+    given: int  # the first that was not yet given out; those before may have been written to since
     last: Piece | None = None
 
     def read_on(self) -> None:
@@ -252,6 +258,7 @@ class RowStreams:
             number = min(stop, piece.first_row + piece.table.num_rows) - row
             pieces.append(Piece(piece.table.slice(row - piece.first_row, number), row))
             row += number
+            self._open[-1].given = row
             if row >= max(self._open[-1].row, self._open[-1].stop):
                 self._open.pop()
         return pieces
@@ -261,7 +268,7 @@ class RowStreams:
         if stream is None:
             stop = min(until, self._rows.end_of_file(row))
             group = int(self._rows.group_starts[self._rows.group_of(row)])
-            stream = _Stream(self._rows.chunks(row, stop, self._chunk_rows), stop, group)
+            stream = _Stream(self._rows.chunks(row, stop, self._chunk_rows), stop, group, row)
         while stream.last is None or stream.row <= row:
             before = stream.row
             stream.read_on()
@@ -273,7 +280,7 @@ class RowStreams:
     def _stream_at(self, row: int) -> _Stream | None:
         """The stream that has read a row last, or comes to it in the row group in which it stands or at its end."""
         for number, stream in enumerate(self._open):
-            inside = stream.last is not None and stream.last.first_row <= row < stream.row
+            inside = stream.last is not None and max(stream.given, stream.last.first_row) <= row < stream.row
             ahead = stream.row <= row < stream.stop
             if inside or (ahead and (row == stream.row or self._rows.group_of(row) == self._rows.group_of(stream.row))):
                 return self._open.pop(number)
@@ -293,9 +300,7 @@ def _stamp_of(source: ParquetSource) -> _Stamp:
             return _Stamp(found.st_size, found.st_mtime_ns)
         info = source.filesystem.get_file_info(source.path)
     except FileNotFoundError as error:
-        raise DataError(
-            f"{source.name}: is no longer there; put it back, or start on the files that there are"
-        ) from error
+        raise ChangedDataError(_gone(source.name)) from error
     except OSError as error:
         raise DataError(f"{source.name}: cannot be read: {_first_line(error)}") from error
     if info.type != pafs.FileType.File:

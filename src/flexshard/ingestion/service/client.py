@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -147,14 +148,17 @@ class IngestionClient:
             raise DataError(f"the backend is one of {', '.join(BACKENDS)}, found {backend!r}")
         self.spec = spec
         self.reader = spec.reader(rank, world_size)
+        self.is_shared = job is not None
         digest = hashlib.blake2b(spec.model_dump_json().encode(), digest_size=8).hexdigest()
         self.job_name = f"{job or f'{os.getpid()}-{id(self)}'}-{digest}"  # of other jobs are other workers
         self.stats = IngestionStats()
-        self._rank, self._ahead = rank, check_int(ahead, "ahead", DataError, least=0)
+        self.rank, self._ahead = rank, check_int(ahead, "ahead", DataError, least=0)
+        if not (isinstance(hang_seconds, int | float) and 0 < hang_seconds <= threading.TIMEOUT_MAX):
+            raise DataError(f"hang_seconds is a number above 0, found {hang_seconds!r}")
         self._hang_seconds, self._most_workers = hang_seconds, most_workers
         self._seen = (0.0, 0.0)  # seconds and stalls when workers were adjusted last
         self._last: SessionBatch | None = None
-        self._counted = 0.0
+        self._counted, self._passes, self._closed = 0.0, 0, False
         self._pool, self._master = BACKENDS[backend](self, check_int(workers, "workers", DataError))
         self._active: dict[int, _Active] = {}
 
@@ -166,9 +170,11 @@ class IngestionClient:
 
     def close(self) -> None:
         """End the workers."""
-        self._forget()
-        self._master.detach(self._rank)
-        self._pool.close()
+        if not self._closed:
+            self._closed = True
+            self._forget()
+            self._master.detach(self.rank)
+            self._pool.close()
 
     @property
     def workers(self) -> list[int]:
@@ -217,6 +223,7 @@ class IngestionClient:
                 that reads it; workers that do not answer.
             ChangedDataError: files that are not what they were.
         """
+        self._check_open()
         epoch, consumed = self.reader.begin_pass()
         splits = self.reader.splits(epoch, consumed)
         steps = sum(len(split.steps) for split in splits)
@@ -224,29 +231,40 @@ class IngestionClient:
         for number, split in enumerate(splits):
             split_of[split.steps.start : split.steps.stop : split.steps.step] = number
         self._forget()
-        self._master.attach(self._rank, len(splits))
+        self._master.attach(self.rank, len(splits))
         self.stats.splits, self.stats.splits_taken = len(splits), 0
-        missing: list[str] = []
-        began = time.perf_counter()
+        self._passes += 1
+        mine, began = self._passes, time.perf_counter()
+        missing: list[Unreadable] = []  # before the first that can be read
+        good: PackedBatch | None = None
         for number in split_of.tolist():
+            self._check_open()
+            if mine != self._passes:
+                raise DataError("another pass over this client has begun; a client is iterated over once at a time")
             start = time.perf_counter()
             found = self._next_of(splits, number)
             self.stats.stall_seconds += time.perf_counter() - start
             if isinstance(found, PackedBatch):
-                for _ in missing:  # those before the first that could be read
-                    yield self._returned(_standing_in(unpack(found)), began)
-                missing.clear()
+                if self.spec.bad_batches == "skip":
+                    good = replace(found, arrays=tuple(array.copy() for array in found.arrays))
+                    for other in missing:
+                        yield self._returned(_standing_in(good, other), began)
+                    missing.clear()
                 yield self._returned(unpack(found), began)
             elif self.spec.bad_batches == "raise":
                 raise DataError(found.message)
             else:
                 self.stats.skipped_batches += 1
-                if self._last is None:
-                    missing.append(found.message)
+                if good is None:
+                    missing.append(found)
                 else:
-                    yield self._returned(_standing_in(self._last), began)
+                    yield self._returned(_standing_in(good, found), began)
         if missing:
-            raise DataError(f"no batch of the epoch can be read: {missing[0]}")
+            raise DataError(f"no batch of the epoch can be read: {missing[0].message}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DataError("this client of an ingestion job is closed; make another one")
 
     def _returned(self, batch: SessionBatch, began: float) -> SessionBatch:
         self._last = batch
@@ -273,7 +291,7 @@ class IngestionClient:
     def _forget(self) -> None:
         """Let go of what is being read."""
         for active in self._active.values():
-            active.reading.cancelled = True
+            active.reading.cancel()
         self._active.clear()
 
     # Splits and who reads them.
@@ -309,7 +327,7 @@ class IngestionClient:
                 self._begin_again(splits[number], active, active.reading.lost)
         lanes = max(1, splits[0].steps.step) if splits else 1
         while len(self._active) < lanes + len(self._pool.workers) + self._ahead:
-            lease = self._master.lease(self._rank)
+            lease = self._master.lease(self.rank)
             if lease is None:
                 return
             self._active[lease.split] = _Active(lease, self._pool.start(lease.worker, splits[lease.split]))
@@ -331,6 +349,7 @@ class IngestionClient:
             )
         active.attempts += why.began
         self.stats.restarts += why.began
+        active.reading.cancel()
         active.lease = lease = self._master.again(active.lease)
         if came < len(split.steps):
             active.reading = self._pool.start(lease.worker, replace(split, steps=split.steps[came:]))
@@ -349,7 +368,7 @@ def _here(pool: Callable[[SessionReader, int], WorkerPool], client: IngestionCli
 def _on_ray(client: IngestionClient, workers: int) -> Made:
     from flexshard.ingestion.service import ray_backend
 
-    return ray_backend.connected(client.spec, client.job_name, workers)
+    return ray_backend.connected(client.spec, client.rank, client.job_name, workers, shared=client.is_shared)
 
 
 Made = tuple[WorkerPool, Master]
@@ -366,7 +385,7 @@ def _batches(split: Split, first: int) -> str:
     return f"{numbers[0]:,} to {numbers[1]:,}"
 
 
-def _standing_in(batch: SessionBatch) -> SessionBatch:
-    """A batch that is given again, all of it repeated."""
-    size = int(batch.features.stride())
-    return replace(batch, position=replace(batch.position, repeated=size))
+def _standing_in(good: PackedBatch, bad: Unreadable) -> SessionBatch:
+    """A good batch in the place of one that cannot be read, all of it repeated."""
+    batch = unpack(replace(good, arrays=tuple(array.copy() for array in good.arrays)))
+    return replace(batch, position=replace(bad.position, repeated=int(batch.features.stride())))

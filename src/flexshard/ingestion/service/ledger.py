@@ -87,8 +87,8 @@ class SplitLedger:
 
     def add_worker(self, worker: int) -> None:
         """A worker comes."""
-        if worker not in self._busy:
-            self._busy[worker] = set()
+        self._busy.setdefault(worker, set())
+        if worker not in self._workers:
             self._workers.append(worker)
 
     def retire_worker(self, worker: int) -> None:

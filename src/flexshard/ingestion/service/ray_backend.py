@@ -23,7 +23,7 @@ _NAMESPACE = "flexshard-ingestion"
 _MASTER_SECONDS = 120.0  # for which a master may be away
 
 
-def connected(spec: IngestionSpec, job: str, workers: int) -> tuple[RayPool, RayMaster]:
+def connected(spec: IngestionSpec, client: int, job: str, workers: int, *, shared: bool) -> tuple[RayPool, RayMaster]:
     """The job's workers and master: those that there are by its name, or new ones.
 
     Raises:
@@ -44,12 +44,13 @@ def connected(spec: IngestionSpec, job: str, workers: int) -> tuple[RayPool, Ray
     # Small enough to be kept with the actor, so that it starts again whoever made it is gone.
     text = spec.model_dump_json(exclude_defaults=True)
     master = RayMaster(ray, ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers))
+    master.attach(client, 0)
     made = ray.remote(_Worker)
 
     def actor(worker: int) -> Any:
         return made.options(**how, name=f"{job}-worker-{worker}", num_cpus=1).remote(text)
 
-    return RayPool(ray, actor, master), master
+    return RayPool(ray, actor, master, shared=shared), master
 
 
 class _Worker:
@@ -110,6 +111,7 @@ class RayMaster:
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self.actor = ray, actor
         self._splits = self._given = 0
+        self.was_known = False  # when the client left
 
     def attach(self, client: int, splits: int) -> None:
         """See the ledger."""
@@ -134,7 +136,7 @@ class RayMaster:
 
     def detach(self, client: int) -> None:
         """See the ledger."""
-        self._ask("detach", client, client)
+        self.was_known = self._call(self.actor.ask, "detach", client, client) is not None
 
     def add_worker(self, worker: int) -> None:
         """See the ledger."""
@@ -143,6 +145,11 @@ class RayMaster:
     def retire_worker(self, worker: int) -> None:
         """See the ledger."""
         self._call(self.actor.retire_worker, worker)
+
+    def clients(self) -> int:
+        """How many there are."""
+        found: int = self._call(self.actor.clients)
+        return found
 
     def workers(self) -> list[int]:
         """Those that are given work."""
@@ -154,8 +161,6 @@ class RayMaster:
             found = self._call(self.actor.ask, what, client, argument)
             if found is not None:
                 return found[0]
-            if what == "detach":
-                return None
             self._call(self.actor.attach, client, self._splits, self._given)
 
     def _call(self, method: Any, *arguments: Any) -> Any:
@@ -173,9 +178,10 @@ class RayMaster:
 class RayPool:
     """The job's workers, by number; which there are, the master knows."""
 
-    def __init__(self, ray: Any, actor: Callable[[int], Any], master: RayMaster) -> None:
-        self._ray, self._actor, self.master = ray, actor, master
+    def __init__(self, ray: Any, actor: Callable[[int], Any], master: RayMaster, *, shared: bool) -> None:
+        self._ray, self._actor, self.master, self._shared = ray, actor, master, shared
         self.actors = {worker: actor(worker) for worker in master.workers()}
+        self._numbers = max(self.actors, default=-1) + 1
 
     @property
     def workers(self) -> list[int]:
@@ -189,7 +195,7 @@ class RayPool:
         items = self.actors[worker].read.options(num_returns="streaming").remote(split)
         return _RayReading(self._ray, items, worker)
 
-    def quiet_seconds(self, worker: int) -> float:
+    def quiet_seconds(self, worker: int) -> float:  # noqa: ARG002 (asked of every pool)
         """Ray does not say how an actor is doing: whoever waited has waited for that."""
         return float("inf")
 
@@ -199,7 +205,7 @@ class RayPool:
 
     def add(self) -> int:
         """One worker more; its number."""
-        worker = max(self.actors) + 1
+        worker, self._numbers = self._numbers, self._numbers + 1  # never one that was there: its actor may be ending
         self.actors[worker] = self._actor(worker)
         return worker
 
@@ -210,7 +216,8 @@ class RayPool:
     def close(self) -> None:
         """End all, if no client is left."""
         try:
-            if self._ray.get(self.master.actor.clients.remote()):
+            # A master that was started again does not know who there is; then the actors are left to others.
+            if self._shared and not (self.master.was_known and not self.master.clients()):
                 return
             for actor in [*self.actors.values(), self.master.actor]:
                 self._ray.kill(actor)
@@ -233,7 +240,11 @@ class _RayReading(Reading):
         try:
             item: Item = self._ray.get(next(self._refs))
         except (self._ray.exceptions.RayActorError, StopIteration) as error:
-            ending = Lost(f"worker {self._worker} ended: {(str(error).splitlines() or ['nothing came'])[0]}")
+            is_starting = isinstance(error, self._ray.exceptions.ActorUnavailableError)
+            if is_starting:
+                time.sleep(0.2)
+            why = (str(error).splitlines() or ["nothing came"])[0]
+            ending = Lost(f"worker {self._worker} ended: {why}", began=not is_starting)
             self.put(ending)
             return super().get(0)
         return item

@@ -31,7 +31,9 @@ FORMAT = DocumentFormat(
     "flexshard.ingestion", 1, "an ingestion job", "ingestion jobs", DataError, "see docs/ingestion.md for its fields"
 )
 Names = Annotated[list[str], Field(min_length=1)]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _OfFeatures(StrictModel):
@@ -67,8 +69,8 @@ class _Hash(_OfFeatures):
 
 class _Clip(_OfFeatures):
     op: Literal["clip_ids"]
-    least: int
-    most: int
+    least: Id
+    most: Id
 
     def of(self, features: list[str] | None) -> Any:
         return ClipIds(self.least, self.most, features=features)
@@ -76,8 +78,8 @@ class _Clip(_OfFeatures):
 
 class _Map(_OfFeatures):
     op: Literal["map_ids"]
-    mapping: dict[int, int]
-    default: int = 0
+    mapping: dict[Id, Id]
+    default: Id = 0
 
     def of(self, features: list[str] | None) -> Any:
         return MapIds(self.mapping, default=self.default, features=features)
@@ -101,7 +103,7 @@ class _Truncate(_OfFeatures):
 
 class _Drop(_OfFeatures):
     op: Literal["drop_ids"]
-    ids: list[int]
+    ids: list[Id]
 
     def of(self, features: list[str] | None) -> Any:
         return DropIds(self.ids, features=features)
@@ -140,7 +142,7 @@ class _Bucketize(StrictModel):
     op: Literal["bucketize"]
     column: str
     into: str
-    boundaries: list[float]
+    boundaries: list[Finite]
 
     def make(self) -> Any:
         return Bucketize(self.column, self.into, boundaries=self.boundaries)
@@ -149,8 +151,8 @@ class _Bucketize(StrictModel):
 class _Normalize(StrictModel):
     op: Literal["normalize"]
     columns: Names
-    mean: float = 0.0
-    std: float = 1.0
+    mean: Finite = 0.0
+    std: Finite = 1.0
 
     def make(self) -> Any:
         return Normalize(self.columns, mean=self.mean, std=self.std)
@@ -167,8 +169,8 @@ class _Log(StrictModel):
 class _Clamp(StrictModel):
     op: Literal["clamp"]
     columns: Names
-    least: float
-    most: float
+    least: Finite
+    most: Finite
 
     def make(self) -> Any:
         return Clamp(self.columns, least=self.least, most=self.most)
@@ -177,7 +179,7 @@ class _Clamp(StrictModel):
 class _Fill(StrictModel):
     op: Literal["fill_missing"]
     columns: Names
-    value: float = 0.0
+    value: Finite = 0.0
 
     def make(self) -> Any:
         return FillMissing(self.columns, value=self.value)
@@ -186,7 +188,7 @@ class _Fill(StrictModel):
 class _Logit(StrictModel):
     op: Literal["logit"]
     columns: Names
-    margin: float = 1e-6
+    margin: Finite = 1e-6
 
     def make(self) -> Any:
         return Logit(self.columns, margin=self.margin)
@@ -195,8 +197,8 @@ class _Logit(StrictModel):
 class _BoxCox(StrictModel):
     op: Literal["box_cox"]
     columns: Names
-    power: float
-    least: float = 1e-6
+    power: Finite
+    least: Finite = 1e-6
 
     def make(self) -> Any:
         return BoxCox(self.columns, power=self.power, least=self.least)
@@ -207,6 +209,12 @@ Step = Annotated[
     | _Log | _Clamp | _Fill | _Logit | _BoxCox,
     Field(discriminator="op"),
 ]  # fmt: skip
+
+
+def _names(step: Any, fields: tuple[str, ...]) -> list[str]:
+    """What a transform names in some of its fields."""
+    values = [getattr(step, field, None) or [] for field in fields]
+    return [name for value in values for name in ([value] if isinstance(value, str) else value)]
 
 
 class _Fields(StrictModel):
@@ -237,11 +245,25 @@ class _Fields(StrictModel):
         twice = first_repeated([*self.features, *self.dense])
         if twice is not None:
             raise ValueError(f"column {twice!r} is named twice among features and dense columns")
+        if self.drop_last and self.pad_last:
+            raise ValueError("the last samples can be dropped or padded; drop_last and pad_last are both true")
+        if self.session is None and (self.time is not None or self.whole_sessions or self.shuffle == "sessions"):
+            raise ValueError("time, whole_sessions and shuffle: sessions are about sessions; name the session column")
+        known = set(self.features)
         for number, step in enumerate(self.transforms):
             try:
                 step.make()
-            except DataError as error:
+            except (DataError, OverflowError) as error:
                 raise ValueError(f"transforms[{number}]: {error}") from error
+            names = _names(step, ("feature", "features"))
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"transforms[{number}]: no feature {name!r}; there are {', '.join(sorted(known))}")
+            for name in _names(step, ("column", "columns")):
+                if name not in self.dense:
+                    raise ValueError(f"transforms[{number}]: no dense column {name!r}; there are {self.dense}")
+            known -= set(names) if isinstance(step, _DropFeatures) else set()
+            known |= set(_names(step, ("into",)))
         return self
 
 
@@ -281,7 +303,10 @@ class IngestionSpec(_Fields):
         Raises:
             DataError: it cannot be read, or a field is wrong; names file, line and field.
         """
-        fields, tree = load_yaml(path, _Fields, FORMAT)
+        try:
+            fields, tree = load_yaml(path, _Fields, FORMAT)
+        except RecursionError as error:
+            raise DataError(f"{path}: a value contains itself") from error
         try:
             return cls(**fields.model_dump(exclude_unset=True))
         except DataError as error:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexshard.errors import ChangedDataError, DataError
+from flexshard.ingestion.batch import BatchPosition
 from flexshard.ingestion.reader import SessionReader
 from flexshard.ingestion.service.channel import Channel
 from flexshard.ingestion.service.packing import PackedBatch, pack
@@ -37,14 +38,16 @@ __all__ = [
 
 
 _START_SECONDS = 600.0  # of which a large dataset of many sessions takes some to send
+_JOIN_SECONDS = 30.0
 _STARTS = 10  # a worker that ends so often before it can read never will
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A batch that cannot be read, and why."""
+    """A batch that cannot be read, where it stands, and why."""
 
     message: str
+    position: BatchPosition
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,21 @@ class Reading:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.lost: Lost | None = None
-        self.cancelled = False
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Nobody wants the rest."""
+        self._cancelled = True
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants the rest."""
+        return self._cancelled
 
     def put(self, item: Item) -> None:
         """What came next."""
-        self._items.put(item)
         if isinstance(item, Lost):
-            self.lost = item  # the last one
+            self.lost = item  # before who takes it looks; all that came of the split is there
+        self._items.put(item)
 
     def get(self, seconds: float) -> Item:
         """What comes next; TimeoutError where nothing does for so long."""
@@ -126,16 +137,20 @@ class WorkerPool(Protocol):
 
 def read_items(reader: SessionReader, split: Split) -> Iterator[Item]:
     """What comes of reading a split: batches, those that cannot be read, and the end."""
-    wrong: list[DataError] = []
+    wrong: list[Unreadable] = []
     try:
-        for batch in reader.read_split(split, wrong.append):
-            yield from (Unreadable(str(error)) for error in wrong)
+        for batch in reader.read_split(split, lambda error, where: wrong.append(Unreadable(str(error), where))):
+            yield from wrong
             wrong.clear()
             yield pack(batch)
     except DataError as error:
         yield Failed(str(error), isinstance(error, ChangedDataError))
+    except MemoryError:
+        raise  # another worker may have more
+    except Exception as error:
+        yield Failed(f"reading failed with {type(error).__name__}: {error}", changed=False)
     else:
-        yield from (Unreadable(str(error)) for error in wrong)
+        yield from wrong
         yield Done()
 
 
@@ -146,6 +161,7 @@ class ThreadPool:
         self._reader = pickle.dumps(reader)
         self._inboxes: dict[int, queue.SimpleQueue[tuple[Split, Reading] | None]] = {}
         self._heard: dict[int, float] = {}
+        self._threads: list[threading.Thread] = []
         self._numbers = 0
         for _ in range(workers):
             self.add()
@@ -167,7 +183,9 @@ class ThreadPool:
 
     def restart(self, worker: int) -> None:
         """A thread cannot be ended: its place is taken by another one, and what it may still read is not waited for."""
-        self._run(worker)
+        if worker in self._inboxes:
+            self._inboxes[worker].put(None)
+            self._run(worker)
 
     def add(self) -> int:
         """See the protocol."""
@@ -183,6 +201,8 @@ class ThreadPool:
         """See the protocol."""
         for worker in list(self._inboxes):
             self.retire(worker)
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)  # what runs at the end of the interpreter would end it badly
 
     def _run(self, worker: int) -> None:
         inbox: queue.SimpleQueue[tuple[Split, Reading] | None] = queue.SimpleQueue()
@@ -191,17 +211,21 @@ class ThreadPool:
 
         def work() -> None:
             while (task := inbox.get()) is not None:
-                if task[1].cancelled:
+                if task[1].is_cancelled():
                     continue
                 self._heard[worker] = time.monotonic()
                 try:
                     for item in read_items(reader, task[0]):
                         self._heard[worker] = time.monotonic()
                         task[1].put(item)
+                        if task[1].is_cancelled():
+                            break
                 except Exception as error:
                     task[1].put(Lost(f"worker {worker} failed: {type(error).__name__}: {error}"))
 
-        threading.Thread(target=work, name=f"flexshard-ingest-{worker}", daemon=True).start()
+        thread = threading.Thread(target=work, name=f"flexshard-ingest-{worker}", daemon=True)
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        thread.start()
 
 
 class _Process:
@@ -213,6 +237,7 @@ class _Process:
         self._waiting: list[Reading] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._broken: Failed | None = None
         self._starts = 0  # since it was last ready
         self.is_ready, self.heard = False, 0.0
         self.process, self._connection = self._launched()
@@ -221,6 +246,8 @@ class _Process:
     def start(self, split: Split) -> Reading:
         reading = Reading()
         with self._lock:
+            if self._broken is not None:
+                reading.put(self._broken)
             self._waiting.append(reading)
             self._tasks.put((split, reading))
         return reading
@@ -256,7 +283,7 @@ class _Process:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            if task[1].cancelled:
+            if task[1].is_cancelled():
                 with self._lock:
                     self._waiting.remove(task[1])
                 continue
@@ -281,7 +308,12 @@ class _Process:
                 if self._closed:
                     return
                 self._lose(f"worker {self._worker} (process {self.process.pid}) ended with {_ending(code)}")
-                self.process, self._connection = self._launched()
+                try:
+                    self.process, self._connection = self._launched()
+                except OSError as error:
+                    self._broken = Failed(f"worker {self._worker} cannot be started: {error}", changed=False)
+                    self._lose(self._broken.message)
+                    return
         self._connection.close()
         self.process.kill()
         self.process.wait()
@@ -310,7 +342,7 @@ class ProcessPool:
     def __init__(self, reader: SessionReader, workers: int) -> None:
         self._reader = pickle.dumps(reader)
         self._processes: dict[int, _Process] = {}
-        self._retired: list[_Process] = []
+        self._retired: dict[int, _Process] = {}
         self._numbers = 0
         for _ in range(workers):
             self.add()
@@ -331,13 +363,13 @@ class ProcessPool:
 
     def quiet_seconds(self, worker: int) -> float:
         """See the protocol."""
-        process = self._processes[worker]
+        process = self._processes.get(worker) or self._retired[worker]
         quiet = time.monotonic() - process.heard
         return quiet if process.is_ready or quiet > _START_SECONDS else 0.0
 
     def restart(self, worker: int) -> None:
         """See the protocol."""
-        self._processes[worker].kill()
+        (self._processes.get(worker) or self._retired[worker]).kill()
 
     def add(self) -> int:
         """See the protocol."""
@@ -347,13 +379,12 @@ class ProcessPool:
 
     def retire(self, worker: int) -> None:
         """See the protocol."""
-        process = self._processes.pop(worker)
-        self._retired.append(process)
-        process.retire()
+        self._retired[worker] = self._processes.pop(worker)
+        self._retired[worker].retire()
 
     def close(self) -> None:
         """See the protocol."""
-        for process in [*self._processes.values(), *self._retired]:
+        for process in [*self._processes.values(), *self._retired.values()]:
             process.close()
         self._processes.clear()
 
@@ -361,4 +392,5 @@ class ProcessPool:
 def _ending(code: int) -> str:
     if code >= 0:
         return f"status {code}"
-    return f"signal {signal.Signals(-code).name}" + (", as where memory runs out" if code == -signal.SIGKILL else "")
+    names = {one.value: one.name for one in signal.Signals}
+    return f"signal {names.get(-code, -code)}" + (", as where memory runs out" if code == -signal.SIGKILL else "")
