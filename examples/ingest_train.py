@@ -70,7 +70,9 @@ def job_of(path: Path, batch_size: int) -> IngestionSpec:
     )
 
 
-def train(client: IngestionClient, model: Clicks, optimizer: torch.optim.Optimizer, steps: int) -> tuple[list[float], Any]:
+def train(
+    client: IngestionClient, model: Clicks, optimizer: torch.optim.Optimizer, steps: int
+) -> tuple[list[float], Any]:
     """Losses of up to so many steps, and the job's state after the last."""
     losses, state = [], client.state_dict()
     for batch in client:
@@ -147,7 +149,7 @@ def main() -> None:
             client.load_state_dict(held["job"])
             second, _ = train(client, model, optimizer, args.steps - args.steps // 2)
 
-    print(f"{len(whole)} steps of {args.batch_size} clicks from {args.workers} {args.backend}: loss {whole[0]:.4f} to {whole[-1]:.4f}")
+    print(f"{len(whole)} steps of {args.batch_size} clicks: loss {whole[0]:.4f} to {whole[-1]:.4f}")
     print(f"waited for batches {stats.stall_seconds:.2f} s of {stats.seconds:.2f} s, the start of workers among it")
     worst = max(abs(a - b) for a, b in zip(whole, first + second, strict=True))
     print(f"stopped after {len(first)} and gone on with: losses differ by {worst:.1e} at most")

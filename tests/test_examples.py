@@ -77,3 +77,15 @@ def test_dlrm_trains_to_the_weights_of_the_unsharded_model(tmp_path: Path) -> No
     assert max(gaps) <= 5
     assert float(re.findall(r"estimators, (\S+) times ours", done.stdout)[0]) >= 1
     assert done.stdout.count("flex_shard 1") == 2
+
+
+def test_ingest_train_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "examples" / "ingest_train.py"), "--backend", "threads"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    losses = re.search(r"40 steps of 512 clicks: loss (\S+) to (\S+)", done.stdout)
+    assert losses is not None
+    assert float(losses[2]) < float(losses[1])
+    assert "stopped after 20 and gone on with: losses differ by 0.0e+00 at most" in done.stdout

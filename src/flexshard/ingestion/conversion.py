@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,43 @@ import torch
 from flexshard._internal import is_list
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
+from flexshard.ingestion.batch import BatchPosition, ReaderPhases, SessionBatch
 from flexshard.ingestion.batches import Rows
 
-__all__ = ["dense_tensor", "features_of"]
+__all__ = ["BatchMaker", "dense_tensor", "features_of"]
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """What becomes of rows: arguments as of :class:`SessionReader`."""
+
+    features: Sequence[str]
+    groups: Sequence[Sequence[str]]
+    weights: Mapping[str, str]
+    dense: Sequence[str]
+    transform: Callable[[InverseKeyedJaggedTensor], InverseKeyedJaggedTensor] | None
+    preprocess: Sequence[Callable[[SessionBatch], SessionBatch]]
+
+    def __call__(self, rows: Rows, position: BatchPosition) -> SessionBatch:
+        """The batch of some rows; raises DataError as its parts."""
+        start = perf_counter()
+        features = features_of(rows, self.features, self.groups, self.weights)
+        dense = {name: dense_tensor(rows, name) for name in self.dense}
+        converted = perf_counter()
+        if self.transform is not None:
+            features = self.transform(features)
+        batch = SessionBatch(features, dense, ReaderPhases(), position)
+        for change in self.preprocess:
+            batch = change(batch)
+        phases = ReaderPhases(
+            rows.table.num_rows,
+            rows.seconds,
+            converted - start,
+            perf_counter() - converted,
+            rows.bytes_read,
+            batch.features.nbytes() + sum(tensor.numel() * tensor.element_size() for tensor in batch.dense.values()),
+        )
+        return SessionBatch(batch.features, batch.dense, phases, position)
 
 
 def features_of(

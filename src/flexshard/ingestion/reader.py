@@ -9,18 +9,18 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flexshard._internal import check_int, expand, first_repeated
+from flexshard._internal import check_int, expand
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import ChangedDataError, DataError
-from flexshard.ingestion.batch import BatchPosition, ReaderPhases, SessionBatch
-from flexshard.ingestion.batches import BatchRows, Rows
-from flexshard.ingestion.conversion import dense_tensor, features_of
+from flexshard.ingestion.batch import BatchPosition, SessionBatch
+from flexshard.ingestion.batches import BatchRows
+from flexshard.ingestion.conversion import BatchMaker
 from flexshard.ingestion.order import EpochOrder, OrderSettings
+from flexshard.ingestion.reader_arguments import check_arguments, checked_shuffle
 from flexshard.ingestion.reader_state import ReaderPlace, checked_state
 from flexshard.ingestion.reading_ahead import read_ahead
 from flexshard.ingestion.session_starts import check_session_columns, session_starts
@@ -117,7 +117,15 @@ class SessionReader(IterableDataset[SessionBatch]):
         self.seed = check_int(seed, "seed", DataError, least=0)
         self.drop_last, self.pad_last, self.whole_sessions = drop_last, pad_last, whole_sessions
         self.prefetch = check_int(prefetch, "prefetch", DataError, least=0)
-        self.shuffle = self._checked(shuffle)
+        check_arguments(
+            self.features,
+            session=session,
+            time=time,
+            whole_sessions=whole_sessions,
+            drop_last=drop_last,
+            pad_last=pad_last,
+        )
+        self.shuffle = checked_shuffle(shuffle, session=session, groups=self.groups, whole_sessions=whole_sessions)
         lanes_used = self.world_size if lanes is None else check_int(lanes, "lanes", DataError)
         self._given = {"lanes": lanes is not None, "shuffle_window": shuffle_window is not None}
         self._stored, self._sessions = self._scanned(expand(paths))
@@ -133,34 +141,6 @@ class SessionReader(IterableDataset[SessionBatch]):
         self._worker: dict[str, int] = {}  # where a DataLoader's worker is
         self._own_order: tuple[int, int] | None = None  # lanes and window of the state that a worker loaded
         self._resumed: dict[str, int] | None = None  # where it goes on
-
-    def _checked(self, shuffle: bool | str) -> str | None:
-        """Arguments that need each other; how to shuffle."""
-        if not self.features:
-            raise DataError("a batch has at least one feature")
-        twice = first_repeated(self.features)
-        if twice is not None:
-            raise DataError(f"feature {twice!r} is named twice")
-        if self.time is not None and self.session is None:
-            raise DataError("times are in order within a session; name the session column too")
-        if self.drop_last and self.pad_last:
-            raise DataError("the last samples can be dropped or padded; drop_last and pad_last are both true")
-        if self.whole_sessions and self.session is None:
-            raise DataError("for batches of whole sessions, name the session column")
-        if shuffle is True:
-            if self.session is None and self.groups:
-                raise DataError(
-                    "shuffled samples hardly repeat what groups deduplicate; name the session column, or say"
-                    " shuffle='samples'"
-                )
-            shuffle = "samples" if self.session is None else "sessions"
-        if shuffle not in (False, None, "samples", "sessions"):
-            raise DataError(f"shuffle is 'samples', 'sessions', true or false, found {shuffle!r}")
-        if shuffle == "sessions" and self.session is None:
-            raise DataError("to shuffle sessions, name the session column")
-        if shuffle == "samples" and self.whole_sessions:
-            raise DataError("shuffled samples leave no whole sessions; say shuffle='sessions'")
-        return shuffle or None
 
     def _scanned(self, sources: list[Any]) -> tuple[StoredRows, Any]:
         """The columns of the files, and where sessions start."""
@@ -367,7 +347,8 @@ class SessionReader(IterableDataset[SessionBatch]):
         """A rank's batch after so many of the epoch."""
         share = order.share(consumed, rank, world_size, pad_last=self.pad_last)
         position = self._position(order, epoch, consumed, rank, world_size)
-        return self._batch(rows.read(share.ranges), replace(position, repeated=share.repeated))
+        made = BatchMaker(self.features, self.groups, self.weights, self.dense, self.transform, self.preprocess)
+        return made(rows.read(share.ranges), replace(position, repeated=share.repeated))
 
     @staticmethod
     def _position(order: EpochOrder, epoch: int, consumed: int, rank: int, world_size: int) -> BatchPosition:
@@ -409,23 +390,3 @@ class SessionReader(IterableDataset[SessionBatch]):
             )
             self._orders = {key: EpochOrder(settings, self.seed, key[0])}
         return self._orders[key]
-
-    def _batch(self, rows: Rows, position: BatchPosition) -> SessionBatch:
-        start = perf_counter()
-        features = features_of(rows, self.features, self.groups, self.weights)
-        dense = {name: dense_tensor(rows, name) for name in self.dense}
-        converted = perf_counter()
-        if self.transform is not None:
-            features = self.transform(features)
-        batch = SessionBatch(features, dense, ReaderPhases(), position)
-        for change in self.preprocess:
-            batch = change(batch)
-        phases = ReaderPhases(
-            rows.table.num_rows,
-            rows.seconds,
-            converted - start,
-            perf_counter() - converted,
-            rows.bytes_read,
-            batch.features.nbytes() + sum(tensor.numel() * tensor.element_size() for tensor in batch.dense.values()),
-        )
-        return SessionBatch(batch.features, batch.dense, phases, position)

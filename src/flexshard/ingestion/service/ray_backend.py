@@ -20,6 +20,7 @@ from flexshard.ingestion.splits import Split
 __all__ = ["RayMaster", "RayPool", "connected"]
 
 _NAMESPACE = "flexshard-ingestion"
+_TOGETHER = 4  # batches that are sent as one: what Ray does for each object takes as long as making a batch
 _MASTER_SECONDS = 120.0  # for which a master may be away
 
 
@@ -65,8 +66,14 @@ class _Worker:
     def pid(self) -> int:
         return os.getpid()
 
-    def read(self, split: Split) -> Iterator[Item]:
-        yield from read_items(self._reader, split)
+    def read(self, split: Split) -> Iterator[list[Item]]:
+        together: list[Item] = []
+        for item in read_items(self._reader, split):
+            together.append(item)
+            if len(together) == _TOGETHER:
+                yield together
+                together = []
+        yield together
 
 
 class _Master:
@@ -238,13 +245,12 @@ class _RayReading(Reading):
         if not self._ray.wait([self._refs], timeout=seconds)[0]:
             raise TimeoutError
         try:
-            item: Item = self._ray.get(next(self._refs))
+            for item in self._ray.get(next(self._refs)):
+                self.put(item)
         except (self._ray.exceptions.RayActorError, StopIteration) as error:
             is_starting = isinstance(error, self._ray.exceptions.ActorUnavailableError)
             if is_starting:
                 time.sleep(0.2)
             why = (str(error).splitlines() or ["nothing came"])[0]
-            ending = Lost(f"worker {self._worker} ended: {why}", began=not is_starting)
-            self.put(ending)
-            return super().get(0)
-        return item
+            self.put(Lost(f"worker {self._worker} ended: {why}", began=not is_starting))
+        return self.get(seconds)
