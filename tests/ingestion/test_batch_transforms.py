@@ -6,6 +6,8 @@ import math
 from itertools import pairwise, product
 
 import pytest
+
+pytest.importorskip("torchrec")
 import torch
 from hypothesis import given, settings, strategies as st
 

@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+pytest.importorskip("torchrec")
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 

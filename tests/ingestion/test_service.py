@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -16,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+pytest.importorskip("torchrec")
 
 from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion import IngestionClient, IngestionSpec, batch_hash
@@ -282,7 +285,7 @@ def test_nothing_is_left_behind(folder: Path) -> None:
         "with IngestionClient(IngestionSpec.load({!r}), workers=2, backend={!r}, hang_seconds=60) as client:\n"
         "    print(next(iter(client)).position.number)\n"
     )
-    for backend in ("threads", "threads", "processes"):
+    for backend in ("threads", "processes"):
         script = program.format(str(folder / "job.yaml"), backend)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
         assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
@@ -384,8 +387,6 @@ def test_partitions(folder: Path, tmp_path: Path) -> None:
 
 def test_a_run_is_kept_and_replayed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``flexshard ingest``: without a trainer, again from what it wrote, and where the data are others than then."""
-    import json
-
     from flexshard.cli import main
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -422,3 +423,78 @@ def test_a_run_is_kept_and_replayed(folder: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "other.json").write_text("{}")
     code, _, err = run(str(tmp_path / "other.json"))
     assert (code, err.count("\n"), "not a run of an ingestion job" in err) == (2, 1, True)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_objects_go_through_a_channel_as_they_are(share: bool) -> None:
+    import socket
+
+    from flexshard.ingestion.service.channel import Channel
+
+    ours, theirs = socket.socketpair()
+    left, right = Channel(ours, share=share), Channel(theirs, share=share)
+    items: list[Any] = [
+        None,
+        {"small": np.arange(3), "empty": np.zeros((0, 4), np.float32)},
+        [np.arange(100_001), np.zeros(0), np.arange(7, dtype=np.int8), np.random.default_rng(0).random((300, 70))],
+        (np.arange(50_000, dtype=np.int32), "text"),
+    ]
+    sender = threading.Thread(target=lambda: [left.send(item) for item in items], daemon=True)
+    sender.start()
+    for item in items:
+        found = right.receive()
+        if item is None:
+            assert found is None
+            continue
+        both = [list(each.values()) if isinstance(each, dict) else each for each in (item, found)]
+        for one, other in zip(*both, strict=True):
+            np.testing.assert_array_equal(one, other)
+            if isinstance(one, np.ndarray):
+                assert (one.dtype, one.shape) == (other.dtype, other.shape)
+                other[...] = 0  # may be written to, and is nobody else's
+    np.testing.assert_array_equal(items[3][0], np.arange(50_000))
+    sender.join()
+    held = right
+    left.send([np.arange(200_000)])
+    array = held.receive()[0]
+    left.close()
+    with pytest.raises(EOFError):
+        held.receive()
+    held.close()
+    assert int(array.sum()) == 199_999 * 100_000  # outlives who sent it
+
+
+TRAINER = """
+import json, sys
+from pathlib import Path
+from flexshard.ingestion import IngestionClient, IngestionSpec, batch_hash
+job, checkpoint = Path(sys.argv[1]), Path(sys.argv[2])
+held = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"state": None, "hashes": []}
+with IngestionClient(IngestionSpec.load(job), workers=2, backend="threads") as client:
+    if held["state"] is not None:
+        client.load_state_dict(held["state"])
+    client.set_epoch(0)  # of which nothing is left where the last program had come to its end
+    for batch in client:
+        held = {"state": client.state_dict(batch), "hashes": [*held["hashes"], batch_hash(batch)]}
+        fresh = checkpoint.with_suffix(".new")
+        fresh.write_text(json.dumps(held))
+        fresh.replace(checkpoint)
+"""
+
+
+def test_a_trainer_that_is_killed_trains_every_batch_once(folder: Path, tmp_path: Path) -> None:
+    """Kill -9 of the client's process at random times; each time another one goes on from the last checkpoint."""
+    spec = spec_of(folder)
+    spec.save(tmp_path / "job.yaml")
+    checkpoint, generator = tmp_path / "checkpoint.json", random.Random(2)
+    command = [sys.executable, "-c", TRAINER, str(tmp_path / "job.yaml"), str(checkpoint)]
+    for _ in range(2):
+        process = subprocess.Popen(command)
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        while process.poll() is None and (not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before):
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0.0, 0.15))
+        process.kill()
+        process.wait()
+    assert subprocess.run(command, check=False).returncode == 0
+    assert json.loads(checkpoint.read_text())["hashes"] == expected(spec)
