@@ -37,7 +37,7 @@ from flexshard.ingestion.splits import Split
 __all__ = ["BACKENDS", "IngestionClient", "IngestionStats"]
 
 _ADJUST_SECONDS = 5.0  # longer than a worker takes to start
-_ATTEMPTS = 8  # a split that ended so many workers is at fault itself
+_ATTEMPTS = 20  # a split that ended so many workers, without a batch in between, is at fault itself
 
 
 @dataclass
