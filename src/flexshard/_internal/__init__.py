@@ -70,10 +70,10 @@ if TYPE_CHECKING:
         Chunk as Chunk,
         ParquetSource as ParquetSource,
         expand as expand,
+        first_line as first_line,
         is_list as is_list,
         one_array as one_array,
         read_chunks as read_chunks,
-        read_group as read_group,
     )
     from flexshard._internal.process_groups import LevelGroups as LevelGroups, level_groups as level_groups
     from flexshard._internal.streams import (
@@ -103,7 +103,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "keyed_jagged": ["with_values"],
         "lazy": ["bound"],
         "optional": ["has_numba", "has_triton"],
-        "parquet_sources": ["Chunk", "ParquetSource", "expand", "is_list", "one_array", "read_chunks", "read_group"],
+        "parquet_sources": ["Chunk", "ParquetSource", "expand", "first_line", "is_list", "one_array", "read_chunks"],
         "process_groups": ["LevelGroups", "level_groups"],
         "streams": ["continued_on", "current_stream", "used_here"],
         "text_tables": ["as_text", "new_grid"],

@@ -20,7 +20,7 @@ from flexshard._internal.checks import first_repeated
 from flexshard._internal.files import PathLike
 from flexshard.errors import DataError, MissingDependencyError
 
-__all__ = ["Chunk", "ParquetSource", "expand", "is_list", "one_array", "read_chunks", "read_group"]
+__all__ = ["Chunk", "ParquetSource", "expand", "first_line", "is_list", "one_array", "read_chunks"]
 
 # A row group whose columns unpack to more than this is streamed in batches instead of read at once.
 _WHOLE_GROUP_BYTES = 64 << 20
@@ -67,9 +67,9 @@ class ParquetSource:
         except FileNotFoundError as error:
             raise DataError(f"{name}: no such file") from error
         except OSError as error:
-            raise DataError(f"{name}: cannot be read: {_first_line(error)}") from error
+            raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
         except Exception as error:  # Arrow raises many kinds on damaged footers
-            raise DataError(f"{name}: not a Parquet file, or cut off: {_first_line(error)}") from error
+            raise DataError(f"{name}: not a Parquet file, or cut off: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ def _nothing(text: str) -> str:
     return "no Parquet files in this folder" if "://" not in text and Path(text).is_dir() else "no such file"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line without a full stop; its type where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
@@ -144,7 +145,7 @@ def _match_local(text: str) -> list[str]:
             return [str(path)]
         return [file for file in glob.glob(str(path), recursive=True) if Path(file).is_file()]
     except (OSError, RuntimeError, ValueError) as error:
-        raise DataError(f"{text}: not a path that can be read: {_first_line(error)}") from error
+        raise DataError(f"{text}: not a path that can be read: {first_line(error)}") from error
 
 
 def _is_data(path: str) -> bool:
@@ -231,7 +232,7 @@ def read_chunks(
             first_row = 0
             for group, (rows, size) in enumerate(zip(source.group_rows, source.group_bytes, strict=True)):
                 if size <= whole_group_bytes:
-                    pending.append(pool.submit(read_group, source, group, first_row, columns))
+                    pending.append(pool.submit(_read_group, source, group, first_row, columns))
                 else:
                     while pending:
                         yield pending.popleft().result()
@@ -243,7 +244,7 @@ def read_chunks(
             yield pending.popleft().result()
 
 
-def read_group(source: ParquetSource, group: int, first_row: int, columns: Sequence[str]) -> Chunk:
+def _read_group(source: ParquetSource, group: int, first_row: int, columns: Sequence[str]) -> Chunk:
     """Columns of one row group, which starts at ``first_row``.
 
     Raises:
@@ -273,4 +274,4 @@ def _stream_group(
 
 
 def _broken(source: ParquetSource, row: int, error: Exception) -> DataError:
-    return DataError(f"{source.name}: broken at or after row {row}: {_first_line(error)}; write the file again")
+    return DataError(f"{source.name}: broken at or after row {row}: {first_line(error)}; write the file again")

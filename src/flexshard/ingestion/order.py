@@ -134,9 +134,7 @@ class EpochOrder:
     def window_rows(self, window: int) -> IntArray:
         """Rows of the dataset in a window, in the order in which they are trained."""
         held = self.window(window)
-        ends = np.cumsum(held.sizes)
-        rows = np.repeat(held.firsts - (ends - held.sizes), held.sizes) + np.arange(held.places.size)
-        return np.asarray(rows[held.places], np.int64)
+        return np.asarray(_stretches(held.firsts, held.sizes)[held.places], np.int64)
 
     def window(self, window: int) -> Window:
         """What a window holds, and the order in which it is trained."""
@@ -149,8 +147,7 @@ class EpochOrder:
         ascending = np.argsort(firsts)
         places: IntArray = np.zeros(sizes.size, np.int64)
         places[ascending] = np.cumsum(sizes[ascending]) - sizes[ascending]  # at which each stretch of rows is read
-        ends = np.cumsum(sizes)
-        inside = np.repeat(places - (ends - sizes), sizes) + np.arange(stop - first)
+        inside = _stretches(places, sizes)
         return Window(firsts[ascending], sizes[ascending], self._shuffled(window, inside, firsts, sizes))
 
     def lane_stop(self, position: int) -> int:
@@ -183,9 +180,7 @@ class EpochOrder:
             return starts
         firsts = np.searchsorted(starts, self._split_firsts)
         lasts = np.searchsorted(starts, self._split_firsts + np.diff(self._split_ends))
-        numbers = lasts - firsts
-        ends = np.cumsum(numbers)
-        sessions = np.repeat(firsts - (ends - numbers), numbers) + np.arange(int(ends[-1]) if ends.size else 0)
+        sessions = _stretches(firsts, lasts - firsts)
         positions: IntArray = np.zeros(sessions.size + 1, np.int64)
         np.cumsum(np.diff(starts)[sessions], out=positions[1:])
         return positions
@@ -276,8 +271,7 @@ class EpochOrder:
         units = np.concatenate(starts)
         order = self._permutation(window, units.size)
         lengths = np.diff(np.append(units, places.size))[order]
-        ends = np.cumsum(lengths)
-        return places[np.repeat(units[order] - (ends - lengths), lengths) + np.arange(places.size)]
+        return places[_stretches(units[order], lengths)]
 
     def _permutation(self, window: int, size: int) -> IntArray:
         # The one generator whose permutations NumPy promises never to change.
@@ -345,3 +339,9 @@ class EpochOrder:
         """The epoch's first row, or session."""
         size = int(self._ends_within(0)[1]) if self.settings.whole_sessions else 1
         return Share(((0, size),), size)
+
+
+def _stretches(firsts: IntArray, sizes: IntArray) -> IntArray:
+    """So many numbers from each first one on, one stretch after the other."""
+    ends = np.cumsum(sizes)
+    return np.asarray(np.repeat(firsts - (ends - sizes), sizes) + np.arange(int(sizes.sum())), np.int64)

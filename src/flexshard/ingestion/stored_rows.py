@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from flexshard._internal import ParquetSource
+from flexshard._internal import ParquetSource, first_line
 from flexshard.errors import ChangedDataError, DataError
 
 __all__ = ["Piece", "RowStreams", "StoredRows", "check_columns"]
@@ -150,7 +150,7 @@ class StoredRows:
                     self._check_unchanged(number)
                     raise _BrokenError(
                         f"{source.name}: row group {own[0]} is broken at or after row"
-                        f" {row - int(self.file_starts[number]):,}: {_first_line(error)}; write the file again"
+                        f" {row - int(self.file_starts[number]):,}: {first_line(error)}; write the file again"
                     ) from error
                 if batch is None or self._is_local(number):
                     self._check_unchanged(number)
@@ -182,7 +182,7 @@ class StoredRows:
             )
         except Exception as error:
             self._check_unchanged(number)
-            raise DataError(f"{source.name}: cannot be read: {_first_line(error)}") from error
+            raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
         metadata = file.metadata
         rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         if rows != source.group_rows:
@@ -302,7 +302,7 @@ def _stamp_of(source: ParquetSource) -> _Stamp:
     except FileNotFoundError as error:
         raise ChangedDataError(_gone(source.name)) from error
     except OSError as error:
-        raise DataError(f"{source.name}: cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
     if info.type != pafs.FileType.File:
         raise ChangedDataError(_gone(source.name))
     return _Stamp(int(info.size or 0), int(info.mtime_ns or 0))
@@ -327,7 +327,7 @@ def _footer_of(source: ParquetSource) -> bytes:
             file.seek(max(0, size - 8 - length))
             return size.to_bytes(8, "little") + bytes(file.read(length))
     except OSError as error:
-        raise DataError(f"{source.name}: cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
 
 
 def _column_bytes(metadata: Any, columns: Sequence[str]) -> tuple[IntArray, int]:
@@ -356,7 +356,3 @@ def _is_of(path: str, columns: set[str]) -> bool:
     """Whether a path within the schema belongs to one of the columns, whose own names may have dots."""
     parts = path.split(".")
     return any(".".join(parts[:length]) in columns for length in range(1, len(parts) + 1))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

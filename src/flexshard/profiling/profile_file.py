@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexshard._internal import DocumentFormat, PathLike, replacing
+from flexshard._internal import DocumentFormat, PathLike, first_line, replacing
 from flexshard.errors import ProfileError
 from flexshard.profiling.bursts import Bursts
 from flexshard.profiling.hashing import HASHES
@@ -233,8 +233,7 @@ def _opened(name: str) -> Iterator[pq.ParquetFile]:
     except FileNotFoundError as error:
         raise ProfileError(f"{name}: no such file; build it with 'flexshard profile'") from error
     except Exception as error:  # Arrow raises many kinds on damaged bytes
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ProfileError(f"{name}: not a readable Parquet file: {reason}") from error
+        raise ProfileError(f"{name}: not a readable Parquet file: {first_line(error)}") from error
 
 
 def _read(name: str) -> tuple[pa.Table, dict[str, Any]]:

@@ -96,14 +96,13 @@ class SplitLedger:
         if worker in self._workers:
             self._workers.remove(worker)
 
-    def lose_worker(self, worker: int, *, gone: bool = True) -> list[Lease]:
-        """A worker died, or starts again: what it read and was not taken has to be read again. Returns that."""
+    def lose_worker(self, worker: int) -> list[Lease]:
+        """A worker died: what it read and was not taken has to be read again. Returns that."""
         lost = [self._leases[number] for number in sorted(self._busy.get(worker, ()))]
         for lease in lost:
             self.give_back(lease)
-        if gone:
-            self._busy.pop(worker, None)
-            self.retire_worker(worker)
+        self._busy.pop(worker, None)
+        self.retire_worker(worker)
         return lost
 
     def lease(self, client: int) -> Lease | None:
