@@ -10,6 +10,7 @@ from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from flexshard._internal.checks import (
+        check_bytes as check_bytes,
         check_finite as check_finite,
         check_int as check_int,
         first_repeated as first_repeated,
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "checks": ["check_finite", "check_int", "first_repeated"],
+        "checks": ["check_bytes", "check_finite", "check_int", "first_repeated"],
         "clocks": ["Moment", "device_of_group", "moment", "seconds_between"],
         "collective_errors": ["differing_ranks", "lost_rank", "on_all_ranks", "on_first_rank"],
         "deprecation": ["deprecated_attribute", "renamed_parameters"],

@@ -6,9 +6,10 @@ import operator
 from collections.abc import Iterable
 from typing import Any, SupportsFloat
 
-from flexshard.errors import FlexShardError
+from flexshard import units
+from flexshard.errors import FlexShardError, UnitError
 
-__all__ = ["check_finite", "check_int", "first_repeated"]
+__all__ = ["check_bytes", "check_finite", "check_int", "first_repeated"]
 
 _MOST = 1 << 62
 
@@ -42,6 +43,21 @@ def check_finite(value: SupportsFloat, name: str, error_type: type[FlexShardErro
     if number - number != 0:
         raise error_type(f"{name} must be finite, found {value!r}")
     return number
+
+
+def check_bytes(value: str | float, name: str, error_type: type[FlexShardError], *, least: float = 1) -> float:
+    """A number of bytes, or a text such as "4GiB".
+
+    Raises:
+        error_type: a text that is no size, or fewer bytes than ``least``.
+    """
+    try:
+        nbytes = units.parse_bytes(value) if isinstance(value, str) else check_finite(value, name, error_type)
+    except UnitError as error:
+        raise error_type(f"{name}: {error}") from error
+    if nbytes < least:
+        raise error_type(f"{name} is at least {least:g} bytes, found {value}")
+    return nbytes
 
 
 def first_repeated(names: Iterable[str]) -> str | None:

@@ -1,5 +1,5 @@
-"""Stored samples to batches: datasets clustered by session and what they repeat (sessions/), the reader and its
-transforms.
+"""Stored samples to batches: datasets clustered by session and what they repeat (sessions/), datasets rewritten for
+reading (storage/), the reader and its transforms, the service (service/).
 
 May import: errors, units, _internal, profiling, tables, embeddings. Needs torch and TorchRec for the reader and its
 transforms.
@@ -47,6 +47,16 @@ if TYPE_CHECKING:
         measure_duplication as measure_duplication,
     )
     from flexshard.ingestion.sessions.grouping import suggest_groups as suggest_groups
+    from flexshard.ingestion.storage.merged_reads import Disk as Disk, ReadCost as ReadCost
+    from flexshard.ingestion.storage.popularity import (
+        PopularBytes as PopularBytes,
+        StorageTier as StorageTier,
+        TieredStorage as TieredStorage,
+        popular_bytes as popular_bytes,
+        tiered_storage as tiered_storage,
+    )
+    from flexshard.ingestion.storage.projections import ProjectionLog as ProjectionLog
+    from flexshard.ingestion.storage.rewriting import Rewritten as Rewritten, rewrite_dataset as rewrite_dataset
     from flexshard.ingestion.transforms import (
         ClipIds as ClipIds,
         DedupedTransform as DedupedTransform,
@@ -74,6 +84,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "sessions.clustering": ["Clustered", "cluster_sessions"],
         "sessions.duplication": ["Duplication", "FeatureDuplication", "measure_duplication"],
         "sessions.grouping": ["suggest_groups"],
+        "storage.merged_reads": ["Disk", "ReadCost"],
+        "storage.popularity": ["PopularBytes", "StorageTier", "TieredStorage", "popular_bytes", "tiered_storage"],
+        "storage.projections": ["ProjectionLog"],
+        "storage.rewriting": ["Rewritten", "rewrite_dataset"],
         "transforms": [
             "ClipIds",
             "DedupedTransform",

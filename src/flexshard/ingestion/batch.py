@@ -23,8 +23,10 @@ class ReaderPhases:
         fill_seconds: reading, decompressing and decoding row groups.
         convert_seconds: from rows to tensors, finding the distinct ones.
         process_seconds: transforms.
-        bytes_read: compressed, of the columns that were read.
+        bytes_read: from storage: columns that are used, compressed, and what lies in gaps that were read as well.
         bytes_sent: of the batch's tensors.
+        bytes_wanted: of the columns that are used.
+        reads: of storage.
     """
 
     samples: int = 0
@@ -33,6 +35,8 @@ class ReaderPhases:
     process_seconds: float = 0.0
     bytes_read: int = 0
     bytes_sent: int = 0
+    bytes_wanted: int = 0
+    reads: int = 0
 
     def __add__(self, other: ReaderPhases) -> ReaderPhases:
         return ReaderPhases(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flexshard.ingestion.order import EpochOrder
+from flexshard.ingestion.storage.merged_reads import ReadCost
 from flexshard.ingestion.stored_rows import Piece, RowStreams, StoredRows
 
 __all__ = ["BatchRows", "Rows", "batches_in_order"]
@@ -27,14 +28,14 @@ class Rows:
         table: its rows.
         number: gives the rows' numbers in the dataset; shape (B,).
         stored: the dataset.
-        bytes_read: compressed, of the row groups that were opened for this batch.
+        cost: of the row groups that were begun for this batch.
         seconds: that reading took.
     """
 
     table: pa.RecordBatch
     number: Callable[[], IntArray]
     stored: StoredRows
-    bytes_read: int
+    cost: ReadCost
     seconds: float
 
     def runs(self) -> Iterator[tuple[pa.RecordBatch, str, int]]:
@@ -58,7 +59,7 @@ def batches_in_order(stored: StoredRows, batch_size: int) -> Iterator[Rows]:
         start, stop = perf_counter(), min(stored.num_rows, first + batch_size)
         table = _joined(streams.take(first, stop, stored.num_rows))
         numbers = partial(np.arange, first, stop)
-        yield Rows(table, numbers, stored, streams.bytes_read(), perf_counter() - start)
+        yield Rows(table, numbers, stored, streams.cost(), perf_counter() - start)
 
 
 class BatchRows:
@@ -81,8 +82,8 @@ class BatchRows:
         start = perf_counter()
         parts = [part for first, stop in ranges for part in read(first, stop)]
         table = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
-        nbytes = self._streams.bytes_read()
-        return Rows(table, partial(self._numbers, ranges), self._stored, nbytes, perf_counter() - start)
+        cost = self._streams.cost()
+        return Rows(table, partial(self._numbers, ranges), self._stored, cost, perf_counter() - start)
 
     def _numbers(self, ranges: Sequence[tuple[int, int]]) -> IntArray:
         return np.concatenate([self._order.rows(first, stop) for first, stop in ranges])

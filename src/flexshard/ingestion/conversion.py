@@ -30,6 +30,7 @@ class BatchMaker:
     groups: Sequence[Sequence[str]]
     weights: Mapping[str, str]
     dense: Sequence[str]
+    nulls_as_nan: bool
     transform: Callable[[InverseKeyedJaggedTensor], InverseKeyedJaggedTensor] | None
     preprocess: Sequence[Callable[[SessionBatch], SessionBatch]]
 
@@ -37,7 +38,7 @@ class BatchMaker:
         """The batch of some rows; raises DataError as its parts."""
         start = perf_counter()
         features = features_of(rows, self.features, self.groups, self.weights)
-        dense = {name: dense_tensor(rows, name) for name in self.dense}
+        dense = {name: dense_tensor(rows, name, nulls_as_nan=self.nulls_as_nan) for name in self.dense}
         converted = perf_counter()
         if self.transform is not None:
             features = self.transform(features)
@@ -49,8 +50,10 @@ class BatchMaker:
             rows.seconds,
             converted - start,
             perf_counter() - converted,
-            rows.bytes_read,
+            rows.cost.bytes_read,
             batch.features.nbytes() + sum(tensor.numel() * tensor.element_size() for tensor in batch.dense.values()),
+            rows.cost.bytes_wanted,
+            rows.cost.reads,
         )
         return SessionBatch(batch.features, batch.dense, phases, position)
 
@@ -72,8 +75,13 @@ def features_of(
         raise
 
 
-def dense_tensor(rows: Rows, name: str) -> torch.Tensor:
+def dense_tensor(rows: Rows, name: str, *, nulls_as_nan: bool = False) -> torch.Tensor:
     """A column of numbers, shape (B,), or of lists of as many numbers in every row, shape (B, D).
+
+    Args:
+        rows: with the column.
+        name: of the column.
+        nulls_as_nan: take nulls among floats for NaN, which transforms may fill.
 
     Raises:
         DataError: other types, nulls, or lists of different lengths; names file, row and column.
@@ -82,6 +90,8 @@ def dense_tensor(rows: Rows, name: str) -> torch.Tensor:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if not is_list(column.type):
+        if nulls_as_nan and pt.is_floating(column.type):
+            column = pc.fill_null(column, float("nan"))
         return _flat(rows, name, column)
     inner = column.type.value_type
     if not _is_number(inner):
@@ -97,6 +107,8 @@ def dense_tensor(rows: Rows, name: str) -> torch.Tensor:
             " column has as many in every row (read lists of ids as features)"
         )
     values = column.flatten()
+    if nulls_as_nan and pt.is_floating(values.type):
+        values = pc.fill_null(values, float("nan"))
     if values.null_count:
         where, row = rows.origin_of(int(np.flatnonzero(pc.is_null(values).to_numpy(zero_copy_only=False))[0]) // width)
         raise DataError(f"{where}: column {name!r} has a null in row {row:,}; drop or fill such rows")

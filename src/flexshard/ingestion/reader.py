@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flexshard._internal import check_int, expand
+from flexshard._internal import check_bytes, check_int, expand
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion.batch import BatchPosition, SessionBatch
@@ -23,7 +23,7 @@ from flexshard.ingestion.order import EpochOrder, OrderSettings
 from flexshard.ingestion.reader_arguments import check_arguments, checked_shuffle
 from flexshard.ingestion.reader_state import ReaderPlace, checked_state
 from flexshard.ingestion.reading_ahead import read_ahead
-from flexshard.ingestion.session_starts import check_session_columns, session_starts
+from flexshard.ingestion.session_starts import scanned_sessions
 from flexshard.ingestion.splits import Split, splits_of
 from flexshard.ingestion.stored_rows import StoredRows
 
@@ -67,13 +67,15 @@ class SessionReader(IterableDataset[SessionBatch]):
         shuffle_window: int | None = None,
         seed: int = 0,
         prefetch: int = 0,
+        dense_nulls: str = "raise",
+        read_gap: str | float | None = None,
     ) -> None:
         """Read some columns.
 
         Args:
             paths: files, globs, folders or URLs.
             batch_size: B, of each rank.
-            features: columns of ids or of lists of ids.
+            features: columns of ids or of lists of ids. Here and below, ``map/key`` is a key of a column of maps.
             groups: of features to deduplicate together (``dedup_sparse_features`` in the paper).
             dense: columns of a number per row, such as labels, or of lists of as many numbers in every row.
             weights: column with the weights of a feature, by feature.
@@ -98,6 +100,9 @@ class SessionReader(IterableDataset[SessionBatch]):
                 and once more; by default those that unpack to 128 MiB, at most 262,144.
             seed: of that order.
             prefetch: batches that a thread makes ahead.
+            dense_nulls: what nulls in dense columns are: ``"raise"``, or ``"nan"`` in columns of floats.
+            read_gap: bytes such as "1MiB" between two columns up to which one read takes both; by default 8 KiB of
+                local files, and 1 MiB of others.
 
         Raises:
             DataError: a column that is missing or of another type in some file; sessions in pieces or out of order;
@@ -117,8 +122,10 @@ class SessionReader(IterableDataset[SessionBatch]):
         self.seed = check_int(seed, "seed", DataError, least=0)
         self.drop_last, self.pad_last, self.whole_sessions = drop_last, pad_last, whole_sessions
         self.prefetch = check_int(prefetch, "prefetch", DataError, least=0)
+        self.dense_nulls = dense_nulls
         check_arguments(
             self.features,
+            dense_nulls=dense_nulls,
             session=session,
             time=time,
             whole_sessions=whole_sessions,
@@ -128,7 +135,10 @@ class SessionReader(IterableDataset[SessionBatch]):
         self.shuffle = checked_shuffle(shuffle, session=session, groups=self.groups, whole_sessions=whole_sessions)
         lanes_used = self.world_size if lanes is None else check_int(lanes, "lanes", DataError)
         self._given = {"lanes": lanes is not None, "shuffle_window": shuffle_window is not None}
-        self._stored, self._sessions = self._scanned(expand(paths))
+        columns = list(dict.fromkeys([*self.features, *self.weights.values(), *self.dense]))
+        gap = None if read_gap is None else check_bytes(read_gap, "read_gap", DataError, least=0)
+        self._stored = StoredRows(sources := expand(paths), columns, gap=gap)
+        self._sessions = None if session is None else scanned_sessions(sources, session, time)
         window = (
             max(self.batch_size, min(_WINDOW_ROWS, int(_WINDOW_BYTES / max(1.0, self._stored.row_bytes))))
             if shuffle_window is None
@@ -141,17 +151,6 @@ class SessionReader(IterableDataset[SessionBatch]):
         self._worker: dict[str, int] = {}  # where a DataLoader's worker is
         self._own_order: tuple[int, int] | None = None  # lanes and window of the state that a worker loaded
         self._resumed: dict[str, int] | None = None  # where it goes on
-
-    def _scanned(self, sources: list[Any]) -> tuple[StoredRows, Any]:
-        """The columns of the files, and where sessions start."""
-        columns = list(dict.fromkeys([*self.features, *self.weights.values(), *self.dense]))
-        checked = [column for column in (self.session, self.time) if column is not None]
-        stored = StoredRows(sources, columns)
-        if self.session is None:
-            return stored, None
-        keys = StoredRows(sources, list(dict.fromkeys(checked)))
-        check_session_columns(sources[0], self.session, self.time)
-        return stored, session_starts(keys, self.session, self.time)
 
     # Where it is.
 
@@ -347,7 +346,8 @@ class SessionReader(IterableDataset[SessionBatch]):
         """A rank's batch after so many of the epoch."""
         share = order.share(consumed, rank, world_size, pad_last=self.pad_last)
         position = self._position(order, epoch, consumed, rank, world_size)
-        made = BatchMaker(self.features, self.groups, self.weights, self.dense, self.transform, self.preprocess)
+        what = (self.features, self.groups, self.weights, self.dense, self.dense_nulls == "nan")
+        made = BatchMaker(*what, self.transform, self.preprocess)
         return made(rows.read(share.ranges), replace(position, repeated=share.repeated))
 
     @staticmethod

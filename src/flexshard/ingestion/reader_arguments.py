@@ -13,6 +13,7 @@ __all__ = ["check_arguments", "checked_shuffle"]
 def check_arguments(
     features: Sequence[str],
     *,
+    dense_nulls: str,
     session: str | None,
     time: str | None,
     whole_sessions: bool,
@@ -25,6 +26,8 @@ def check_arguments(
     twice = first_repeated(features)
     if twice is not None:
         raise DataError(f"feature {twice!r} is named twice")
+    if dense_nulls not in ("raise", "nan"):
+        raise DataError(f"dense_nulls is 'raise' or 'nan', found {dense_nulls!r}")
     if time is not None and session is None:
         raise DataError("times are in order within a session; name the session column too")
     if drop_last and pad_last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,17 @@ from flexshard._internal import ParquetSource, one_array
 from flexshard.errors import DataError
 from flexshard.ingestion.stored_rows import RowStreams, StoredRows
 
-__all__ = ["check_session_columns", "session_starts"]
+__all__ = ["check_session_columns", "scanned_sessions", "session_starts"]
 
 IntArray = npt.NDArray[np.int64]
 _SCAN_ROWS = 1 << 20
+
+
+def scanned_sessions(sources: Sequence[ParquetSource], session: str, time: str | None) -> IntArray:
+    """Rows at which sessions start in files, as :func:`session_starts` finds them."""
+    rows = StoredRows(sources, list(dict.fromkeys([session] if time is None else [session, time])))
+    check_session_columns(sources[0], session, time)
+    return session_starts(rows, session, time)
 
 
 def check_session_columns(source: ParquetSource, session: str | None, time: str | None) -> None:
@@ -26,6 +34,9 @@ def check_session_columns(source: ParquetSource, session: str | None, time: str 
     Raises:
         DataError: one that cannot be a key, or a time; names file and column.
     """
+    for column in (session, time):
+        if column is not None and column not in source.schema.names:
+            raise DataError(f"{source.name}: {column!r} is no column of its own, as sessions and times are")
     if session is not None:
         kind = source.schema.field(session).type
         if pt.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):

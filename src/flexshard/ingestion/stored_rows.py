@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,16 @@ import pyarrow.parquet as pq
 
 from flexshard._internal import ParquetSource, first_line
 from flexshard.errors import ChangedDataError, DataError
+from flexshard.ingestion.storage.column_chunks import ColumnChunks
+from flexshard.ingestion.storage.flat_maps import Projection
+from flexshard.ingestion.storage.merged_file import MergedFile
+from flexshard.ingestion.storage.merged_reads import ReadCost
 
 __all__ = ["Piece", "RowStreams", "StoredRows", "check_columns"]
 
 IntArray = npt.NDArray[np.int64]
 _CHUNK_BYTES = 8 << 20  # of decoded columns; smaller ones take longer per row (measured)
+LOCAL_GAP, REMOTE_GAP = 8 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,14 +36,12 @@ class Piece:
     Attributes:
         table: them.
         first_row: of the dataset at which they start.
+        cost: of reading their row group, where they are the first that come of it.
     """
 
     table: pa.RecordBatch
     first_row: int
-
-
-class _BrokenError(DataError):
-    """A page that cannot be decoded."""
+    cost: ReadCost = field(default_factory=ReadCost)
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,24 @@ class StoredRows:
 
     Attributes:
         sources: the files.
-        columns: that are read.
+        columns: that are read; ``map/key`` is a key of a column of maps.
         file_starts: row at which each file starts, and the end.
         group_starts: row at which each row group starts, and the end.
         row_bytes: of the columns, unpacked, per row on average.
     """
 
-    def __init__(self, sources: Sequence[ParquetSource], columns: Sequence[str]) -> None:
+    def __init__(self, sources: Sequence[ParquetSource], columns: Sequence[str], *, gap: float | None = None) -> None:
         """Take the files as they are now.
+
+        Args:
+            sources, columns: what is read.
+            gap: bytes between two columns up to which one read takes both; by default 8 KiB of local files, and
+                1 MiB of others.
 
         Raises:
             DataError: a file without one of the columns, or with another type of it.
         """
-        check_columns(sources, columns)
+        self._projections = check_columns(sources, columns)
         self.sources, self.columns = list(sources), list(columns)
         self.file_starts = _ends([source.num_rows for source in sources])
         self._group_files = np.repeat(np.arange(len(sources)), [len(source.group_rows) for source in sources])
@@ -73,18 +82,16 @@ class StoredRows:
         self.group_starts = _ends([rows for source in sources for rows in source.group_rows])
         self._stamps = [_stamp_of(source) for source in sources]
         self._metadata: list[Any] = [None] * len(sources)
-        each: list[IntArray] = []
-        digest, unpacked = hashlib.blake2b(digest_size=16), 0
+        self._stretches: list[ColumnChunks] = []
+        self._gaps = [gap if gap is not None else LOCAL_GAP if _is_local(source) else REMOTE_GAP for source in sources]
+        digest = hashlib.blake2b(digest_size=16)
         for number, source in enumerate(sources):
             digest.update(_footer_of(source))
-            with self._opened(number) as file:
+            with self._opened(number) as (_, file):
                 self._metadata[number] = file.metadata
-                compressed, decoded = _column_bytes(file.metadata, self.columns)
-            each.append(compressed)
-            unpacked += decoded
-        self._compressed = np.concatenate([np.zeros(0, np.int64), *each])
+            self._stretches.append(ColumnChunks.of(self._metadata[number], self._projections[number].stored))
         self.fingerprint = digest.hexdigest()
-        self.row_bytes = unpacked / max(1, self.num_rows)
+        self.row_bytes = sum(stretches.unpacked for stretches in self._stretches) / max(1, self.num_rows)
 
     @property
     def num_rows(self) -> int:
@@ -110,11 +117,6 @@ class StoredRows:
             where, row = self.locate(int(rows[places[0]]))
             yield places, where, row
 
-    def compressed_bytes(self, row: int, stop: int) -> int:
-        """Of the columns, in the row groups that start in a range of rows."""
-        first, last = np.searchsorted(self.group_starts[:-1], [row, stop])
-        return int(self._compressed[first:last].sum())
-
     def chunks(self, first: int, stop: int, chunk_rows: int) -> Iterator[Piece]:
         """Rows of the row groups that have a range of rows of one file, so many at once.
 
@@ -122,73 +124,75 @@ class StoredRows:
             DataError: a page that cannot be decoded, or a file that has changed or gone; names file and row.
         """
         groups = range(self.group_of(first), self.group_of(stop - 1) + 1)
-        try:
-            row = int(self.group_starts[groups[0]])
-            for piece in self._chunks(groups, chunk_rows):
-                row = piece.first_row + piece.table.num_rows
-                yield piece
-                del piece  # so that the next chunk may take its memory
-        except _BrokenError:
-            # Up to the row group that is broken: what is before it is good.
-            for group in range(self.group_of(row), groups[-1] + 1):
-                for piece in self._chunks(range(group, group + 1), chunk_rows):
-                    skipped = max(0, row - piece.first_row)
-                    if skipped < piece.table.num_rows:
-                        yield Piece(piece.table.slice(skipped), piece.first_row + skipped)
-
-    def _chunks(self, groups: range, chunk_rows: int) -> Iterator[Piece]:
         number = int(self._group_files[groups[0]])
         source, row = self.sources[number], int(self.group_starts[groups[0]])
         before = int(self._first_groups[number])
-        own = range(groups[0] - before, groups[-1] + 1 - before)
-        with self._opened(number) as file:
-            batches = file.iter_batches(chunk_rows, row_groups=own, columns=self.columns, use_threads=False)
-            while True:
-                try:
-                    batch = next(batches, None)
-                except Exception as error:  # Arrow raises many kinds on damaged pages
-                    self._check_unchanged(number)
-                    raise _BrokenError(
-                        f"{source.name}: row group {own[0]} is broken at or after row"
-                        f" {row - int(self.file_starts[number]):,}: {first_line(error)}; write the file again"
-                    ) from error
-                if batch is None or self._is_local(number):
-                    self._check_unchanged(number)
-                if batch is None:
-                    return
-                start, row = row, row + batch.num_rows
-                piece = Piece(batch, start)
-                del batch
-                yield piece
-                del piece
+        with self._opened(number) as (storage, file):
+            for group in groups:
+                cost = self._load(number, storage, group - before, row)
+                batches = file.iter_batches(
+                    chunk_rows, row_groups=[group - before], columns=self._projections[number].stored, use_threads=False
+                )
+                while True:
+                    try:
+                        batch = next(batches, None)
+                    except Exception as error:  # Arrow raises many kinds on damaged pages
+                        raise self._broken(number, group - before, row, error) from error
+                    if batch is None or _is_local(source):
+                        self._check_unchanged(number)
+                    if batch is None:
+                        break
+                    start, row = row, row + batch.num_rows
+                    batch = self._projections[number].of_batch(
+                        batch, source.name, start - int(self.file_starts[number])
+                    )
+                    piece, cost = Piece(batch, start, cost), ReadCost()
+                    del batch
+                    yield piece
+                    del piece
+
+    def _load(self, number: int, storage: MergedFile, group: int, row: int) -> ReadCost:
+        """Read the columns of a row group of a file, which starts at a row, and what that took."""
+        stretches = self._stretches[number]
+        starts, sizes = stretches.starts[group], stretches.sizes[group]
+        try:
+            reads, nbytes = storage.load(starts, sizes, self._gaps[number])
+        except OSError as error:
+            raise self._broken(number, group, row, error) from error
+        return ReadCost(reads, int(sizes.sum()), nbytes)
+
+    def _broken(self, number: int, group: int, row: int, error: Exception) -> DataError:
+        """What cannot be read of a row group, from a row on; that the file changed, where it did."""
+        self._check_unchanged(number)
+        return DataError(
+            f"{self.sources[number].name}: row group {group} is broken at or after row"
+            f" {row - int(self.file_starts[number]):,}: {first_line(error)}; write the file again"
+        )
 
     def end_of_file(self, row: int) -> int:
         """The row at which the file ends that has a row."""
         return int(self.file_starts[np.searchsorted(self.file_starts, row, side="right")])
 
-    def _is_local(self, number: int) -> bool:
-        """Whether asking for a file's size takes no time to speak of."""
-        return isinstance(self.sources[number].filesystem, pafs.LocalFileSystem | None)
-
-    def _opened(self, number: int) -> pq.ParquetFile:
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[tuple[MergedFile, pq.ParquetFile]]:
         source = self.sources[number]
         self._check_unchanged(number)
         try:
+            storage = MergedFile(source.path, source.filesystem)
             file = pq.ParquetFile(
-                source.path,
-                filesystem=source.filesystem,
+                storage,
                 metadata=self._metadata[number],
+                pre_buffer=False,
                 page_checksum_verification=True,  # of pages that were written with one
             )
         except Exception as error:
             self._check_unchanged(number)
             raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
-        metadata = file.metadata
-        rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        if rows != source.group_rows:
-            file.close()
-            raise ChangedDataError(_changed(source.name))
-        return file
+        with storage, file:
+            rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+            if rows != source.group_rows:
+                raise ChangedDataError(_changed(source.name))
+            yield storage, file
 
     def _check_unchanged(self, number: int) -> None:
         source = self.sources[number]
@@ -196,21 +200,29 @@ class StoredRows:
             raise ChangedDataError(_changed(source.name))
 
 
-def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> None:
-    """Check that every file has each column once, of one type.
+def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> list[Projection]:
+    """Check that every file has each column once, of one type; where each file has them.
 
     Raises:
         DataError: one has not; names the file and lists what is there.
     """
-    for source in sources:
-        for column in columns:
+    found = [Projection.of(source.schema, columns) for source in sources]
+    for source, projection in zip(sources, found, strict=True):
+        for column in projection.stored:
             if source.schema.names.count(column) != 1:
-                raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
-            kind, other = source.schema.field(column).type, sources[0].schema.field(column).type
+                raise DataError(f"{source.name}: no column {column!r}; there are {_listed(source.schema.names)}")
+        types, first = projection.types(source.schema), found[0].types(sources[0].schema)
+        for column, kind, other in zip(columns, types, first, strict=True):
             if kind != other:
                 raise DataError(
                     f"{source.name}: column {column!r} holds {kind}, but {other} in {sources[0].name}; write them alike"
                 )
+    return found
+
+
+def _listed(names: Sequence[str], most: int = 50) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
 
 
 @dataclass
@@ -223,11 +235,12 @@ class _Stream:
     given: int  # the first that was not yet given out; those before may have been written to since
     last: Piece | None = None
 
-    def read_on(self) -> None:
-        """The next chunk."""
+    def read_on(self) -> ReadCost:
+        """The next chunk; what was read of storage for it."""
         self.last = None  # so that the next one may take its memory
         self.last = next(self.chunks)
         self.row += self.last.table.num_rows
+        return self.last.cost
 
 
 class RowStreams:
@@ -238,11 +251,11 @@ class RowStreams:
         self._rows, self._keep = rows, keep
         self._chunk_rows = -(-max(1024, int(_CHUNK_BYTES / max(1.0, rows.row_bytes))) // chunk_rows) * chunk_rows
         self._open: list[_Stream] = []  # the last used last
-        self._bytes = 0
+        self._cost = ReadCost()
 
-    def bytes_read(self) -> int:
-        """Compressed, of row groups that were begun since this was last asked."""
-        found, self._bytes = self._bytes, 0
+    def cost(self) -> ReadCost:
+        """Of row groups that were begun since this was last asked."""
+        found, self._cost = self._cost, ReadCost()
         return found
 
     def take(self, first: int, stop: int, until: int | None = None) -> list[Piece]:
@@ -270,9 +283,7 @@ class RowStreams:
             group = int(self._rows.group_starts[self._rows.group_of(row)])
             stream = _Stream(self._rows.chunks(row, stop, self._chunk_rows), stop, group, row)
         while stream.last is None or stream.row <= row:
-            before = stream.row
-            stream.read_on()
-            self._bytes += self._rows.compressed_bytes(before, stream.row)
+            self._cost += stream.read_on()
         self._open.append(stream)
         del self._open[: -self._keep]
         return stream.last
@@ -287,6 +298,11 @@ class RowStreams:
         return None
 
 
+def _is_local(source: ParquetSource) -> bool:
+    """Whether asking for a file's size takes no time to speak of."""
+    return isinstance(source.filesystem, pafs.LocalFileSystem | None)
+
+
 def _ends(sizes: Sequence[int]) -> IntArray:
     ends: IntArray = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=ends[1:])
@@ -295,7 +311,7 @@ def _ends(sizes: Sequence[int]) -> IntArray:
 
 def _stamp_of(source: ParquetSource) -> _Stamp:
     try:
-        if source.filesystem is None or isinstance(source.filesystem, pafs.LocalFileSystem):
+        if source.filesystem is None or _is_local(source):
             found = os.stat(source.path)  # noqa: PTH116 (a Path for every chunk takes longer than asking)
             return _Stamp(found.st_size, found.st_mtime_ns)
         info = source.filesystem.get_file_info(source.path)
@@ -328,31 +344,3 @@ def _footer_of(source: ParquetSource) -> bytes:
             return size.to_bytes(8, "little") + bytes(file.read(length))
     except OSError as error:
         raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
-
-
-def _column_bytes(metadata: Any, columns: Sequence[str]) -> tuple[IntArray, int]:
-    """Compressed bytes of some columns in every row group, and unpacked ones in all."""
-    compressed: IntArray = np.zeros(metadata.num_row_groups, np.int64)
-    if not metadata.num_row_groups:
-        return compressed, 0
-    first, wanted = metadata.row_group(0), set(columns)
-    numbers = [number for number in range(first.num_columns) if _is_of(first.column(number).path_in_schema, wanted)]
-    unpacked = 0
-    for group in range(metadata.num_row_groups):
-        found = metadata.row_group(group)
-        chunks = [found.column(number) for number in numbers]
-        compressed[group] = sum(chunk.total_compressed_size for chunk in chunks)
-        unpacked += sum(_unpacked_bytes(chunk) for chunk in chunks)
-    return compressed, unpacked
-
-
-def _unpacked_bytes(chunk: Any) -> int:
-    """Of one column of a row group, once decoded."""
-    width = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}.get(chunk.physical_type)
-    return int(chunk.total_uncompressed_size if width is None else width * chunk.num_values)
-
-
-def _is_of(path: str, columns: set[str]) -> bool:
-    """Whether a path within the schema belongs to one of the columns, whose own names may have dots."""
-    parts = path.split(".")
-    return any(".".join(parts[:length]) in columns for length in range(1, len(parts) + 1))

@@ -26,6 +26,7 @@ COMMANDS = (
     "timeline",
     "cluster_sessions",
     "duplication",
+    "rewrite",
     "ingest",
 )
 

@@ -33,6 +33,9 @@ def ingest_command(
     step: Annotated[str, typer.Option(help="Time that a trainer takes for a batch, such as 5ms.")] = "0s",
     batches: Annotated[int | None, typer.Option(min=1, help="After which to stop.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file to keep the run in.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="File to add the columns that the job reads to, for 'rewrite'.")
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -77,6 +80,8 @@ def ingest_command(
         raise DataError(f"{job}: the batches are others than then (digest {run.digest}, it was {before.digest})")
     if output is not None:
         run.save(output)
+    if log is not None:
+        ingestion.ProjectionLog.append(log, spec.stored_columns())
     document = run.document() | {"same_as_before": None if before is None else True}
     emit(document, as_json=as_json, text=_text(run, before, output))
 
@@ -95,7 +100,8 @@ def _text(run: IngestionRun, before: IngestionRun | None, output: Path | None) -
         ("workers spent on reading", f"{phases.fill_seconds / spent:.0%}"),
         ("  on tensors", f"{phases.convert_seconds / spent:.0%}"),
         ("  on transforms", f"{phases.process_seconds / spent:.0%}"),
-        ("read from storage", units.format_bytes(phases.bytes_read)),
+        ("read from storage", f"{units.format_bytes(phases.bytes_read)} in {phases.reads:,} reads"),
+        ("  of it for nothing", units.format_bytes(phases.bytes_read - phases.bytes_wanted)),
         ("workers lost and replaced", f"{stats.restarts:,}"),
         ("batches that could not be read", f"{stats.skipped_batches:,}"),
         ("digest", run.digest),

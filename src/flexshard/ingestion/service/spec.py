@@ -13,6 +13,7 @@ from flexshard._internal import (
     DocumentFormat,
     PathLike,
     StrictModel,
+    check_bytes,
     expand,
     first_repeated,
     load_yaml,
@@ -239,6 +240,8 @@ class _Fields(StrictModel):
     pad_last: bool = False
     transforms: list[Step] = Field(default_factory=list)
     bad_batches: Literal["raise", "skip"] = "raise"
+    dense_nulls: Literal["raise", "nan"] = "raise"
+    read_gap: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Any:
@@ -249,6 +252,8 @@ class _Fields(StrictModel):
             raise ValueError("the last samples can be dropped or padded; drop_last and pad_last are both true")
         if self.session is None and (self.time is not None or self.whole_sessions or self.shuffle == "sessions"):
             raise ValueError("time, whole_sessions and shuffle: sessions are about sessions; name the session column")
+        if self.read_gap is not None:
+            check_bytes(self.read_gap, "read_gap", DataError, least=0)
         known = set(self.features)
         for number, step in enumerate(self.transforms):
             try:
@@ -276,7 +281,7 @@ class IngestionSpec(_Fields):
         partitions: of folders called ``name=value``, those to read, by name.
         batch_size: of each rank.
         features, weights, dense, groups, session, time, whole_sessions, shuffle, shuffle_window, seed, lanes,
-            drop_last, pad_last: as for :class:`SessionReader`.
+            drop_last, pad_last, dense_nulls, read_gap: as for :class:`SessionReader`.
         transforms: what is done to batches, in order; each has ``op`` and its fields.
         epochs: passes over the dataset.
         bad_batches: what to do where rows cannot be read: ``raise``, or ``skip``, which gives the rank its last good
@@ -355,7 +360,14 @@ class IngestionSpec(_Fields):
             shuffle_window=self.shuffle_window,
             seed=self.seed,
             prefetch=prefetch,
+            dense_nulls=self.dense_nulls,
+            read_gap=self.read_gap,
         )
+
+    def stored_columns(self) -> list[str]:
+        """Columns that the job reads."""
+        named = [*self.features, *self.weights.values(), *self.dense, self.session, self.time]
+        return list(dict.fromkeys(name for name in named if name is not None))
 
     def _paths(self) -> list[str] | str:
         if not self.partitions:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import glob
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pyarrow.fs as pafs
 
-from flexshard import units
-from flexshard._internal import ParquetSource, PathLike, check_finite, check_int, expand, make_folder
-from flexshard.errors import DataError, OutputError, UnitError
+from flexshard._internal import ParquetSource, PathLike, check_bytes, check_finite, check_int, expand, make_folder
+from flexshard.errors import DataError
+from flexshard.ingestion.drafts import check_free, draft_folder, put_in_place
 from flexshard.ingestion.sessions.checksums import changed_column, checksums
 from flexshard.ingestion.sessions.schema import common_schema
 from flexshard.ingestion.sessions.sorting import ClusterJob, sort_here, sort_with_ray
@@ -110,12 +105,12 @@ def cluster_sessions(
         raise DataError(f"keep is a share of the data, above 0 and at most 1; found {keep}")
     if keep_by not in ("session", "sample"):
         raise DataError(f"keep_by is 'session' or 'sample', found {keep_by!r}")
-    limit = None if memory is None else _memory(memory)
+    limit = None if memory is None else round(check_bytes(memory, "memory", DataError))
     sources = expand(paths)
     schema = common_schema(sources, session, time)
     target = Path(output)
-    _check_free(target)
-    with _draft(target) as draft:
+    check_free(target)
+    with draft_folder(target) as draft:
         scratch = make_folder(draft / "scratch")
         job = ClusterJob(session, time, shards, keep, keep_by, seed, row_group_rows, limit, str(scratch))
         local = [_local(source, number, scratch) for number, source in enumerate(sources)]
@@ -128,12 +123,7 @@ def cluster_sessions(
         after = sum(_size(path) for path in outputs)
         if keep >= 1:
             _check_values(local, outputs, schema.names)
-        try:
-            with suppress(FileNotFoundError):
-                target.rmdir()  # an empty folder may stand there
-            data.replace(target)
-        except OSError as error:
-            raise OutputError(f"cannot write {output}: {error.strerror}; choose another path with -o") from error
+        put_in_place(data, target)
     read, seen, *kept = (sum(column) for column in zip(*counts, strict=True))
     kept_by = {"session": (kept[0], kept[1]), "sample": (kept[2], kept[3])}
     return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after)
@@ -146,49 +136,6 @@ def _check_values(read: Sequence[str], written: Sequence[str], columns: Sequence
         raise DataError(
             f"column {changed!r} would not keep its values; nothing has been written: cast it or leave it out"
         )
-
-
-def _memory(memory: str | float) -> int:
-    try:
-        nbytes = units.parse_bytes(memory) if isinstance(memory, str) else check_finite(memory, "memory", DataError)
-    except UnitError as error:
-        raise DataError(f"memory: {error}") from error
-    if nbytes <= 0:
-        raise DataError(f"memory must be more than nothing, found {memory}")
-    return round(nbytes)
-
-
-def _check_free(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OutputError(f"cannot write {target}: it exists and is not an empty folder; choose another path with -o")
-
-
-@contextmanager
-def _draft(target: Path) -> Iterator[Path]:
-    """A folder beside the target, gone when the block ends; what an interrupted run left there is removed first."""
-    make_folder(target.parent)
-    prefix = f".{target.name}.draft-"
-    for left in target.parent.glob(f"{glob.escape(prefix)}*"):
-        if not _is_running(left.name.removeprefix(prefix).partition("-")[0]):
-            shutil.rmtree(left, ignore_errors=True)
-    try:
-        draft = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror}; choose another path with -o") from error
-    try:
-        yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _is_running(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except (ValueError, ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _local(source: ParquetSource, number: int, scratch: Path) -> str:

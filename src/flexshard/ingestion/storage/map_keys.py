@@ -1,0 +1,56 @@
+"""Which keys maps have: read from the column of the keys alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from flexshard._internal import ParquetSource, first_line
+from flexshard.errors import DataError
+from flexshard.ingestion.storage.flat_maps import feature_name
+
+__all__ = ["key_columns", "keys_of"]
+
+_BATCH_ROWS = 1 << 14
+
+
+def key_columns(column: str, keys: pa.Array) -> list[str]:
+    """Names of the columns that keys of a map become, in their order."""
+    return [feature_name(column, key) for key in keys.to_pylist()]
+
+
+def keys_of(sources: Sequence[ParquetSource], maps: Sequence[str]) -> dict[str, pa.Array]:
+    """Keys of each column of maps in all files, ascending.
+
+    Raises:
+        DataError: values that cannot be read; names the file.
+    """
+    found: dict[str, pa.Array] = {}
+    for column in maps:
+        kind = sources[0].schema.field(column).type.key_type
+        keys = pa.array([], kind)
+        for source in sources:
+            try:
+                keys = _with_keys(keys, source, column)
+            except (pa.ArrowException, OSError) as error:
+                why = f"cannot be read: {first_line(error)}"
+                raise DataError(f"{source.name}: keys of column {column!r} {why}; write the file again") from error
+        found[column] = keys.take(pc.array_sort_indices(keys))
+    return found
+
+
+def _with_keys(keys: pa.Array, source: ParquetSource, column: str) -> pa.Array:
+    with pq.ParquetFile(source.path, filesystem=source.filesystem, pre_buffer=False) as file:
+        leaf = next(
+            path
+            for path in (file.schema.column(n).path for n in range(len(file.schema)))
+            if path.startswith(f"{column}.")
+        )
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[leaf], use_threads=False):
+            entries = batch.column(0)
+            here = pc.unique(pc.struct_field(entries.flatten(), 0))
+            keys = pc.unique(pa.concat_arrays([keys, here.cast(keys.type)]))
+    return keys

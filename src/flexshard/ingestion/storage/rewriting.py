@@ -1,0 +1,328 @@
+"""Datasets rewritten so that jobs read few bytes in few reads (DPP paper, section 4.2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from flexshard._internal import ParquetSource, PathLike, check_bytes, expand, first_line, first_repeated, make_folder
+from flexshard.errors import DataError, OutputError
+from flexshard.ingestion.drafts import check_free, draft_folder, put_in_place
+from flexshard.ingestion.storage.column_chunks import ColumnChunks
+from flexshard.ingestion.storage.column_order import ReadPattern, best_order, job_costs, rows_per_group
+from flexshard.ingestion.storage.flat_maps import map_columns
+from flexshard.ingestion.storage.map_keys import key_columns, keys_of
+from flexshard.ingestion.storage.merged_reads import Disk, ReadCost
+from flexshard.ingestion.storage.popularity import PopularBytes, popular_bytes
+from flexshard.ingestion.storage.projections import ProjectionLog
+from flexshard.ingestion.stored_rows import StoredRows, check_columns
+
+__all__ = ["Rewritten", "rewrite_dataset"]
+
+FloatArray = npt.NDArray[np.float64]
+_SAMPLE_BYTES, _CHUNK_BYTES = 64 << 20, 128 << 20  # of unpacked columns
+_MOST_GROUP_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What rewriting a dataset did.
+
+    Attributes:
+        path: its folder.
+        files: names of the files in it.
+        rows: of all files.
+        columns: in the order in which they lie.
+        features: that were keys of maps.
+        group_rows: most rows of a row group.
+        gap: bytes between two columns up to which one read took both, for ``before`` and ``after``.
+        bytes_before, bytes_after: of the files.
+        before, after: what a run of a job in the log asks of storage for the whole dataset, on average; None without
+            a log. What is wanted is counted in the new files in both.
+        seconds_before, seconds_after: that this takes the disk.
+        popular: which bytes of the new files most reads are of; None without a log.
+        unknown: columns that jobs of the log name and that there are not.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    rows: int
+    columns: tuple[str, ...]
+    features: int
+    group_rows: int
+    gap: float
+    bytes_before: int
+    bytes_after: int
+    before: ReadCost | None = None
+    after: ReadCost | None = None
+    seconds_before: float | None = None
+    seconds_after: float | None = None
+    popular: PopularBytes | None = None
+    unknown: tuple[str, ...] = ()
+
+
+def rewrite_dataset(
+    paths: PathLike | Sequence[PathLike],
+    output: PathLike,
+    *,
+    log: ProjectionLog | None = None,
+    maps: Sequence[str] | None = None,
+    read_bytes: str | float = "4MiB",
+    gap: str | float | None = None,
+    memory: str | float = "1GiB",
+    disk: Disk | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Rewritten:
+    """Rewrite a Parquet dataset for reading: each key of a map as a column of its own, columns that are read together
+    near each other, row groups large enough for large reads.
+
+    Key ``k`` of the column ``m`` becomes the column ``m/k``, null where a row has not the key, or nothing under it;
+    :class:`SessionReader` finds keys by that name before and after. Rows keep their order, files their names.
+    ``output`` appears only when it is whole. The same input gives the same files.
+
+    Args:
+        paths: files, globs, folders or URLs.
+        output: folder to make.
+        log: what jobs read: columns that more of them read come first, such as the same jobs read next to each other.
+            Without it, columns stay in their order, and keys come in that of their values.
+        maps: columns of maps to take apart; by default all whose keys are numbers or texts.
+        read_bytes: that a read of a job in the log should have on average; row groups get rows until they do.
+        gap: bytes between two columns up to which one read takes both; by default what the disk reads in a seek.
+        memory: that a row group may take unpacked, all columns together.
+        disk: for which to order columns, by default the paper's.
+        progress: called with rows written so far, and all.
+
+    Raises:
+        DataError: a column that is missing or of another type in some file; a key that a row has twice; values that
+            cannot be read; names file and row.
+        OutputError: ``output`` exists and is not empty, or could not be written.
+    """
+    disk = disk or Disk()
+    group_bytes, wanted_bytes = (
+        check_bytes(memory, "memory", DataError),
+        check_bytes(read_bytes, "read_bytes", DataError),
+    )
+    reach = disk.break_even_gap if gap is None else check_bytes(gap, "gap", DataError, least=0)
+    sources = expand(paths)
+    names = sources[0].schema.names
+    _check_alike(sources)
+    taken_apart = _maps(sources[0], maps)
+    target = Path(output)
+    check_free(target)
+    keys = keys_of(sources, taken_apart)
+    features = [feature for column in taken_apart for feature in key_columns(column, keys[column])]
+    columns = [name for name in names if name not in taken_apart] + features
+    twice = first_repeated(columns)
+    if twice is not None:
+        raise DataError(f"{sources[0].name}: key {twice!r} of a map would be a second column of that name; rename one")
+    layout = _Layout(columns, frozenset(names), _schema(sources[0], columns))
+    stored = StoredRows(sources, columns)
+    most = max(1, min(_MOST_GROUP_ROWS, int(group_bytes / max(1.0, stored.row_bytes))))
+    rows = min(most, max(1, stored.num_rows))
+    if log is not None:
+        pattern = ReadPattern(
+            log.reads(columns), np.array(log.runs), _sampled_bytes(stored, layout), float(reach), disk
+        )
+        chosen = best_order(pattern, rows)
+        rows = rows_per_group(pattern, chosen, wanted_bytes, rows)
+        columns = [columns[number] for number in best_order(pattern, rows)]
+        layout = _Layout(columns, frozenset(names), _schema(sources[0], columns))
+        stored = StoredRows(sources, columns)
+    files = _file_names(sources)
+    with draft_folder(target) as draft:
+        data = make_folder(draft / "data")
+        done = 0
+        for number, name in enumerate(files):
+            path = data / name
+            make_folder(path.parent)
+            for written in _write(stored, number, path, layout, rows):
+                done += written
+                if progress is not None:
+                    progress(done, stored.num_rows)
+        written_sources = expand([data / name for name in files])
+        if [source.num_rows for source in written_sources] != [source.num_rows for source in sources]:
+            raise DataError("rows were lost in writing; nothing has been written: please report this")
+        report = {} if log is None else _reads(sources, written_sources, log, columns, reach, disk)
+        after = sum((data / name).stat().st_size for name in files)
+        put_in_place(data, target)
+    return Rewritten(
+        target,
+        tuple(files),
+        stored.num_rows,
+        tuple(columns),
+        len(features),
+        rows,
+        float(reach),
+        sum(_size(source) for source in sources),
+        after,
+        **report,
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How files are written."""
+
+    columns: Sequence[str]
+    kept: frozenset[str]  # columns that there were before
+    schema: pa.Schema
+
+    def writer(self, where: Any) -> pq.ParquetWriter:
+        """Into a file or a buffer."""
+        plain = [field.name for field in self.schema if not pt.is_nested(field.type)]
+        return pq.ParquetWriter(
+            where,
+            self.schema,
+            compression="zstd",
+            compression_level=3,
+            # Ids in a dictionary hide lists that repeat from zstd (RecD); numbers hardly repeat.
+            use_dictionary=[name for name in plain if not pt.is_floating(self.schema.field(name).type)],
+            # Of thousands of features, statistics are most of the footer, and nobody filters by them.
+            write_statistics=[name for name in plain if name in self.kept],
+        )
+
+
+def _write(stored: StoredRows, number: int, path: Path, layout: _Layout, rows: int) -> Iterator[int]:
+    """One file, row group after row group; how many rows each has."""
+    first, stop = (int(row) for row in stored.file_starts[number : number + 2])
+    chunk_rows = max(1, min(rows, int(_CHUNK_BYTES / max(1.0, stored.row_bytes))))
+    try:
+        with layout.writer(path) as writer:
+            waiting: list[pa.RecordBatch] = []
+            for piece in stored.chunks(first, stop, chunk_rows) if stop > first else ():
+                batch = piece.table
+                del piece
+                while batch.num_rows:
+                    here = batch.slice(0, rows - sum(part.num_rows for part in waiting))
+                    waiting.append(here)
+                    batch = batch.slice(here.num_rows)
+                    held = sum(part.num_rows for part in waiting)
+                    if held == rows:
+                        writer.write_table(pa.Table.from_batches(waiting, layout.schema), row_group_size=rows)
+                        waiting.clear()
+                        yield held
+            if waiting:
+                writer.write_table(pa.Table.from_batches(waiting, layout.schema), row_group_size=rows)
+                yield sum(part.num_rows for part in waiting)
+    except OSError as error:
+        raise OutputError(f"cannot write {path.name}: {first_line(error)}; free some space") from error
+
+
+def _sampled_bytes(stored: StoredRows, layout: _Layout) -> FloatArray:
+    """Compressed bytes per row of each column, of rows at the beginning; shape (columns,)."""
+    if not stored.num_rows:
+        return np.zeros(len(layout.columns))
+    rows = max(1, min(stored.num_rows, int(_SAMPLE_BYTES / max(1.0, stored.row_bytes))))
+    piece = next(stored.chunks(0, min(rows, int(stored.file_starts[1])) or 1, rows))
+    sink = pa.BufferOutputStream()
+    with layout.writer(sink) as writer:
+        writer.write_table(pa.Table.from_batches([piece.table], layout.schema))
+    metadata = pq.read_metadata(pa.BufferReader(sink.getvalue()))
+    chunks = ColumnChunks.of(metadata, layout.columns)
+    return np.bincount(chunks.columns, chunks.sizes.sum(0), len(layout.columns)) / piece.table.num_rows
+
+
+def _reads(
+    before: Sequence[ParquetSource],
+    after: Sequence[ParquetSource],
+    log: ProjectionLog,
+    columns: Sequence[str],
+    gap: float,
+    disk: Disk,
+) -> dict[str, Any]:
+    """What jobs of the log ask of storage, before and after."""
+    runs = np.array(log.runs)
+    new, sizes = _job_reads(after, log, columns, gap)
+    old, _ = _job_reads(before, log, columns, gap)
+    old = [ReadCost(cost.reads, now.bytes_wanted, cost.bytes_read) for cost, now in zip(old, new, strict=True)]
+    hits = log.hit_rates(columns)
+    return {
+        "before": _mean(old, runs),
+        "after": _mean(new, runs),
+        "seconds_before": float(runs @ np.array([cost.seconds(disk) for cost in old]) / runs.sum()),
+        "seconds_after": float(runs @ np.array([cost.seconds(disk) for cost in new]) / runs.sum()),
+        "popular": popular_bytes(sizes, hits) if (sizes * hits).sum() > 0 else None,
+        "unknown": tuple(log.unknown(columns)),
+    }
+
+
+def _job_reads(
+    sources: Sequence[ParquetSource], log: ProjectionLog, columns: Sequence[str], gap: float
+) -> tuple[list[ReadCost], FloatArray]:
+    """What each job asks of files, whether keys of maps have columns there or not; and bytes of each stored column."""
+    totals = [ReadCost()] * len(log.projections)
+    sizes = np.zeros(len(columns))
+    for source in sources:
+        projection = check_columns([source], columns)[0]
+        place = {name: number for number, name in enumerate(projection.stored)}
+        owner = np.array([place[name] for name in projection.owners()], np.int64)
+        with source.open() as file:
+            chunks = ColumnChunks.of(file.metadata, projection.stored)
+        needs = np.zeros((len(log.projections), len(projection.stored)), bool)
+        job, column = np.nonzero(log.reads(columns))
+        needs[job, owner[column]] = True
+        needs = needs[:, chunks.columns]
+        for starts, chunk_sizes in zip(chunks.starts, chunks.sizes, strict=True):
+            costs = job_costs(needs, (starts, chunk_sizes), gap)
+            totals = [total + cost for total, cost in zip(totals, costs, strict=True)]
+        if not projection.keys:
+            sizes += np.bincount(owner[chunks.columns], chunks.sizes.sum(0), len(columns))
+    return totals, sizes
+
+
+def _mean(costs: Sequence[ReadCost], runs: npt.NDArray[np.int64]) -> ReadCost:
+    table = np.array([(cost.reads, cost.bytes_wanted, cost.bytes_read) for cost in costs])
+    return ReadCost(*(round(value) for value in (runs @ table / runs.sum()).tolist()))
+
+
+def _maps(source: ParquetSource, maps: Sequence[str] | None) -> list[str]:
+    """Columns to take apart."""
+    there = map_columns(source.schema)
+    if maps is None:
+        return there
+    for name in maps:
+        if name not in there:
+            known = ", ".join(there) or "none"
+            raise DataError(f"{source.name}: column {name!r} holds no maps from numbers or texts; such are: {known}")
+    return list(dict.fromkeys(maps))
+
+
+def _check_alike(sources: Sequence[ParquetSource]) -> None:
+    """Every file has the columns of the first, of the same types."""
+    names = sources[0].schema.names
+    check_columns(sources, names)
+    for source in sources:
+        odd = sorted(set(source.schema.names) - set(names))
+        if odd:
+            raise DataError(f"{source.name}: column {odd[0]!r} is in this file, but not in {sources[0].name}")
+
+
+def _schema(source: ParquetSource, columns: Sequence[str]) -> pa.Schema:
+    types = check_columns([source], columns)[0].types(source.schema)
+    kept = {name: source.schema.field(name) for name in source.schema.names}
+    fields = [kept.get(name) or pa.field(name, kind) for name, kind in zip(columns, types, strict=True)]
+    metadata = dict(source.schema.metadata or {})
+    metadata.pop(b"pandas", None)  # describes columns that there are no longer
+    return pa.schema(fields, metadata or None)
+
+
+def _file_names(sources: Sequence[ParquetSource]) -> list[str]:
+    """Where each file goes in the new folder: partitions stay folders."""
+    paths = [PurePosixPath(source.path) for source in sources]
+    base = PurePosixPath(os.path.commonpath([path.parent for path in paths]))
+    names = [path.relative_to(base) for path in paths]
+    return [str(name if name.suffix == ".parquet" else name.with_name(f"{name.name}.parquet")) for name in names]
+
+
+def _size(source: ParquetSource) -> int:
+    return int((source.filesystem or pafs.LocalFileSystem()).get_file_info(source.path).size)

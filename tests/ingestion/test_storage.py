@@ -1,0 +1,581 @@
+"""Datasets rewritten for reading: maps to columns, order of columns, merged reads, and what they save."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from flexshard._internal import ParquetSource, expand
+from flexshard.cli import main
+from flexshard.errors import DataError, OutputError
+from flexshard.ingestion import (
+    Disk,
+    PopularBytes,
+    ProjectionLog,
+    ReadCost,
+    popular_bytes,
+    rewrite_dataset,
+    tiered_storage,
+)
+from flexshard.ingestion.storage.column_chunks import ColumnChunks
+from flexshard.ingestion.storage.column_order import (
+    ReadPattern,
+    best_order,
+    order_by_hit_rate,
+    order_by_jobs,
+    rows_per_group,
+)
+from flexshard.ingestion.storage.flat_maps import flat_columns
+from flexshard.ingestion.storage.merged_reads import merged_reads, read_cost
+from flexshard.ingestion.stored_rows import RowStreams, StoredRows
+
+SPARSE, DENSE = pa.map_(pa.int32(), pa.list_(pa.int64())), pa.map_(pa.string(), pa.float32())
+
+
+def samples(rows: int, seed: int = 0, keys: int = 12) -> pa.Table:
+    """Maps of lists and of floats; some rows have none, some lists are empty or null."""
+    rng = np.random.default_rng(seed)
+
+    def lists() -> list[Any] | None:
+        here = rng.permutation(np.flatnonzero(rng.random(keys) < 0.5)).tolist()
+        return [
+            (key, None if rng.random() < 0.05 else rng.integers(0, 1000, rng.integers(0, 5)).tolist()) for key in here
+        ]
+
+    sparse = [None if rng.random() < 0.1 else lists() for _ in range(rows)]
+    dense = [[(f"f{key}", float(rng.random())) for key in np.flatnonzero(rng.random(keys) < 0.7)] for _ in range(rows)]
+    return pa.table(
+        {
+            "session": np.arange(rows) // 3,
+            "sparse": pa.array(sparse, SPARSE),
+            "dense": pa.array(dense, DENSE),
+            "label": rng.integers(0, 2, rows).astype("float32"),
+        }
+    )
+
+
+def write(folder: Path, rows: int = 900, group: int = 128) -> pa.Table:
+    table = samples(rows)
+    for number, part in enumerate((table.slice(0, rows // 2), table.slice(rows // 2))):
+        path = folder / f"day={number}" / "part.parquet"
+        path.parent.mkdir(parents=True)
+        pq.write_table(part, path, row_group_size=group)
+    return table
+
+
+def read_back(folder: Path) -> pa.Table:
+    return pa.concat_tables([pq.read_table(path, partitioning=None) for path in sorted(folder.rglob("*.parquet"))])
+
+
+def expected(table: pa.Table, column: str, key: Any) -> list[Any]:
+    return [None if row is None else dict(row).get(key) for row in table[column].to_pylist()]
+
+
+# Reads.
+
+
+def test_the_papers_merged_read_is_1_79_times_faster() -> None:
+    """Section 4.2.3: features of 100 KB, A and D apart by B and C; 12 ms a seek, 200 MB/s."""
+    starts, sizes = np.array([0, 300_000]), np.array([100_000, 100_000])
+    disk = Disk()
+    apart, merged = read_cost(starts, sizes, gap=0), read_cost(starts, sizes, gap=200_000)
+    assert apart == ReadCost(2, 200_000, 200_000)
+    assert merged == ReadCost(1, 200_000, 400_000)
+    assert merged.over_read == 1.0
+    assert apart.seconds(disk) == pytest.approx(0.025)
+    assert apart.seconds(disk) / merged.seconds(disk) == pytest.approx(1.79, abs=0.005)
+    assert disk.break_even_gap == 2_400_000
+    # Reordered, A and D lie next to each other: one read, and nothing for nothing.
+    assert read_cost(np.array([0, 100_000]), sizes, gap=0) == ReadCost(1, 200_000, 200_000)
+
+
+stretches = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60)), max_size=30)
+
+
+@given(stretches, st.integers(0, 40), st.integers(1, 200))
+def test_merged_reads_cover_what_is_wanted_and_no_gap_beyond_the_bound(
+    steps: list[tuple[int, int]], gap: int, most: int
+) -> None:
+    starts, sizes, place = [], [], 0
+    for skipped, size in steps:
+        starts.append(place + skipped)
+        sizes.append(size)
+        place += skipped + size
+    order = np.random.default_rng(len(steps)).permutation(len(steps))
+    first, length = merged_reads(np.array(starts, np.int64)[order], np.array(sizes, np.int64)[order], gap, most=most)
+    read = np.zeros(place + 1, bool)
+    for begin, size in zip(first, length, strict=True):
+        assert not read[begin : begin + size].any(), "read twice"
+        read[begin : begin + size] = True
+    wanted = np.zeros(place + 1, bool)
+    for begin, size in zip(starts, sizes, strict=True):
+        wanted[begin : begin + size] = True
+        assert ((first <= begin) & (begin + size <= first + length)).any(), "a column in one read"
+    assert not (wanted & ~read).any()
+    idle = "".join("x" if is_read and not is_wanted else " " for is_read, is_wanted in zip(read, wanted, strict=True))
+    widest = max((len(run) for run in idle.split()), default=0)
+    assert widest <= gap
+    _, unbounded = merged_reads(np.array(starts, np.int64), np.array(sizes, np.int64), gap)
+    apart = [skipped > gap for skipped, _ in steps[1:]]
+    assert unbounded.size == (1 + sum(apart) if steps else 0)
+    assert (length <= most + max(sizes, default=0)).all()
+
+
+def counted(reads: list[int]) -> pafs.PyFileSystem:
+    """A file system that is not taken for a local one, and notes the bytes of every read."""
+    local = pytest.importorskip("fsspec.implementations.local")
+
+    class Counting(local.LocalFileSystem):  # type: ignore[misc, name-defined]
+        def _open(self, name: str, mode: str = "rb", **kwargs: Any) -> Any:
+            file = super()._open(name, mode, **kwargs)
+            read = file.f.read
+
+            class Wrapped:
+                def __getattr__(self, attribute: str) -> Any:
+                    return getattr(file.f, attribute)
+
+                def read(self, size: int = -1) -> bytes:
+                    found = read(size)
+                    reads.append(len(found))
+                    return bytes(found)
+
+            return Wrapped()
+
+    return pafs.PyFileSystem(pafs.FSSpecHandler(Counting(skip_instance_cache=True)))
+
+
+def test_reads_that_are_reported_are_those_that_storage_saw(tmp_path: Path) -> None:
+    path = tmp_path / "wide.parquet"
+    table = pa.table({f"c{number}": np.random.default_rng(number).integers(0, 1 << 60, 2000) for number in range(20)})
+    pq.write_table(table, path, row_group_size=500, compression="none", use_dictionary=False)
+    for gap, per_group in ((0, 3), (5_000, 2), (1 << 20, 1)):
+        reads: list[int] = []
+        source = ParquetSource.probe(str(path), str(path), counted(reads))
+        rows = StoredRows([source], ["c0", "c2", "c9"], gap=gap)
+        reads.clear()
+        streams = RowStreams(rows)
+        pieces = streams.take(0, 2000, 2000)
+        cost = streams.cost()
+        opening = [size for size in reads if size <= 8]  # Arrow looks at the end of a file that it opens
+        assert cost.reads == len(reads) - len(opening) == 4 * per_group, gap
+        assert cost.bytes_read == sum(reads) - sum(opening)
+        whole = pa.Table.from_batches([piece.table for piece in pieces])
+        assert whole.equals(table.select(["c0", "c2", "c9"]))
+
+
+def test_reading_a_long_file_holds_a_row_group_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "long.parquet"
+    values = np.random.default_rng(0).integers(0, 1 << 60, 1 << 17)
+    table = pa.table({"a": values, "b": values})
+    with pq.ParquetWriter(path, table.schema, compression="none", use_dictionary=False) as writer:
+        for _ in range(48):  # of 1 MiB each
+            writer.write_table(table)
+    stored = StoredRows(expand(path), ["a"])
+    streams, least = RowStreams(stored), pa.total_allocated_bytes()
+    most = 0
+    for first in range(0, stored.num_rows, 1 << 14):
+        streams.take(first, first + (1 << 14), stored.num_rows)
+        most = max(most, pa.total_allocated_bytes() - least)
+    assert 1 << 20 <= most <= 8 << 20  # 48 MiB are read
+
+
+# Maps.
+
+
+@given(
+    st.lists(
+        st.none()
+        | st.dictionaries(st.integers(-3, 6), st.none() | st.lists(st.integers(0, 9), max_size=3), max_size=5),
+        max_size=20,
+    ),
+    st.integers(0, 5),
+    st.sampled_from(["lists", "large lists", "numbers", "texts"]),
+)
+def test_keys_of_maps_become_columns(rows: list[dict[int, list[int] | None] | None], skipped: int, kind: str) -> None:
+    values = {"lists": pa.list_(pa.int64()), "large lists": pa.large_list(pa.int16()), "numbers": pa.float64()}
+    made: Any = {"numbers": lambda ids: None if ids is None else float(sum(ids)), "texts": lambda ids: str(ids)}
+    change = made.get(kind, lambda ids: ids)
+    entries = [None if row is None else [(key, change(ids)) for key, ids in row.items()] for row in rows]
+    column = pa.array(entries, pa.map_(pa.int64(), values.get(kind, pa.string()))).slice(skipped)
+    keys = pa.array([4, -3, 0, 99], pa.int64())
+    found = flat_columns(column, keys, "maps", 0)
+    for key, array in zip(keys.to_pylist(), found, strict=True):
+        array.validate(full=True)
+        assert array.type == column.type.item_type
+        wanted = [None if row is None else dict(row).get(key) for row in entries[skipped:]]
+        assert array.to_pylist() == wanted
+
+
+def test_a_key_that_a_row_has_twice_is_an_error(tmp_path: Path) -> None:
+    column = pa.array([[(1, [2])], [(3, [4]), (1, [5]), (3, [6])]], SPARSE)
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table({"m": column}), path)
+    with pytest.raises(DataError, match=r"twice\.parquet: column 'm': row 1 has key 3 twice"):
+        rewrite_dataset(path, tmp_path / "out")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["twice.parquet"], "nothing is left"
+    assert flat_columns(column, pa.array([1], pa.int32()), "m", 0)[0].to_pylist() == [[2], [5]]
+
+
+def test_rewriting_keeps_every_value(tmp_path: Path) -> None:
+    table = write(tmp_path / "maps")
+    log = ProjectionLog.of([["label", "sparse/3", "dense/f2"]] * 3 + [["sparse/7", "sparse/3", "label", "gone"]])
+    done = rewrite_dataset(tmp_path / "maps", tmp_path / "flat", log=log)
+    assert done.files == ("day=0/part.parquet", "day=1/part.parquet")
+    assert done.columns[:4] == ("sparse/3", "label", "dense/f2", "sparse/7") or done.columns[:4] == (
+        "label",
+        "sparse/3",
+        "dense/f2",
+        "sparse/7",
+    )
+    assert done.unknown == ("gone",)
+    assert done.rows == 900
+    assert done.features == 24
+    found = read_back(tmp_path / "flat")
+    assert tuple(found.column_names) == done.columns
+    assert sorted(done.columns) == sorted(
+        ["session", "label", *(f"sparse/{key}" for key in range(12)), *(f"dense/f{key}" for key in range(12))]
+    )
+    for name in ("session", "label"):
+        assert found[name].equals(table[name])
+    for key in range(12):
+        assert found[f"sparse/{key}"].to_pylist() == expected(table, "sparse", key)
+        assert found[f"dense/f{key}"].to_pylist() == expected(table, "dense", f"f{key}")
+    assert done.before is not None
+    assert done.after is not None
+    assert done.before.bytes_wanted == done.after.bytes_wanted
+    assert done.after.bytes_read < done.before.bytes_read
+    again = rewrite_dataset(tmp_path / "maps", tmp_path / "again", log=log)
+    for name in done.files:
+        assert (tmp_path / "flat" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert again.columns == done.columns
+
+
+def test_what_a_rewritten_dataset_costs_is_in_its_files(tmp_path: Path) -> None:
+    write(tmp_path / "maps")
+    jobs = [["sparse/1", "dense/f3"], ["label"]]
+    done = rewrite_dataset(tmp_path / "maps", tmp_path / "flat", log=ProjectionLog.of(jobs), gap=0)
+    wanted = [0, 0]
+    for path in (tmp_path / "flat").rglob("*.parquet"):
+        metadata = pq.read_metadata(path)
+        for group in range(metadata.num_row_groups):
+            for number in range(metadata.num_columns):
+                chunk = metadata.row_group(group).column(number)
+                for job, columns in enumerate(jobs):
+                    wanted[job] += (chunk.path_in_schema.split(".")[0] in columns) * chunk.total_compressed_size
+    assert done.after is not None
+    assert done.after.bytes_wanted == done.after.bytes_read == round(np.mean(wanted))
+    assert done.popular is not None
+    assert done.popular.bytes_for(1.0) == pytest.approx(sum(wanted) / _chunk_bytes(tmp_path / "flat"))
+
+
+def _chunk_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*.parquet"):
+        with pq.ParquetFile(path) as file:
+            total += int(ColumnChunks.of(file.metadata, file.schema_arrow.names).sizes.sum())
+    return total
+
+
+def test_without_a_log_columns_stay_in_their_order(tmp_path: Path) -> None:
+    table = write(tmp_path / "maps")
+    done = rewrite_dataset(tmp_path / "maps", tmp_path / "flat", maps=["sparse"], memory="16KiB")
+    assert done.columns == ("session", "dense", "label", *(f"sparse/{key}" for key in range(12)))
+    assert done.after is None
+    assert done.popular is None
+    assert done.group_rows < 450
+    found = read_back(tmp_path / "flat")
+    assert found["dense"].to_pylist() == table["dense"].to_pylist()
+    metadata = pq.read_metadata(tmp_path / "flat" / "day=0" / "part.parquet")
+    groups = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    assert set(groups[:-1]) == {done.group_rows}
+    assert sum(groups) == 450
+
+
+# Order and row groups.
+
+
+def test_popular_columns_come_first_and_those_of_the_same_jobs_together() -> None:
+    reads = np.array([[1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1]], bool)
+    runs = np.ones(4, np.int64)
+    assert order_by_hit_rate(reads, runs).tolist() == [0, 2, 3, 4, 5, 1]
+    together = order_by_jobs(reads, runs).tolist()
+    assert together[0] == 0
+    assert together[-1] == 1
+    assert {frozenset(together[1:3]), frozenset(together[3:5])} == {frozenset({2, 4}), frozenset({3, 5})}
+    pattern = ReadPattern(reads, runs, np.full(6, 1000.0), gap=0, disk=Disk())
+    assert best_order(pattern, 100).tolist() == together  # two reads of one stretch each
+    cost = read_cost(np.arange(3) * 100_000, np.full(3, 100_000), 0)
+    assert pattern.seconds(np.array(together), 100) == pytest.approx(
+        (cost.seconds(Disk()) * 2 + 0.012 * 2) / 2, rel=0.5
+    )
+
+
+def test_jobs_that_ran_more_often_count_more() -> None:
+    reads = np.array([[1, 0, 0], [0, 1, 0]], bool)
+    assert order_by_hit_rate(reads, np.array([1, 5])).tolist() == [1, 0, 2]
+    log = ProjectionLog((("a",), ("b",)), (1, 3))
+    assert log.hit_rates(["a", "b", "c"]).tolist() == [0.25, 0.75, 0.0]
+
+
+def test_chance_in_a_log_does_not_decide_the_order() -> None:
+    """Jobs that pick by themselves: what the same jobs read is chance, and the last jobs of the log show it."""
+    rng = np.random.default_rng(0)
+    rate = np.linspace(0.98, 0.02, 400)
+    reads = rng.random((60, 400)) < rate
+    pattern = ReadPattern(reads, np.ones(60, np.int64), np.full(400, 100.0), gap=200_000, disk=Disk())
+    later = rng.random((200, 400)) < rate
+    judge = ReadPattern(later, np.ones(200, np.int64), pattern.row_bytes, pattern.gap, pattern.disk)
+    chosen = best_order(pattern, 1000)
+    other = order_by_jobs(reads, pattern.runs)
+    assert judge.seconds(chosen, 1000) <= 1.02 * judge.seconds(other, 1000)
+    assert judge.seconds(chosen, 1000) < 0.9 * judge.seconds(rng.permutation(400), 1000)
+
+
+def test_row_groups_grow_until_reads_are_large_enough() -> None:
+    reads = np.array([[1, 0, 1, 1, 0]], bool)
+    pattern = ReadPattern(reads, np.array([1]), np.full(5, 10.0), gap=0, disk=Disk())
+    order = np.arange(5)  # two reads, of one and of two columns: 15 bytes per row on average
+    assert rows_per_group(pattern, order, 15 * 1024, 1 << 20) == 1024
+    assert rows_per_group(pattern, order, 15 * 1024 + 1, 1 << 20) == 2048
+    assert rows_per_group(pattern, order, 1e12, 5000) == 5000
+    assert rows_per_group(pattern, order, 1e12, 10) == 10
+
+
+# What popular bytes would save.
+
+
+def test_popular_bytes_by_hand() -> None:
+    """Three columns of 10, 30 and 60 bytes, read by 90, 30 and 10 % of jobs: 9, 9 and 6 bytes of 24."""
+    popular = popular_bytes([60, 10, 30], [0.1, 0.9, 0.3])
+    assert popular.of_bytes.tolist() == [0, 0.1, 0.4, 1]
+    assert popular.of_reads.tolist() == pytest.approx([0, 9 / 24, 18 / 24, 1])
+    assert popular.bytes_for(0.75) == pytest.approx(0.4)
+    assert popular.reads_of(0.1) == pytest.approx(0.375)
+    with pytest.raises(DataError, match="no bytes of these columns are read"):
+        popular_bytes([1, 2], [0, 0])
+
+
+def test_tiers_by_hand() -> None:
+    """Table 8: flash holds 0.09 and reads 3.26 times as much per watt as disks."""
+    popular = PopularBytes(np.array([0, 0.1, 1]), np.array([0, 0.8, 1]))
+    idle = tiered_storage(popular, 0.5)  # bound by capacity: disks alone
+    assert (idle.share, idle.power, idle.slower_alone, idle.saved) == (0, 1, 1, 0)
+    busy = tiered_storage(popular, 8)
+    assert busy.slower_alone == 8
+    assert busy.faster_alone == pytest.approx(1 / 0.09)
+    # Flash is filled until holding takes what reading does: x / 0.09 = 8 (0.8 + 2/9 (x - 0.1)) / 3.26, x = 0.1806.
+    assert busy.share == pytest.approx(0.1806, abs=1e-3)
+    assert busy.power == pytest.approx(0.1806 / 0.09 + 8 * (1 - 0.8 - 2 / 9 * 0.0806), rel=1e-2)
+    assert busy.saved == pytest.approx(1 - busy.power / 8)
+    with pytest.raises(DataError, match="demand is reads over capacity"):
+        tiered_storage(popular, 0)
+
+
+# Logs.
+
+
+def test_logs_are_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    ProjectionLog.append(path, ["a", "m/1"])
+    with path.open("a") as file:
+        file.write('\n{"columns": ["b"], "runs": 4, "team": "ads"}\n')
+    log = ProjectionLog.load(path)
+    assert log == ProjectionLog((("a", "m/1"), ("b",)), (1, 4))
+    assert log.reads(["m/1", "b"]).tolist() == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"log\.jsonl, line 2: not JSON"),
+        ("[1]", r"log\.jsonl, line 2: a projection is"),
+        ('{"columns": [1]}', "line 2: columns are texts"),
+        ('{"columns": ["a"], "runs": 0}', "line 2: runs must be at least 1"),
+    ],
+)
+def test_lines_that_are_no_projections_are_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{{"columns": []}}\n{line}\n')
+    with pytest.raises(DataError, match=message):
+        ProjectionLog.load(path)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="no projections"):
+        ProjectionLog.load(path)
+    with pytest.raises(OutputError, match="cannot write"):
+        ProjectionLog.append(tmp_path / "no" / "log", ["a"])
+
+
+# Bad input.
+
+
+def test_what_cannot_be_rewritten_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "maps")
+    there = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError, match=r"column 'label' holds no maps from numbers or texts; such are: sparse, dense"):
+        rewrite_dataset(tmp_path / "maps", tmp_path / "out", maps=["label"])
+    with pytest.raises(DataError, match="memory: 'much' is not a size"):
+        rewrite_dataset(tmp_path / "maps", tmp_path / "out", memory="much")
+    with pytest.raises(OutputError, match="exists and is not an empty folder"):
+        rewrite_dataset(tmp_path / "maps", tmp_path / "maps")
+    odd = tmp_path / "maps" / "day=1" / "other.parquet"
+    pq.write_table(samples(10).append_column("more", pa.array(range(10))), odd)
+    with pytest.raises(DataError, match=r"other\.parquet: column 'more' is in this file, but not in"):
+        rewrite_dataset(tmp_path / "maps", tmp_path / "out")
+    odd.unlink()
+    clash = samples(10).append_column("sparse/3", pa.array(range(10)))
+    pq.write_table(clash, tmp_path / "clash.parquet")
+    with pytest.raises(DataError, match="key 'sparse/3' of a map would be a second column of that name"):
+        rewrite_dataset(tmp_path / "clash.parquet", tmp_path / "out")
+    (tmp_path / "clash.parquet").unlink()
+    # A broken page in the last file: what was written of the others goes too.
+    path = tmp_path / "maps" / "day=1" / "part.parquet"
+    metadata = pq.read_metadata(path)
+    label = next(n for n in range(metadata.num_columns) if metadata.row_group(2).column(n).path_in_schema == "label")
+    place = metadata.row_group(2).column(label).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[place : place + 40] = b"\xff" * 40
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"day=1/part\.parquet: row group 2 is broken at or after row 256"):
+        rewrite_dataset(tmp_path / "maps", tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "maps")
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"columns": ["sparse/3", "label"], "runs": 2}\n{"columns": ["dense/f1", "gone"]}\n')
+
+    def flexshard(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["flexshard", "rewrite", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capsys.readouterr()
+
+    maps = str(tmp_path / "maps")
+    code, text, wrong = flexshard(maps, "-o", str(tmp_path / "one"), "--log", str(log))
+    assert (code, wrong) == (0, "")
+    assert "a run of a job" in text.lower()
+    assert "of bytes serve 80%" in text
+    assert "the log names columns that there are not: gone" in text
+    code, text, _ = flexshard(maps, "-o", str(tmp_path / "two"), "--log", str(log), "--gap", "0B", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["over_read_after"] == 0
+    assert found["after"]["reads"] >= 2
+    assert found["columns"][0] in ("label", "sparse/3")
+    code, _, wrong = flexshard(maps, "-o", str(tmp_path / "three"), "--gap", "1MiB")
+    assert code == 2
+    assert "give --log too" in wrong
+    code, _, wrong = flexshard(maps, "-o", str(tmp_path / "one"))
+    assert code == 2
+    assert "exists and is not an empty folder" in wrong
+
+
+# Readers.
+
+
+@settings(deadline=None, max_examples=5)
+@given(st.integers(1, 64), st.integers(0, 3))
+def test_readers_find_keys_of_maps_before_and_after(
+    tmp_path_factory: pytest.TempPathFactory, batch_size: int, seed: int
+) -> None:
+    pytest.importorskip("torchrec")
+    import torch
+
+    from flexshard.ingestion import FillMissing, SessionReader
+
+    folder = tmp_path_factory.mktemp("data")
+    table = write(folder / "maps", rows=150, group=40)
+    rewrite_dataset(folder / "maps", folder / "flat", log=ProjectionLog.of([["sparse/3"], ["sparse/1", "sparse/3"]]))
+    features = np.random.default_rng(seed).permutation(["sparse/1", "sparse/3", "sparse/77"][: 2 + seed % 2]).tolist()
+    known = [name for name in features if name != "sparse/77"]
+
+    def batches(path: Path, names: list[str]) -> list[Any]:
+        return list(
+            SessionReader(
+                path,
+                batch_size=batch_size,
+                features=names,
+                groups=[["sparse/3"]],
+                dense=["label", "dense/f2"],
+                preprocess=[FillMissing(["dense/f2"], value=-1.0)],
+                dense_nulls="nan",
+            )
+        )
+
+    before, after = batches(folder / "maps", known), batches(folder / "flat", known)
+    assert len(before) == len(after) == -(-150 // batch_size)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.sparse_features.values(), other.sparse_features.values())
+        assert torch.equal(one.sparse_features.lengths(), other.sparse_features.lengths())
+        assert all(torch.equal(one.dense[name], other.dense[name]) for name in ("label", "dense/f2"))
+    lists = expected(table, "sparse", 3)
+    values = torch.cat([batch.sparse_features["sparse/3"].values() for batch in after])
+    assert values.tolist() == [value for row in lists for value in row or []]
+    filled = [-1.0 if value is None else value for value in expected(table, "dense", "f2")]
+    assert torch.cat([batch.dense["dense/f2"] for batch in after]).tolist() == pytest.approx(filled)
+    if "sparse/77" in features:  # a key that no row has: nothing among maps, no column afterwards
+        assert (
+            sum(batch.sparse_features["sparse/77"].values().numel() for batch in batches(folder / "maps", features))
+            == 0
+        )
+        with pytest.raises(DataError, match="no column 'sparse/77'"):
+            batches(folder / "flat", features)
+
+
+def test_nulls_among_dense_columns_raise_unless_they_are_to_be_nan(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    from flexshard.ingestion import SessionReader
+
+    write(tmp_path / "maps")
+    what: dict[str, Any] = {"batch_size": 64, "features": ["sparse/1"]}
+    with pytest.raises(DataError, match=r"column 'dense/f2' is null in row"):
+        list(SessionReader(tmp_path / "maps", dense=["dense/f2"], **what))
+    with pytest.raises(DataError, match="dense_nulls is 'raise' or 'nan', found 'zero'"):
+        SessionReader(tmp_path / "maps", dense_nulls="zero", **what)
+    pq.write_table(pa.table({"a": [[1], [2]], "n": pa.array([None, 3], pa.int64())}), tmp_path / "ints.parquet")
+    with pytest.raises(DataError, match="column 'n' is null in row 0"):  # numbers without a NaN
+        list(SessionReader(tmp_path / "ints.parquet", batch_size=2, features=["a"], dense=["n"], dense_nulls="nan"))
+    with pytest.raises(DataError, match=r"keys of column 'sparse' are int32; 'sparse/01' names none"):
+        SessionReader(tmp_path / "maps", batch_size=2, features=["sparse/01"])
+    with pytest.raises(DataError, match="'sparse/1' is no column of its own, as sessions and times are"):
+        SessionReader(tmp_path / "maps", batch_size=2, features=["sparse/2"], session="sparse/1")
+
+
+def test_a_job_gives_the_same_batches_before_and_after(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    from flexshard.ingestion import IngestionSpec, run_job
+
+    write(tmp_path / "maps")
+    rewrite_dataset(tmp_path / "maps", tmp_path / "flat")
+    digests = []
+    for folder in ("maps", "flat"):
+        job = IngestionSpec(
+            paths=str(tmp_path / folder),
+            batch_size=32,
+            features=["sparse/1", "sparse/3"],
+            dense=["dense/f2", "label"],
+            dense_nulls="nan",
+            read_gap="64KiB",
+            transforms=[{"op": "fill_missing", "columns": ["dense/f2"]}],
+        )
+        assert job.stored_columns() == ["sparse/1", "sparse/3", "dense/f2", "label"]
+        run = run_job(job, workers=2, backend="threads")
+        assert run.phases.bytes_read >= run.phases.bytes_wanted > 0
+        assert run.phases.reads > 0
+        digests.append(run.digest)
+    assert digests[0] == digests[1]
+    with pytest.raises(DataError, match="read_gap"):
+        IngestionSpec(paths="x", batch_size=1, features=["a"], read_gap="wide")
