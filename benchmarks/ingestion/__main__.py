@@ -9,10 +9,10 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchmarks.ingestion import reader, service
+from benchmarks.ingestion import reader, service, storage
 from benchmarks.timing import machine
 
-PARTS = ("ledger", "rates", "trainer", "kills", "reader")  # the last keeps to one processor from then on
+PARTS = ("ledger", "rates", "trainer", "kills", "storage", "reader")  # the last keeps to one processor from then on
 
 
 def main() -> None:
@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--clicks", type=Path, help="the clicks of Globo.com, as one file of Parquet")
     parser.add_argument("--kills", type=int, default=200, help="processes to kill")
+    parser.add_argument("--samples", type=int, default=storage.ROWS, help="of the dataset with thousands of features")
     parser.add_argument("--without-ray", action="store_true", help="leave out Ray's actors and Ray Data")
     args = parser.parse_args()
     unknown = sorted(set(args.parts) - set(PARTS))
@@ -37,6 +38,8 @@ def main() -> None:
             service.trainer(folder)
         if "kills" in parts:
             service.kills(folder, args.kills)
+        if "storage" in parts:
+            storage.main(folder, args.samples)
         if "reader" in parts:
             reader.main(folder, args.clicks)
 

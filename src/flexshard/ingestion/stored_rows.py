@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -208,9 +209,11 @@ def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> l
     """
     found = [Projection.of(source.schema, columns) for source in sources]
     for source, projection in zip(sources, found, strict=True):
+        names = source.schema.names
+        there = Counter(names)
         for column in projection.stored:
-            if source.schema.names.count(column) != 1:
-                raise DataError(f"{source.name}: no column {column!r}; there are {_listed(source.schema.names)}")
+            if there[column] != 1:
+                raise DataError(f"{source.name}: no column {column!r}; there are {_listed(names)}")
         types, first = projection.types(source.schema), found[0].types(sources[0].schema)
         for column, kind, other in zip(columns, types, first, strict=True):
             if kind != other:
