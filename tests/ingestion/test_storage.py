@@ -340,14 +340,15 @@ def test_chance_in_a_log_does_not_decide_the_order() -> None:
     assert judge.seconds(chosen, 1000) < 0.9 * judge.seconds(rng.permutation(400), 1000)
 
 
-def test_row_groups_grow_until_reads_are_large_enough() -> None:
+def test_row_groups_grow_until_the_disk_is_busy_with_what_jobs_want() -> None:
     reads = np.array([[1, 0, 1, 1, 0]], bool)
-    pattern = ReadPattern(reads, np.array([1]), np.full(5, 10.0), gap=0, disk=Disk())
-    order = np.arange(5)  # two reads, of one and of two columns: 15 bytes per row on average
-    assert rows_per_group(pattern, order, 15 * 1024, 1 << 20) == 1024
-    assert rows_per_group(pattern, order, 15 * 1024 + 1, 1 << 20) == 2048
-    assert rows_per_group(pattern, order, 1e12, 5000) == 5000
-    assert rows_per_group(pattern, order, 1e12, 10) == 10
+    pattern = ReadPattern(reads, np.array([1]), np.full(5, 1000.0), gap=0, disk=Disk())
+    order = np.arange(5)  # 3,000 bytes a row, two seeks of 12 ms a row group: 1,024 rows take 15.4 ms and 24 ms
+    assert rows_per_group(pattern, order, 0.39, 1 << 20) == 1024
+    assert rows_per_group(pattern, order, 0.40, 1 << 20) == 2048
+    assert rows_per_group(pattern, order, 0.9, 1 << 20) == 16384  # 246 ms of 270
+    assert rows_per_group(pattern, order, 1.0, 5000) == 5000
+    assert rows_per_group(pattern, order, 1.0, 10) == 10
 
 
 # What popular bytes would save.

@@ -33,19 +33,26 @@ def rewrite_command(
     maps: Annotated[
         str | None, typer.Option(help="Columns of maps to take apart, with commas; all by default.")
     ] = None,
-    read: Annotated[str, typer.Option(help="Bytes that a read of a job should have on average.")] = "4MiB",
+    efficiency: Annotated[
+        float | None, typer.Option(help="Share of the disk's time for what jobs want, up to which row groups get rows.")
+    ] = None,
     gap: Annotated[
         str | None, typer.Option(help="Bytes that are read rather than skipped; by default those of a seek's time.")
     ] = None,
     memory: Annotated[str, typer.Option(help="That a row group may take unpacked.")] = "1GiB",
-    seek: Annotated[str, typer.Option(help="Time before each read of the disk.")] = "12ms",
-    bandwidth: Annotated[str, typer.Option(help="Rate of the disk.")] = "200MB/s",
+    seek: Annotated[str | None, typer.Option(help="Time before each read of the disk; 12 ms by default.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Rate of the disk; 200 MB/s by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rewrite a dataset for reading: a column per feature of a map, in order of use, in row groups for large reads."""
-    if log is None and (gap is not None or read != "4MiB" or (seek, bandwidth) != ("12ms", "200MB/s")):
-        raise DataError("--read, --gap, --seek and --bandwidth are about what jobs read; give --log too")
-    disk = ingestion.Disk(units.parse_seconds(seek), units.parse_bandwidth(bandwidth))
+    about_jobs = {"--efficiency": efficiency, "--gap": gap, "--seek": seek, "--bandwidth": bandwidth}
+    idle = [name for name, value in about_jobs.items() if value is not None]
+    if log is None and idle:
+        raise DataError(f"{idle[0]} is about what jobs read; give --log too")
+    disk = ingestion.Disk(
+        **({} if seek is None else {"seek_seconds": units.parse_seconds(seek)}),
+        **({} if bandwidth is None else {"bytes_per_s": units.parse_bandwidth(bandwidth)}),
+    )
     projections = None if log is None else ingestion.ProjectionLog.load(log)
     with counting_progress("rewriting") as progress:
         done = ingestion.rewrite_dataset(
@@ -53,7 +60,7 @@ def rewrite_command(
             output,
             log=projections,
             maps=None if maps is None else maps.split(","),
-            read_bytes=read,
+            **({} if efficiency is None else {"efficiency": efficiency}),
             gap=gap,
             memory=memory,
             disk=disk,

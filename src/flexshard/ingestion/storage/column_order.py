@@ -79,15 +79,14 @@ def best_order(pattern: ReadPattern, rows: int) -> IntArray:
     return best(pattern.reads, pattern.runs)
 
 
-def rows_per_group(pattern: ReadPattern, order: IntArray, read_bytes: float, most: int) -> int:
-    """Rows of a row group, doubled until reads have ``read_bytes`` on average over all runs, or up to ``most``."""
+def rows_per_group(pattern: ReadPattern, order: IntArray, efficiency: float, most: int) -> int:
+    """Rows of a row group, doubled until the disk spends a share of its time on bytes that jobs want, up to ``most``.
+
+    Over all runs; the rest of the time goes to seeks, and to gaps.
+    """
     rows = min(_LEAST_ROWS, most)
-    while rows < most:
-        costs = job_costs(pattern.reads[:, order], _laid_out(pattern.row_bytes[order], rows), pattern.gap)
-        issued = pattern.runs @ np.array([cost.reads for cost in costs])
-        read = pattern.runs @ np.array([cost.bytes_read for cost in costs])
-        if read >= read_bytes * issued:
-            break
+    wanted = pattern.runs @ (pattern.reads @ pattern.row_bytes) / max(1, pattern.runs.sum())
+    while rows < most and wanted * rows / pattern.disk.bytes_per_s < efficiency * pattern.seconds(order, rows):
         rows = min(2 * rows, most)
     return rows
 

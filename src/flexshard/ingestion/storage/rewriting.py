@@ -15,7 +15,16 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from flexshard._internal import ParquetSource, PathLike, check_bytes, expand, first_line, first_repeated, make_folder
+from flexshard._internal import (
+    ParquetSource,
+    PathLike,
+    check_bytes,
+    check_finite,
+    expand,
+    first_line,
+    first_repeated,
+    make_folder,
+)
 from flexshard.errors import DataError, OutputError
 from flexshard.ingestion.drafts import check_free, draft_folder, put_in_place
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
@@ -77,7 +86,7 @@ def rewrite_dataset(
     *,
     log: ProjectionLog | None = None,
     maps: Sequence[str] | None = None,
-    read_bytes: str | float = "4MiB",
+    efficiency: float = 0.9,
     gap: str | float | None = None,
     memory: str | float = "1GiB",
     disk: Disk | None = None,
@@ -96,7 +105,8 @@ def rewrite_dataset(
         log: what jobs read: columns that more of them read come first, such as the same jobs read next to each other.
             Without it, columns stay in their order, and keys come in that of their values.
         maps: columns of maps to take apart; by default all whose keys are numbers or texts.
-        read_bytes: that a read of a job in the log should have on average; row groups get rows until they do.
+        efficiency: share of the disk's time for bytes that jobs of the log want; row groups get rows until it is
+            reached. The rest goes to seeks and to gaps.
         gap: bytes between two columns up to which one read takes both; by default what the disk reads in a seek.
         memory: that a row group may take unpacked, all columns together.
         disk: for which to order columns, by default the paper's.
@@ -108,10 +118,9 @@ def rewrite_dataset(
         OutputError: ``output`` exists and is not empty, or could not be written.
     """
     disk = disk or Disk()
-    group_bytes, wanted_bytes = (
-        check_bytes(memory, "memory", DataError),
-        check_bytes(read_bytes, "read_bytes", DataError),
-    )
+    group_bytes = check_bytes(memory, "memory", DataError)
+    if not 0 <= check_finite(efficiency, "efficiency", DataError) <= 1:
+        raise DataError(f"efficiency is a share of the disk's time, 0 to 1; found {efficiency}")
     reach = disk.break_even_gap if gap is None else check_bytes(gap, "gap", DataError, least=0)
     sources = expand(paths)
     names = sources[0].schema.names
@@ -134,7 +143,7 @@ def rewrite_dataset(
             log.reads(columns), np.array(log.runs), _sampled_bytes(stored, layout), float(reach), disk
         )
         chosen = best_order(pattern, rows)
-        rows = rows_per_group(pattern, chosen, wanted_bytes, rows)
+        rows = rows_per_group(pattern, chosen, efficiency, rows)
         columns = [columns[number] for number in best_order(pattern, rows)]
         layout = _Layout(columns, frozenset(names), _schema(sources[0], columns))
         stored = StoredRows(sources, columns)
