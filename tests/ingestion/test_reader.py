@@ -200,7 +200,7 @@ def test_phases_add_up(clustered: tuple[Path, pa.Table]) -> None:
     assert deduped.bytes_read == plain.bytes_read == nbytes
     assert deduped.bytes_sent < plain.bytes_sent / 1.5
     values = sum(sum(len(row) if isinstance(row, list) else 1 for row in table[name].to_pylist()) for name in FEATURES)
-    assert plain.bytes_sent == 8 * values + 8 * len(FEATURES) * table.num_rows
+    assert plain.bytes_sent == 8 * values + 4 * len(FEATURES) * table.num_rows
 
 
 def test_ranks_and_workers_share_the_row_groups(clustered: tuple[Path, pa.Table]) -> None:

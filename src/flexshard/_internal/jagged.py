@@ -158,7 +158,9 @@ def _binary(values: AnyArray, offsets: IntArray) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), offsets.size - 1, [None, ends, pa.py_buffer(data.view(np.uint8))])
 
 
-def joined(columns: Sequence[JaggedArray], rows: IntArray | None = None) -> tuple[AnyArray, IntArray, AnyArray | None]:
+def joined(
+    columns: Sequence[JaggedArray], rows: IntArray | None = None, *, lengths_type: Any = np.int64
+) -> tuple[AnyArray, AnyArray, AnyArray | None]:
     """Values, lengths and weights of these rows (all by default) of the first column, then of the next, and so on.
 
     The arrays are new ones, which may be written to.
@@ -166,7 +168,12 @@ def joined(columns: Sequence[JaggedArray], rows: IntArray | None = None) -> tupl
     lengths = [column.lengths if rows is None else column.lengths[rows] for column in columns]
     values = _joined([(column.values, column.offsets) for column in columns], lengths, rows)
     weighted = [(column.weights, column.offsets) for column in columns if column.weights is not None]
-    return values, _concatenated(lengths), _joined(weighted, lengths, rows) if weighted else None
+    if rows is None and all(column.offsets is _unit_offsets(len(column)) for column in columns):
+        counts = _buffer(sum(each.size for each in lengths), np.dtype(lengths_type))
+        counts.fill(1)  # takes less than joining arrays of ones
+    else:
+        counts = _concatenated(lengths, lengths_type)
+    return values, counts, _joined(weighted, lengths, rows) if weighted else None
 
 
 def _joined(
@@ -186,9 +193,9 @@ def _joined(
     return buffer
 
 
-def _concatenated(parts: Sequence[AnyArray]) -> AnyArray:
-    kind = np.result_type(*{part.dtype for part in parts})
-    return np.concatenate(parts, out=_buffer(sum(part.size for part in parts), kind))
+def _concatenated(parts: Sequence[AnyArray], kind: Any = None) -> AnyArray:
+    kind = np.result_type(*{part.dtype for part in parts}) if kind is None else np.dtype(kind)
+    return np.concatenate(parts, out=_buffer(sum(part.size for part in parts), kind), casting="same_kind")
 
 
 def _buffer(size: int, kind: np.dtype[Any]) -> AnyArray:

@@ -42,20 +42,22 @@ class BatchMaker:
         converted = perf_counter()
         if self.transform is not None:
             features = self.transform(features)
-        batch = SessionBatch(features, dense, ReaderPhases(), position)
-        for change in self.preprocess:
-            batch = change(batch)
+        if self.preprocess:
+            batch = SessionBatch(features, dense, ReaderPhases(), position)
+            for change in self.preprocess:
+                batch = change(batch)
+            features, dense = batch.features, batch.dense
         phases = ReaderPhases(
             rows.table.num_rows,
             rows.seconds,
             converted - start,
             perf_counter() - converted,
             rows.cost.bytes_read,
-            batch.features.nbytes() + sum(tensor.numel() * tensor.element_size() for tensor in batch.dense.values()),
+            features.nbytes() + sum([tensor.nbytes for tensor in dense.values()]),
             rows.cost.bytes_wanted,
             rows.cost.reads,
         )
-        return SessionBatch(batch.features, batch.dense, phases, position)
+        return SessionBatch(features, dense, phases, position)
 
 
 def features_of(

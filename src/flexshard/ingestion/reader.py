@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -345,14 +344,16 @@ class SessionReader(IterableDataset[SessionBatch]):
     ) -> SessionBatch:
         """A rank's batch after so many of the epoch."""
         share = order.share(consumed, rank, world_size, pad_last=self.pad_last)
-        position = self._position(order, epoch, consumed, rank, world_size)
+        position = self._position(order, epoch, consumed, rank, world_size, share.repeated)
         what = (self.features, self.groups, self.weights, self.dense, self.dense_nulls == "nan")
         made = BatchMaker(*what, self.transform, self.preprocess)
-        return made(rows.read(share.ranges), replace(position, repeated=share.repeated))
+        return made(rows.read(share.ranges), position)
 
     @staticmethod
-    def _position(order: EpochOrder, epoch: int, consumed: int, rank: int, world_size: int) -> BatchPosition:
-        return BatchPosition(epoch, consumed + rank, min(order.num_batches, consumed + world_size))
+    def _position(
+        order: EpochOrder, epoch: int, consumed: int, rank: int, world_size: int, repeated: int = 0
+    ) -> BatchPosition:
+        return BatchPosition(epoch, consumed + rank, min(order.num_batches, consumed + world_size), repeated)
 
     def _begun(self, number: int, workers: int) -> tuple[int, int, int]:
         """Epoch of a pass that begins, batches that it leaves out, and the step of this worker that comes first."""

@@ -146,7 +146,7 @@ class InverseKeyedJaggedTensor(Pipelineable):
                 weights of other lengths than the values; names column and row.
         """
         columns = arrow_columns(table, keys, dict(weights or {}), where, first_row)
-        return cls._of_columns(columns, checked_groups(groups, list(columns)), torch.int64, torch.device("cpu"))
+        return cls._of_columns(columns, checked_groups(groups, list(columns)), torch.int32, torch.device("cpu"))
 
     @classmethod
     def _of_columns(

@@ -149,7 +149,8 @@ def keyed(
     rows: IntArray | None = None,
 ) -> KeyedJaggedTensor:
     """These rows (all by default) of some columns."""
-    values, each, bits = joined(list(columns.values()), rows)
+    kind = np.int32 if lengths == torch.int32 else np.int64
+    values, each, bits = joined(list(columns.values()), rows, lengths_type=kind)
     weights = None if bits is None else torch.from_numpy(bits)
     if weights is not None and weights.dtype == torch.int16:
         weights = weights.view(torch.bfloat16)
