@@ -12,7 +12,8 @@ from pathlib import Path
 from benchmarks.ingestion import reader, service, storage
 from benchmarks.timing import machine
 
-PARTS = ("ledger", "rates", "trainer", "kills", "storage", "reader")  # the last keeps to one processor from then on
+# The last keeps to one processor from then on.
+PARTS = ("ledger", "rates", "stages", "trainer", "kills", "storage", "reader")
 
 
 def main() -> None:
@@ -34,6 +35,8 @@ def main() -> None:
             service.ledger()
         if "rates" in parts:
             service.rates(folder, with_ray=not args.without_ray)
+        if "stages" in parts:
+            service.stages(folder)
         if "trainer" in parts:
             service.trainer(folder)
         if "kills" in parts:

@@ -30,7 +30,7 @@ from flexshard._internal import as_text, new_grid
 from flexshard.ingestion import HashIds, IngestionClient, IngestionSpec, SplitLedger, batch_hash
 from flexshard.ingestion.service.workers import ProcessPool
 
-__all__ = ["kills", "ledger", "rates", "trainer"]
+__all__ = ["kills", "ledger", "rates", "stages", "trainer"]
 
 ROWS, BATCH, ROUNDS, TABLE = 800_000, 4096, 5, 1_000_000
 IDS, NUMBERS = [f"s{number}" for number in range(20)], ["d0", "d1"]
@@ -131,6 +131,50 @@ def rates(folder: Path, *, with_ray: bool) -> None:
     if with_ray:
         ours = statistics.median(times["2 Ray actors"][1:])
         print(f"2 Ray actors over Ray Data: {statistics.median(times['Ray Data'][1:]) / ours:.1f}")
+
+
+def stages(folder: Path) -> None:
+    """CPU time of a worker by stage, and the bytes that each moves: at least what it takes in and gives (Figures 4, 5).
+
+    Counters of the memory itself are not to be had in a virtual machine; caches may serve some of these bytes.
+    """
+    spec = job(folder)
+    reader = spec.reader()
+    torch.set_num_threads(1)
+    list(reader)
+    phases = [batch.phases for batch in reader]
+    samples = sum(phase.samples for phase in phases)
+    stored, sent = (sum(getattr(phase, name) for phase in phases) for name in ("bytes_read", "bytes_sent"))
+    decoded = samples * (8 * len(IDS) + 4 * len(NUMBERS))
+    moved = {"fill": stored + decoded, "convert": decoded + sent, "process": 2 * sent}
+    seconds = {name: sum(getattr(phase, f"{name}_seconds") for phase in phases) for name in moved}
+    block = np.ones(1 << 28, np.uint8)
+    other = np.ones_like(block)
+    copy = statistics.median(_seconds(lambda: np.copyto(other, block)) for _ in range(ROUNDS))
+    copied = 2 * block.nbytes / copy
+    grid = new_grid(
+        f"A worker on one thread; copying memory moves {copied / 1e9:.1f} GB/s here",
+        ["stage"],
+        ["of its time", "ns per sample", "bytes per sample", "GB/s", "of copying"],
+    )
+    titles = {"fill": "extract (read, decode)", "convert": "to tensors", "process": "transform"}
+    for name, title in titles.items():
+        rate = moved[name] / seconds[name]
+        grid.add_row(
+            title,
+            f"{seconds[name] / sum(seconds.values()):.0%}",
+            f"{1e9 * seconds[name] / samples:.0f}",
+            f"{moved[name] / samples:.0f}",
+            f"{rate / 1e9:.2f}",
+            f"{rate / copied:.0%}",
+        )
+    print(as_text(grid, 110), flush=True)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def trainer(folder: Path) -> None:

@@ -406,6 +406,15 @@ def test_every_row_group_is_decoded_once(folder: Path, shuffle: bool | str) -> N
     )
 
 
+def test_the_last_batch_is_read_on_where_a_chunk_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that make no whole batch, after a chunk of decoded rows that ends with the last whole one."""
+    monkeypatch.setattr("flexshard.ingestion.stored_rows._CHUNK_BYTES", 8 << 10)
+    pq.write_table(pa.table({"ids": np.arange(10_500)}), tmp_path / "one.parquet")
+    batches = list(SessionReader(tmp_path, batch_size=1024, features=["ids"]))
+    assert len(batches) == 11
+    assert sum(batch.phases.reads for batch in batches) == 1
+
+
 def stateful_of(folder: Path, workers: int, **how: Any) -> Any:
     module = pytest.importorskip("torchdata.stateful_dataloader")
     loader = {"batch_size": None, "num_workers": workers, "persistent_workers": how.pop("persistent_workers", False)}

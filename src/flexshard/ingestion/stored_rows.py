@@ -282,7 +282,8 @@ class RowStreams:
     def _piece_with(self, row: int, until: int) -> Piece:
         stream = self._stream_at(row)
         if stream is None:
-            stop = min(until, self._rows.end_of_file(row))
+            last = self._rows.group_of(min(until, self._rows.end_of_file(row)) - 1)
+            stop = int(self._rows.group_starts[last + 1])  # decoding goes on to there, should more be wanted
             group = int(self._rows.group_starts[self._rows.group_of(row)])
             stream = _Stream(self._rows.chunks(row, stop, self._chunk_rows), stop, group, row)
         while stream.last is None or stream.row <= row:

@@ -19,7 +19,7 @@ from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion.batch import SessionBatch
 from flexshard.ingestion.reader import SessionReader
 from flexshard.ingestion.service.ledger import Lease, SplitLedger
-from flexshard.ingestion.service.packing import PackedBatch, unpack
+from flexshard.ingestion.service.packing import PackedBatch
 from flexshard.ingestion.service.sizing import adjusted_workers
 from flexshard.ingestion.service.spec import IngestionSpec
 from flexshard.ingestion.service.workers import (
@@ -250,7 +250,7 @@ class IngestionClient:
                     for other in missing:
                         yield self._returned(_standing_in(good, other), began)
                     missing.clear()
-                yield self._returned(unpack(found), began)
+                yield self._returned(found.batch, began)
             elif self.spec.bad_batches == "raise":
                 raise DataError(found.message)
             else:
@@ -387,5 +387,5 @@ def _batches(split: Split, first: int) -> str:
 
 def _standing_in(good: PackedBatch, bad: Unreadable) -> SessionBatch:
     """A good batch in the place of one that cannot be read, all of it repeated."""
-    batch = unpack(replace(good, arrays=tuple(array.copy() for array in good.arrays)))
+    batch = replace(good, arrays=tuple(array.copy() for array in good.arrays)).batch
     return replace(batch, position=replace(bad.position, repeated=int(batch.features.stride())))

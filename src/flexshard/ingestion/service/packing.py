@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from flexshard.embeddings import DedupedGroup, InverseKeyedJaggedTensor
 from flexshard.ingestion.batch import BatchPosition, ReaderPhases, SessionBatch
 
-__all__ = ["PackedBatch", "batch_hash", "pack", "unpack"]
+__all__ = ["PackedBatch", "batch_hash", "pack"]
 
 Array = npt.NDArray[Any]
 
@@ -43,6 +44,11 @@ class PackedBatch:
         """Of the arrays."""
         return sum(array.nbytes for array in self.arrays)
 
+    @cached_property
+    def batch(self) -> SessionBatch:
+        """What it is of, unpacked once; it shares the arrays' memory where that may be written to."""
+        return _unpacked(self)
+
 
 def pack(batch: SessionBatch) -> PackedBatch:
     """A batch on the host as arrays; they share its memory."""
@@ -58,7 +64,7 @@ def pack(batch: SessionBatch) -> PackedBatch:
     return PackedBatch(keys, tuple(parts), tuple(batch.dense), batch.phases, batch.position, tuple(arrays))
 
 
-def unpack(packed: PackedBatch) -> SessionBatch:
+def _unpacked(packed: PackedBatch) -> SessionBatch:
     """The batch; arrays that may not be written to, such as those in shared memory, are copied."""
     arrays = iter(packed.arrays)
 

@@ -94,6 +94,8 @@ class Reading:
         """What came next."""
         if isinstance(item, Lost):
             self.lost = item  # before who takes it looks; all that came of the split is there
+        elif isinstance(item, PackedBatch):
+            _ = item.batch  # here, and not where the trainer waits for it
         self._items.put(item)
 
     def get(self, seconds: float) -> Item:
