@@ -102,6 +102,20 @@ def test_an_actor_that_hangs_is_started_again(folder: Path) -> None:
         assert found == expected(spec)
 
 
+def test_workers_are_taken_away_where_the_trainer_does_not_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexshard.ingestion.service.client._ADJUST_SECONDS", 0.2)
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=2, most_workers=2, backend="ray") as client:
+        found, workers = [], []
+        for batch in client:
+            found.append(batch_hash(batch))
+            workers.append(len(client.workers))
+            time.sleep(0.05)
+        assert found == expected(spec)
+        assert min(workers) == 1
+        assert client.stats.restarts == 0  # a worker that goes reads what it was given
+
+
 def test_one_rank_that_leaves_does_not_end_the_others(folder: Path) -> None:
     spec = spec_of(folder)
     first, second = (

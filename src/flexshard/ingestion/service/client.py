@@ -20,18 +20,10 @@ from flexshard.ingestion.batch import SessionBatch
 from flexshard.ingestion.reader import SessionReader
 from flexshard.ingestion.service.ledger import Lease, SplitLedger
 from flexshard.ingestion.service.packing import PackedBatch
+from flexshard.ingestion.service.readings import Failed, Item, Lost, Reading, Unreadable
 from flexshard.ingestion.service.sizing import adjusted_workers
 from flexshard.ingestion.service.spec import IngestionSpec
-from flexshard.ingestion.service.workers import (
-    Failed,
-    Item,
-    Lost,
-    ProcessPool,
-    Reading,
-    ThreadPool,
-    Unreadable,
-    WorkerPool,
-)
+from flexshard.ingestion.service.workers import ProcessPool, ThreadPool, WorkerPool
 from flexshard.ingestion.splits import Split
 
 __all__ = ["BACKENDS", "IngestionClient", "IngestionStats"]
@@ -285,7 +277,8 @@ class IngestionClient:
         if seconds < _ADJUST_SECONDS:
             return
         self._seen = self.stats.seconds, self.stats.stall_seconds
-        share = sum(1 for active in self._active.values() if active.ready) / max(1, len(self._active))
+        waiting = sum(1 for active in self._active.values() if active.kept or active.reading.waits())
+        share = waiting / max(1, len(self._active))
         self.resize(adjusted_workers(len(self._pool.workers), stalls / seconds, share, most=most))
 
     def _forget(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from flexshard.errors import DataError, MissingDependencyError
 from flexshard.ingestion.service.ledger import Lease, SplitLedger
+from flexshard.ingestion.service.readings import Item, Lost, Reading, read_items
 from flexshard.ingestion.service.spec import IngestionSpec
-from flexshard.ingestion.service.workers import Item, Lost, Reading, read_items
 from flexshard.ingestion.splits import Split
 
 __all__ = ["RayMaster", "RayPool", "connected"]
@@ -238,6 +238,9 @@ class _RayReading(Reading):
     def __init__(self, ray: Any, items: Any, worker: int) -> None:
         super().__init__()
         self._ray, self._refs, self._worker = ray, items, worker
+
+    def waits(self) -> bool:
+        return super().waits() or bool(self._ray.wait([self._refs], timeout=0)[0])
 
     def get(self, seconds: float) -> Item:
         if super().ready:

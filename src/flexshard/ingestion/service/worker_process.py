@@ -10,7 +10,7 @@ import sys
 import torch
 
 from flexshard.ingestion.service.channel import Channel
-from flexshard.ingestion.service.workers import read_items
+from flexshard.ingestion.service.readings import read_items
 
 __all__ = ["main"]
 
