@@ -39,8 +39,8 @@ from flexshard.ingestion import (
 from flexshard.ingestion.batches import Rows, batches_in_order
 from flexshard.ingestion.conversion import dense_tensor, features_of
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
-from flexshard.ingestion.storage.column_order import job_costs
 from flexshard.ingestion.storage.flat_maps import Projection, flat_columns
+from flexshard.ingestion.storage.job_reads import job_reads
 from flexshard.ingestion.storage.merged_file import MergedFile
 from flexshard.ingestion.stored_rows import StoredRows
 
@@ -79,14 +79,7 @@ def _chunks(path: Path, columns: list[str]) -> tuple[ColumnChunks, np.ndarray[An
 
 def _cost(path: Path, columns: list[str], log: ProjectionLog, gap: float) -> ReadCost:
     """What the jobs of a log ask of storage, added up."""
-    chunks, owner = _chunks(path, columns)
-    needs = np.zeros((len(log.projections), int(owner.max()) + 1), bool)
-    job, column = np.nonzero(log.reads(columns))
-    needs[job, owner[column]] = True
-    total = ReadCost()
-    for starts, sizes in zip(chunks.starts, chunks.sizes, strict=True):
-        total = sum(job_costs(needs[:, chunks.columns], (starts, sizes), gap), total)
-    return total
+    return sum(job_reads(expand(path), log, columns, gap)[0], ReadCost())
 
 
 def reads(folder: Path, rows: int) -> None:

@@ -28,8 +28,9 @@ from flexshard._internal import (
 from flexshard.errors import DataError, OutputError
 from flexshard.ingestion.drafts import check_free, draft_folder, put_in_place
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
-from flexshard.ingestion.storage.column_order import ReadPattern, best_order, job_costs, rows_per_group
+from flexshard.ingestion.storage.column_order import ReadPattern, best_order, rows_per_group
 from flexshard.ingestion.storage.flat_maps import map_columns
+from flexshard.ingestion.storage.job_reads import job_reads
 from flexshard.ingestion.storage.map_keys import key_columns, keys_of
 from flexshard.ingestion.storage.merged_reads import Disk, ReadCost
 from flexshard.ingestion.storage.popularity import PopularBytes, popular_bytes
@@ -251,8 +252,8 @@ def _reads(
 ) -> dict[str, Any]:
     """What jobs of the log ask of storage, before and after."""
     runs = np.array(log.runs)
-    new, sizes = _job_reads(after, log, columns, gap)
-    old, _ = _job_reads(before, log, columns, gap)
+    new, sizes = job_reads(after, log, columns, gap)
+    old, _ = job_reads(before, log, columns, gap)
     old = [ReadCost(cost.reads, now.bytes_wanted, cost.bytes_read) for cost, now in zip(old, new, strict=True)]
     hits = log.hit_rates(columns)
     return {
@@ -263,30 +264,6 @@ def _reads(
         "popular": popular_bytes(sizes, hits) if (sizes * hits).sum() > 0 else None,
         "unknown": tuple(log.unknown(columns)),
     }
-
-
-def _job_reads(
-    sources: Sequence[ParquetSource], log: ProjectionLog, columns: Sequence[str], gap: float
-) -> tuple[list[ReadCost], FloatArray]:
-    """What each job asks of files, whether keys of maps have columns there or not; and bytes of each stored column."""
-    totals = [ReadCost()] * len(log.projections)
-    sizes = np.zeros(len(columns))
-    for source in sources:
-        projection = check_columns([source], columns)[0]
-        place = {name: number for number, name in enumerate(projection.stored)}
-        owner = np.array([place[name] for name in projection.owners()], np.int64)
-        with source.open() as file:
-            chunks = ColumnChunks.of(file.metadata, projection.stored)
-        needs = np.zeros((len(log.projections), len(projection.stored)), bool)
-        job, column = np.nonzero(log.reads(columns))
-        needs[job, owner[column]] = True
-        needs = needs[:, chunks.columns]
-        for starts, chunk_sizes in zip(chunks.starts, chunks.sizes, strict=True):
-            costs = job_costs(needs, (starts, chunk_sizes), gap)
-            totals = [total + cost for total, cost in zip(totals, costs, strict=True)]
-        if not projection.keys:
-            sizes += np.bincount(owner[chunks.columns], chunks.sizes.sum(0), len(columns))
-    return totals, sizes
 
 
 def _mean(costs: Sequence[ReadCost], runs: npt.NDArray[np.int64]) -> ReadCost:
