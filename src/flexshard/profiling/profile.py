@@ -286,7 +286,8 @@ class AccessProfile(CountedAccesses):
     ) -> AccessProfile:
         """A profile of a Ray dataset: partial profiles of its blocks, made where they lie, merged here.
 
-        Every row of the dataset is a sample; samples by key and held-out samples need files (:meth:`from_parquet`).
+        Every row of the dataset is a sample; samples by key and held-out samples need files (:meth:`from_parquet`), and
+        so do bursts, which are of an order.
 
         Raises:
             MissingDependencyError: Ray is not installed (extra "ray").
