@@ -74,12 +74,14 @@ def _chunks(path: Path, columns: list[str]) -> tuple[ColumnChunks, np.ndarray[An
     projection = Projection.of(source.schema, columns)
     place = {name: number for number, name in enumerate(projection.stored)}
     with source.open() as file:
-        return ColumnChunks.of(file.metadata, projection.stored), np.array([place[n] for n in projection.owners()])
+        chunks = ColumnChunks.of(file.metadata, source.schema, projection.stored)
+    return chunks, np.array([place[name or ""] for name in projection.owners()])
 
 
 def _cost(path: Path, columns: list[str], log: ProjectionLog, gap: float) -> ReadCost:
     """What the jobs of a log ask of storage, added up."""
-    return sum(job_reads(expand(path), log, columns, gap)[0], ReadCost())
+    source = expand(path)[0]
+    return sum(job_reads([(source.schema, pq.read_metadata(source.path))], log, columns, gap)[0], ReadCost())
 
 
 def reads(folder: Path, rows: int) -> None:

@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flexshard._internal import make_folder
+from flexshard._internal import PathLike, make_folder
 from flexshard.errors import OutputError
 
-__all__ = ["check_free", "draft_folder", "put_in_place"]
+__all__ = ["draft_folder", "free_target", "put_in_place"]
 
 
-def check_free(target: Path) -> None:
-    """Check that a dataset may be made at a path; raises OutputError."""
+def free_target(output: PathLike) -> Path:
+    """The folder that a dataset may be made at; raises OutputError where it may not."""
+    if "://" in os.fspath(output):
+        raise OutputError(f"cannot write {output}: datasets are made on this machine; choose another path with -o")
+    target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OutputError(f"cannot write {target}: it exists and is not an empty folder; choose another path with -o")
+    return target
 
 
 @contextmanager
@@ -28,7 +32,8 @@ def draft_folder(target: Path) -> Iterator[Path]:
     make_folder(target.parent)
     prefix = f".{target.name}.draft-"
     for left in target.parent.glob(f"{glob.escape(prefix)}*"):
-        if not _is_running(left.name.removeprefix(prefix).partition("-")[0]):
+        process = left.name.removeprefix(prefix).partition("-")[0]
+        if process.isdigit() and not _is_running(process):
             shutil.rmtree(left, ignore_errors=True)
     try:
         draft = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from flexshard.ingestion.storage.flat_maps import Projection
 from flexshard.ingestion.storage.merged_file import MergedFile
 from flexshard.ingestion.storage.merged_reads import ReadCost
 
-__all__ = ["Piece", "RowStreams", "StoredRows", "check_columns"]
+__all__ = ["Piece", "RowStreams", "StoredRows", "check_columns", "is_local"]
 
 IntArray = npt.NDArray[np.int64]
 _CHUNK_BYTES = 4 << 20  # of decoded columns; smaller ones take longer per row, and so do larger ones (measured)
@@ -62,6 +63,7 @@ class StoredRows:
         file_starts: row at which each file starts, and the end.
         group_starts: row at which each row group starts, and the end.
         row_bytes: of the columns, unpacked, per row on average.
+        footers: of the files, as Arrow has them.
     """
 
     def __init__(self, sources: Sequence[ParquetSource], columns: Sequence[str], *, gap: float | None = None) -> None:
@@ -75,24 +77,44 @@ class StoredRows:
         Raises:
             DataError: a file without one of the columns, or with another type of it.
         """
-        self._projections = check_columns(sources, columns)
-        self.sources, self.columns = list(sources), list(columns)
+        self.sources = list(sources)
         self.file_starts = _ends([source.num_rows for source in sources])
         self._group_files = np.repeat(np.arange(len(sources)), [len(source.group_rows) for source in sources])
         self._first_groups = _ends([len(source.group_rows) for source in sources])
         self.group_starts = _ends([rows for source in sources for rows in source.group_rows])
         self._stamps = [_stamp_of(source) for source in sources]
-        self._metadata: list[Any] = [None] * len(sources)
-        self._stretches: list[ColumnChunks] = []
-        self._gaps = [gap if gap is not None else LOCAL_GAP if _is_local(source) else REMOTE_GAP for source in sources]
+        self._gaps = [gap if gap is not None else LOCAL_GAP if is_local(source) else REMOTE_GAP for source in sources]
+        self.footers: list[Any] = [None] * len(sources)
+        check_columns(sources, columns)
         digest = hashlib.blake2b(digest_size=16)
         for number, source in enumerate(sources):
             digest.update(_footer_of(source))
             with self._opened(number) as (_, file):
-                self._metadata[number] = file.metadata
-            self._stretches.append(ColumnChunks.of(self._metadata[number], self._projections[number].stored))
+                self.footers[number] = file.metadata
         self.fingerprint = digest.hexdigest()
+        self._set_columns(columns)
+
+    def with_columns(self, columns: Sequence[str]) -> StoredRows:
+        """Other columns of the same files, as they were when this was made; raises DataError."""
+        made = copy(self)
+        made._set_columns(columns)
+        return made
+
+    def _set_columns(self, columns: Sequence[str]) -> None:
+        self.columns, self._projections = list(columns), check_columns(self.sources, columns)
+        files = zip(self.footers, self.sources, self._projections, strict=True)
+        self._stretches = [ColumnChunks.of(footer, source.schema, wanted.stored) for footer, source, wanted in files]
         self.row_bytes = sum(stretches.unpacked for stretches in self._stretches) / max(1, self.num_rows)
+
+    def check_unchanged(self) -> None:
+        """Check that all files still are what they were; raises ChangedDataError."""
+        for number in range(len(self.sources)):
+            self._check_unchanged(number)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the files, when this was made."""
+        return sum(stamp.size for stamp in self._stamps)
 
     @property
     def num_rows(self) -> int:
@@ -139,7 +161,7 @@ class StoredRows:
                         batch = next(batches, None)
                     except Exception as error:  # Arrow raises many kinds on damaged pages
                         raise self._broken(number, group - before, row, error) from error
-                    if batch is None or _is_local(source):
+                    if batch is None or is_local(source):
                         self._check_unchanged(number)
                     if batch is None:
                         break
@@ -182,7 +204,7 @@ class StoredRows:
             storage = MergedFile(source.path, source.filesystem)
             file = pq.ParquetFile(
                 storage,
-                metadata=self._metadata[number],
+                metadata=self.footers[number],
                 pre_buffer=False,
                 page_checksum_verification=True,  # of pages that were written with one
             )
@@ -302,7 +324,7 @@ class RowStreams:
         return None
 
 
-def _is_local(source: ParquetSource) -> bool:
+def is_local(source: ParquetSource) -> bool:
     """Whether asking for a file's size takes no time to speak of."""
     return isinstance(source.filesystem, pafs.LocalFileSystem | None)
 
@@ -315,7 +337,7 @@ def _ends(sizes: Sequence[int]) -> IntArray:
 
 def _stamp_of(source: ParquetSource) -> _Stamp:
     try:
-        if source.filesystem is None or _is_local(source):
+        if source.filesystem is None or is_local(source):
             found = os.stat(source.path)  # noqa: PTH116 (a Path for every chunk takes longer than asking)
             return _Stamp(found.st_size, found.st_mtime_ns)
         info = source.filesystem.get_file_info(source.path)

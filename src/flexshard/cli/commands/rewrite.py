@@ -61,7 +61,7 @@ def rewrite_command(
             log=projections,
             maps=None if maps is None else maps.split(","),
             **({} if efficiency is None else {"efficiency": efficiency}),
-            gap=gap,
+            gap=0.0 if gap == "0" else gap,
             memory=memory,
             disk=disk,
             progress=progress,

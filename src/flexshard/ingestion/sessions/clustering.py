@@ -11,7 +11,7 @@ import pyarrow.fs as pafs
 
 from flexshard._internal import ParquetSource, PathLike, check_bytes, check_finite, check_int, expand, make_folder
 from flexshard.errors import DataError
-from flexshard.ingestion.drafts import check_free, draft_folder, put_in_place
+from flexshard.ingestion.drafts import draft_folder, free_target, put_in_place
 from flexshard.ingestion.sessions.checksums import changed_column, checksums
 from flexshard.ingestion.sessions.schema import common_schema
 from flexshard.ingestion.sessions.sorting import ClusterJob, sort_here, sort_with_ray
@@ -108,8 +108,7 @@ def cluster_sessions(
     limit = None if memory is None else round(check_bytes(memory, "memory", DataError))
     sources = expand(paths)
     schema = common_schema(sources, session, time)
-    target = Path(output)
-    check_free(target)
+    target = free_target(output)
     with draft_folder(target) as draft:
         scratch = make_folder(draft / "scratch")
         job = ClusterJob(session, time, shards, keep, keep_by, seed, row_group_rows, limit, str(scratch))

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.types as pt
 
-__all__ = ["ColumnChunks"]
+__all__ = ["ColumnChunks", "leaves_of"]
 
 IntArray = npt.NDArray[np.int64]
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}
@@ -31,18 +33,11 @@ class ColumnChunks:
     unpacked: int
 
     @classmethod
-    def of(cls, metadata: Any, columns: Sequence[str]) -> ColumnChunks:
-        """From a file's footer."""
-        groups = metadata.num_row_groups
-        leaves, owners = [], []
-        if groups:
-            place = {column: number for number, column in enumerate(columns)}
-            first = metadata.row_group(0)
-            for leaf in range(first.num_columns):
-                owner = _owner(first.column(leaf).path_in_schema, place)
-                if owner is not None:
-                    leaves.append(leaf)
-                    owners.append(owner)
+    def of(cls, metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> ColumnChunks:
+        """From a file's footer and its schema."""
+        groups, where = metadata.num_row_groups, leaves_of(schema)
+        held = [(leaf, number) for number, column in enumerate(columns) for leaf in where.get(column, ())]
+        leaves, owners = [leaf for leaf, _ in sorted(held)], [number for _, number in sorted(held)]
         starts: IntArray = np.zeros((groups, len(leaves)), np.int64)
         sizes, unpacked = np.zeros_like(starts), 0
         for group in range(groups):
@@ -54,16 +49,20 @@ class ColumnChunks:
         return cls(starts, sizes, np.array(owners, np.int64), unpacked)
 
 
-def _owner(path: str, place: dict[str, int]) -> int | None:
-    """The column that a path within the schema belongs to; names of columns may have dots."""
-    if path in place:
-        return place[path]
-    parts = path.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        found = place.get(".".join(parts[:length]))
-        if found is not None:
-            return found
-    return None
+def leaves_of(schema: pa.Schema) -> dict[str, range]:
+    """Numbers of the columns that a file stores for each column of its schema. Paths do not tell: names have dots."""
+    found, first = {}, 0
+    for field in schema:
+        found[field.name] = range(first, first := first + _leaves(field.type))
+    return found
+
+
+def _leaves(kind: pa.DataType) -> int:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _leaves(kind.storage_type)
+    if not pt.is_nested(kind):
+        return 1
+    return sum(_leaves(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def _start(chunk: Any) -> int:

@@ -33,7 +33,7 @@ class ReadPattern:
     """
 
     reads: BoolArray
-    runs: IntArray
+    runs: FloatArray
     row_bytes: FloatArray
     gap: float
     disk: Disk
@@ -43,7 +43,7 @@ class ReadPattern:
         runs = self.runs[jobs]
         costs = job_costs(self.reads[jobs][:, order], _laid_out(self.row_bytes[order], rows), self.gap)
         taken = np.array([cost.seconds(self.disk) for cost in costs])
-        return float(runs @ taken / max(1, runs.sum()))
+        return float(runs @ taken / runs.sum())
 
 
 def job_costs(reads: BoolArray, stretches: tuple[IntArray, IntArray], gap: float) -> list[ReadCost]:
@@ -52,12 +52,12 @@ def job_costs(reads: BoolArray, stretches: tuple[IntArray, IntArray], gap: float
     return [read_cost(starts[chosen], sizes[chosen], gap) for chosen in reads]
 
 
-def order_by_hit_rate(reads: BoolArray, runs: IntArray) -> IntArray:
+def order_by_hit_rate(reads: BoolArray, runs: FloatArray) -> IntArray:
     """Columns that more jobs read first; others in the order that they have."""
     return np.argsort(-(runs @ reads), kind="stable")
 
 
-def order_by_jobs(reads: BoolArray, runs: IntArray) -> IntArray:
+def order_by_jobs(reads: BoolArray, runs: FloatArray) -> IntArray:
     """Columns that more jobs read first; of those that as many read, such as are read by the same jobs together."""
     jobs = np.packbits(reads, axis=0)
     return np.lexsort([*jobs[::-1], -(runs @ reads)])
@@ -85,7 +85,9 @@ def rows_per_group(pattern: ReadPattern, order: IntArray, efficiency: float, mos
     Over all runs; the rest of the time goes to seeks, and to gaps.
     """
     rows = min(_LEAST_ROWS, most)
-    wanted = pattern.runs @ (pattern.reads @ pattern.row_bytes) / max(1, pattern.runs.sum())
+    if not (pattern.reads @ pattern.row_bytes).any():
+        return most  # jobs of which nothing is known
+    wanted = pattern.runs @ (pattern.reads @ pattern.row_bytes) / pattern.runs.sum()
     while rows < most and wanted * rows / pattern.disk.bytes_per_s < efficiency * pattern.seconds(order, rows):
         rows = min(2 * rows, most)
     return rows

@@ -4,7 +4,8 @@ in-memory flatmaps). No row is built: entries are put in order by key, and each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,19 @@ import pyarrow.types as pt
 from flexshard._internal import is_list, one_array
 from flexshard.errors import DataError
 
-__all__ = ["Projection", "feature_name", "flat_columns", "map_columns"]
+__all__ = [
+    "Projection",
+    "feature_name",
+    "flat_columns",
+    "loosened",
+    "map_columns",
+    "map_of",
+    "note_of",
+    "taken_apart",
+]
 
 IntArray = npt.NDArray[np.int64]
-_SEPARATOR = "/"
+_SEPARATOR, _TAKEN_APART = "/", b"flexshard.maps"
 
 
 def feature_name(column: str, key: object) -> str:
@@ -30,6 +40,38 @@ def feature_name(column: str, key: object) -> str:
 def map_columns(schema: pa.Schema) -> list[str]:
     """Columns that hold maps from numbers or texts."""
     return [field.name for field in schema if pt.is_map(field.type) and _is_key(field.type.key_type)]
+
+
+def map_of(column: str, maps: Iterable[str]) -> str | None:
+    """Of which map a column is a key; of maps whose names begin alike, the longest."""
+    return max((name for name in maps if column.startswith(f"{name}{_SEPARATOR}")), key=len, default=None)
+
+
+def taken_apart(schema: pa.Schema) -> dict[str, pa.DataType]:
+    """Maps whose keys became columns when a file was written, and what they held."""
+    noted = (schema.metadata or {}).get(_TAKEN_APART)
+    if noted is None:
+        return {}
+    try:
+        held = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(noted)))
+    except (ValueError, pa.ArrowException, OSError):
+        return {}  # a note of somebody else
+    return {field.name: field.type for field in held}
+
+
+def note_of(maps: Mapping[str, pa.DataType]) -> dict[bytes, bytes]:
+    """Metadata of a schema that say which maps were taken apart, and what they held."""
+    if not maps:
+        return {}
+    return {_TAKEN_APART: base64.b64encode(pa.schema(list(maps.items())).serialize().to_pybytes())}
+
+
+def loosened(kind: pa.DataType) -> pa.DataType:
+    """The type of values some of which are missing: fields of structs may be null."""
+    if not pt.is_struct(kind):
+        return kind
+    fields = [kind.field(number) for number in range(kind.num_fields)]
+    return pa.struct([pa.field(field.name, loosened(field.type), metadata=field.metadata) for field in fields])
 
 
 def _is_key(kind: pa.DataType) -> bool:
@@ -44,44 +86,50 @@ class Projection:
         columns: that are wanted; ``map/key`` is a key of a map, unless there is a column of that name.
         stored: that have to be read for them.
         keys: of each map, and the place among ``columns`` that each goes to.
+        absent: places of keys that no row has, of maps that were taken apart when the file was written; and their type.
     """
 
     columns: tuple[str, ...]
     stored: tuple[str, ...]
     keys: Mapping[str, tuple[pa.Array, tuple[int, ...]]]
+    absent: Mapping[int, pa.DataType]
 
     @classmethod
     def of(cls, schema: pa.Schema, columns: Sequence[str]) -> Projection:
         """Find the columns; those that there are not are left as they are, for others to miss."""
-        names, maps = set(schema.names), set(map_columns(schema))
+        names, maps, before = set(schema.names), set(map_columns(schema)), taken_apart(schema)
         stored: dict[str, None] = {}
         found: dict[str, list[tuple[str, int]]] = {}
+        absent: dict[int, pa.DataType] = {}
         for place, column in enumerate(columns):
-            owner = column.partition(_SEPARATOR)[0]
-            if column in names or owner not in maps:
+            owner = None if column in names else map_of(column, maps | before.keys())
+            if owner is None:
                 stored[column] = None
-                continue
-            stored[owner] = None
-            found.setdefault(owner, []).append((column[len(owner) + 1 :], place))
+            elif owner in maps:
+                stored[owner] = None
+                found.setdefault(owner, []).append((column[len(owner) + 1 :], place))
+            else:
+                absent[place] = before[owner]
         keys = {}
         for owner, wanted in found.items():
             kind = schema.field(owner).type.key_type
             values = pa.array([_key(owner, text, kind) for text, _ in wanted], kind)
             keys[owner] = (values, tuple(place for _, place in wanted))
-        return cls(tuple(columns), tuple(stored), keys)
+        return cls(tuple(columns), tuple(stored), keys, absent)
+
+    def owners(self) -> list[str | None]:
+        """The stored column that each column is in; None for those that no row has."""
+        of_keys = {place: owner for owner, (_, places) in self.keys.items() for place in places}
+        return [None if place in self.absent else of_keys.get(place, name) for place, name in enumerate(self.columns)]
 
     def types(self, schema: pa.Schema) -> list[pa.DataType]:
         """What each column holds."""
         kinds = {name: schema.field(name).type for name in self.stored}
-        return [
-            kinds[owner] if owner == name else kinds[owner].item_type
-            for owner, name in zip(self.owners(), self.columns, strict=True)
-        ]
-
-    def owners(self) -> list[str]:
-        """The stored column that each column is in."""
-        of_keys = {place: owner for owner, (_, places) in self.keys.items() for place in places}
-        return [of_keys.get(place, name) for place, name in enumerate(self.columns)]
+        of_keys = {
+            place: loosened(kinds[name].item_type) for name, (_, places) in self.keys.items() for place in places
+        }
+        found = of_keys | dict(self.absent)
+        return [found.get(place) or kinds[name] for place, name in enumerate(self.columns)]
 
     def of_batch(self, batch: pa.RecordBatch, where: str, first_row: int) -> pa.RecordBatch:
         """The wanted columns of what was read.
@@ -89,9 +137,13 @@ class Projection:
         Raises:
             DataError: a row with a key twice; names file, row, column and key.
         """
-        if not self.keys:
-            return batch
-        arrays = [None if column not in batch.schema.names else batch.column(column) for column in self.columns]
+        if not self.keys and not self.absent:
+            # Where one column's name begins another's, up to a dot, Arrow reads both.
+            return batch if tuple(batch.schema.names) == self.columns else batch.select(list(self.columns))
+        names = set(batch.schema.names)
+        arrays = [batch.column(column) if column in names else None for column in self.columns]
+        for place, kind in self.absent.items():
+            arrays[place] = pa.nulls(batch.num_rows, kind)
         for owner, (keys, places) in self.keys.items():
             found = flat_columns(batch.column(owner), keys, f"{where}: column {owner!r}", first_row)
             for place, array in zip(places, found, strict=True):
@@ -162,7 +214,8 @@ def _values(values: pa.Array, row_of: IntArray, bounds: IntArray, rows: int) -> 
         place = np.full(rows, -1, np.int64)
         place[row_of[first:stop]] = np.arange(first, stop)
         found.append(values.take(pa.array(place, mask=place < 0)))
-    return found
+    kind = loosened(values.type)
+    return found if kind == values.type else [array.cast(kind) for array in found]
 
 
 def _lists(values: pa.Array, row_of: IntArray, bounds: IntArray, rows: int) -> list[pa.Array]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from flexshard._internal import ParquetSource
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
 from flexshard.ingestion.storage.column_order import job_costs
 from flexshard.ingestion.storage.flat_maps import Projection
@@ -20,18 +21,24 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def job_reads(
-    sources: Sequence[ParquetSource], log: ProjectionLog, columns: Sequence[str], gap: float
+    files: Sequence[tuple[pa.Schema, Any]], log: ProjectionLog, columns: Sequence[str], gap: float
 ) -> tuple[list[ReadCost], FloatArray]:
-    """What each job asks of files, whether keys of maps have columns there or not; and bytes of each stored column."""
+    """What each job asks of files, whether keys of maps have columns there or not; and bytes of each stored column.
+
+    Args:
+        files: schema and footer of each.
+        log: of the jobs.
+        columns: that they may read.
+        gap: bytes between two columns up to which one read takes both.
+    """
     totals = [ReadCost()] * len(log.projections)
     sizes = np.zeros(len(columns))
-    for source in sources:
-        projection = Projection.of(source.schema, columns)
+    for schema, footer in files:
+        projection = Projection.of(schema, columns)
         place = {name: number for number, name in enumerate(projection.stored)}
-        owner = np.array([place[name] for name in projection.owners()], np.int64)
-        with source.open() as file:
-            chunks = ColumnChunks.of(file.metadata, projection.stored)
-        needs = np.zeros((len(log.projections), len(projection.stored)), bool)
+        owner = np.array([place.get(name or "", len(place)) for name in projection.owners()], np.int64)
+        chunks = ColumnChunks.of(footer, schema, projection.stored)
+        needs = np.zeros((len(log.projections), len(projection.stored) + 1), bool)  # the last is of keys no row has
         job, column = np.nonzero(log.reads(columns))
         needs[job, owner[column]] = True
         needs = needs[:, chunks.columns]
@@ -39,5 +46,6 @@ def job_reads(
             costs = job_costs(needs, (starts, chunk_sizes), gap)
             totals = [total + cost for total, cost in zip(totals, costs, strict=True)]
         if not projection.keys:
-            sizes += np.bincount(owner[chunks.columns], chunks.sizes.sum(0), len(columns))
+            has_one = np.flatnonzero(owner < len(place))
+            sizes += np.bincount(has_one[chunks.columns], chunks.sizes.sum(0), len(columns))
     return totals, sizes

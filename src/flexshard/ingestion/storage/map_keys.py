@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from flexshard._internal import ParquetSource, first_line
 from flexshard.errors import DataError
+from flexshard.ingestion.storage.column_chunks import leaves_of
 from flexshard.ingestion.storage.flat_maps import feature_name
 
 __all__ = ["key_columns", "keys_of"]
@@ -19,7 +20,10 @@ _BATCH_ROWS = 1 << 14
 
 def key_columns(column: str, keys: pa.Array) -> list[str]:
     """Names of the columns that keys of a map become, in their order."""
-    return [feature_name(column, key) for key in keys.to_pylist()]
+    try:
+        return [feature_name(column, key) for key in keys.to_pylist()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"column {column!r} has keys that are no text: {error}") from error
 
 
 def keys_of(sources: Sequence[ParquetSource], maps: Sequence[str]) -> dict[str, pa.Array]:
@@ -44,13 +48,8 @@ def keys_of(sources: Sequence[ParquetSource], maps: Sequence[str]) -> dict[str, 
 
 def _with_keys(keys: pa.Array, source: ParquetSource, column: str) -> pa.Array:
     with pq.ParquetFile(source.path, filesystem=source.filesystem, pre_buffer=False) as file:
-        leaf = next(
-            path
-            for path in (file.schema.column(n).path for n in range(len(file.schema)))
-            if path.startswith(f"{column}.")
-        )
+        leaf = file.schema.column(leaves_of(file.schema_arrow)[column][0]).path  # a map's first is its keys
         for batch in file.iter_batches(_BATCH_ROWS, columns=[leaf], use_threads=False):
-            entries = batch.column(0)
-            here = pc.unique(pc.struct_field(entries.flatten(), 0))
+            here = pc.unique(pc.struct_field(batch.column(column).flatten(), 0))
             keys = pc.unique(pa.concat_arrays([keys, here.cast(keys.type)]))
     return keys

@@ -78,7 +78,7 @@ def merged_reads(starts: IntArray, sizes: IntArray, gap: float, *, most: int = M
     Args:
         starts, sizes: of the stretches in bytes, which do not overlap; shape (N,).
         gap: bytes between two stretches up to which one read takes both.
-        most: bytes of one read, beyond which the next stretch begins another one.
+        most: bytes of one read, unless one stretch alone has more.
 
     Returns:
         Starts and sizes of the reads; shape (reads,).
@@ -89,9 +89,12 @@ def merged_reads(starts: IntArray, sizes: IntArray, gap: float, *, most: int = M
         return first, end
     is_new = np.ones(first.size, bool)
     is_new[1:] = first[1:] - end[:-1] > gap
-    run_start = first[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
-    part = (end - run_start) // most  # of its run
-    is_new[1:] |= (part[1:] != part[:-1]) & (end[1:] - run_start[1:] > most)
+    begins = np.flatnonzero(is_new)
+    ends = end[np.append(begins[1:], first.size) - 1]
+    for run in np.flatnonzero(ends - first[begins] > most):
+        place, last = begins[run], np.append(begins, first.size)[run + 1]
+        while (place := max(place + 1, np.searchsorted(end, first[place] + most, side="right"))) < last:
+            is_new[place] = True
     begins = np.flatnonzero(is_new)
     ends = end[np.append(begins[1:], first.size) - 1]
     return first[begins], ends - first[begins]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from flexshard._internal import PathLike, check_int, read_text
 from flexshard.errors import DataError, OutputError
+from flexshard.ingestion.storage.flat_maps import map_of
 
 __all__ = ["ProjectionLog"]
 
@@ -50,7 +51,7 @@ class ProjectionLog:
             DataError: it cannot be read, or has no jobs; or a line is none; names file and line.
         """
         projections, runs = [], []
-        for number, line in enumerate(read_text(path, DataError).splitlines(), 1):
+        for number, line in enumerate(read_text(path, DataError).removeprefix("\ufeff").split("\n"), 1):
             if line.strip():
                 columns, count = _projection(line, f"{path}, line {number}")
                 projections.append(columns)
@@ -69,9 +70,11 @@ class ProjectionLog:
         line = json.dumps({"columns": list(columns)}, ensure_ascii=False) + "\n"
         try:
             # One write, which jobs that end at once do not tear apart.
-            handle = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            handle = os.open(Path(path), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             try:
-                os.write(handle, line.encode())
+                size = os.fstat(handle).st_size
+                is_torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"  # an editor leaves the last line open
+                os.write(handle, (b"\n" if is_torn else b"") + line.encode())
             finally:
                 os.close(handle)
         except OSError as error:
@@ -90,6 +93,23 @@ class ProjectionLog:
         weights = np.array(self.runs, np.float64)
         rates: FloatArray = weights @ self.reads(columns) / weights.sum()
         return rates
+
+    def in_columns(self, columns: Sequence[str], maps: Sequence[str]) -> ProjectionLog:
+        """The log of the same jobs on a dataset with these columns, after ``maps`` were taken apart.
+
+        Who read a map whole reads all of its keys; who read a key of one that is still there reads that.
+        """
+        known = set(columns)
+        of_map = {name: [column for column in columns if map_of(column, maps) == name] for name in maps}
+
+        def now(column: str) -> list[str]:
+            if column in known:
+                return [column]
+            owner = map_of(column, known)
+            return of_map.get(column) or [column if owner is None else owner]
+
+        changed = (dict.fromkeys(new for column in job for new in now(column)) for job in self.projections)
+        return ProjectionLog(tuple(map(tuple, changed)), self.runs)
 
     def unknown(self, columns: Sequence[str]) -> list[str]:
         """Columns that jobs name, and that are not among these."""

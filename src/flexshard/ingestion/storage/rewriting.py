@@ -26,22 +26,23 @@ from flexshard._internal import (
     make_folder,
 )
 from flexshard.errors import DataError, OutputError
-from flexshard.ingestion.drafts import check_free, draft_folder, put_in_place
+from flexshard.ingestion.drafts import draft_folder, free_target, put_in_place
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
 from flexshard.ingestion.storage.column_order import ReadPattern, best_order, rows_per_group
-from flexshard.ingestion.storage.flat_maps import map_columns
+from flexshard.ingestion.storage.flat_maps import loosened, map_columns, note_of, taken_apart
 from flexshard.ingestion.storage.job_reads import job_reads
 from flexshard.ingestion.storage.map_keys import key_columns, keys_of
 from flexshard.ingestion.storage.merged_reads import Disk, ReadCost
 from flexshard.ingestion.storage.popularity import PopularBytes, popular_bytes
 from flexshard.ingestion.storage.projections import ProjectionLog
-from flexshard.ingestion.stored_rows import StoredRows, check_columns
+from flexshard.ingestion.stored_rows import StoredRows, check_columns, is_local
 
 __all__ = ["Rewritten", "rewrite_dataset"]
 
 FloatArray = npt.NDArray[np.float64]
 _SAMPLE_BYTES, _CHUNK_BYTES = 64 << 20, 128 << 20  # of unpacked columns
-_MOST_GROUP_ROWS = 1 << 20
+_SAMPLE_ROWS = 1 << 16
+_MOST_GROUP_ROWS = 64 << 20  # Arrow's own limit
 
 
 @dataclass(frozen=True)
@@ -126,44 +127,43 @@ def rewrite_dataset(
     sources = expand(paths)
     names = sources[0].schema.names
     _check_alike(sources)
-    taken_apart = _maps(sources[0], maps)
-    target = Path(output)
-    check_free(target)
-    keys = keys_of(sources, taken_apart)
-    features = [feature for column in taken_apart for feature in key_columns(column, keys[column])]
-    columns = [name for name in names if name not in taken_apart] + features
+    target, files = free_target(output), _file_names(sources)
+    before = StoredRows(sources, names)
+    keys = {name: found for name, found in keys_of(sources, _maps(sources[0], maps)).items() if len(found)}
+    before.check_unchanged()
+    features = [feature for name, found in keys.items() for feature in key_columns(name, found)]
+    columns = [name for name in names if name not in keys] + features
     twice = first_repeated(columns)
     if twice is not None:
         raise DataError(f"{sources[0].name}: key {twice!r} of a map would be a second column of that name; rename one")
-    layout = _Layout(columns, frozenset(names), _schema(sources[0], columns))
-    stored = StoredRows(sources, columns)
-    most = max(1, min(_MOST_GROUP_ROWS, int(group_bytes / max(1.0, stored.row_bytes))))
-    rows = min(most, max(1, stored.num_rows))
+    stored, layout = before.with_columns(columns), _Layout.of(sources, columns, list(keys))
+    sample, column_bytes = _sampled(stored, layout)
+    rows = max(1, min(stored.num_rows, _MOST_GROUP_ROWS, int(group_bytes / max(1.0, sample))))
     if log is not None:
-        pattern = ReadPattern(
-            log.reads(columns), np.array(log.runs), _sampled_bytes(stored, layout), float(reach), disk
-        )
-        chosen = best_order(pattern, rows)
-        rows = rows_per_group(pattern, chosen, efficiency, rows)
+        if not log.projections:
+            raise DataError("the log has no projections; leave it out, or name what jobs read")
+        told = log.in_columns(columns, list(keys))
+        pattern = ReadPattern(told.reads(columns), np.array(log.runs, np.float64), column_bytes, float(reach), disk)
+        rows = rows_per_group(pattern, best_order(pattern, rows), efficiency, rows)
         columns = [columns[number] for number in best_order(pattern, rows)]
-        layout = _Layout(columns, frozenset(names), _schema(sources[0], columns))
-        stored = StoredRows(sources, columns)
-    files = _file_names(sources)
+        stored, layout = before.with_columns(columns), _Layout.of(sources, columns, list(keys))
     with draft_folder(target) as draft:
         data = make_folder(draft / "data")
         done = 0
         for number, name in enumerate(files):
             path = data / name
             make_folder(path.parent)
-            for written in _write(stored, number, path, layout, rows):
+            for written in _write(stored, number, path, layout, rows, max(1, int(_CHUNK_BYTES / max(1.0, sample)))):
                 done += written
                 if progress is not None:
                     progress(done, stored.num_rows)
-        written_sources = expand([data / name for name in files])
-        if [source.num_rows for source in written_sources] != [source.num_rows for source in sources]:
+        made = expand(data)
+        if sum(source.num_rows for source in made) != stored.num_rows or len(made) != len(files):
             raise DataError("rows were lost in writing; nothing has been written: please report this")
-        report = {} if log is None else _reads(sources, written_sources, log, columns, reach, disk)
-        after = sum((data / name).stat().st_size for name in files)
+        after = StoredRows(made, columns)
+        old = [(source.schema, footer) for source, footer in zip(sources, before.footers, strict=True)]
+        new = [(source.schema, footer) for source, footer in zip(made, after.footers, strict=True)]
+        report = {} if log is None else _reads(old, new, told, columns, reach, disk)
         put_in_place(data, target)
     return Rewritten(
         target,
@@ -173,8 +173,8 @@ def rewrite_dataset(
         len(features),
         rows,
         float(reach),
-        sum(_size(source) for source in sources),
-        after,
+        before.nbytes,
+        after.nbytes,
         **report,
     )
 
@@ -187,12 +187,42 @@ class _Layout:
     kept: frozenset[str]  # columns that there were before
     schema: pa.Schema
 
+    @classmethod
+    def of(cls, sources: Sequence[ParquetSource], columns: Sequence[str], maps: Sequence[str]) -> _Layout:
+        """Of these columns, after maps of some files were taken apart."""
+        schemas = [source.schema for source in sources]
+        kinds = [_wide(kind) for kind in check_columns(sources, columns)[0].types(schemas[0])]
+        fields = []
+        for name, kind in zip(columns, kinds, strict=True):
+            if name in schemas[0].names:
+                may_be_null = any(schema.field(name).nullable for schema in schemas)
+                fields.append(schemas[0].field(name).with_type(kind).with_nullable(may_be_null))
+            else:
+                fields.append(pa.field(name, kind))
+        # What all files say of themselves; thousands of names are looked up in sets.
+        shared = set.intersection(*({*(schema.metadata or {}).items()} for schema in schemas))
+        metadata = {key: value for key, value in shared if not (maps and key == b"pandas")}
+        apart = {name: loosened(schemas[0].field(name).type.item_type) for name in maps}
+        metadata |= note_of(taken_apart(schemas[0]) | apart)
+        return cls(columns, frozenset(schemas[0].names), pa.schema(fields, dict(sorted(metadata.items())) or None))
+
+    def table(self, batches: Sequence[pa.RecordBatch]) -> pa.Table:
+        """Batches as they are written."""
+        return pa.concat_tables(
+            pa.Table.from_arrays(
+                [_widened(array, kind) for array, kind in zip(batch.columns, self.schema.types, strict=True)],
+                schema=self.schema,
+            )
+            for batch in batches
+        )
+
     def writer(self, where: Any) -> pq.ParquetWriter:
         """Into a file or a buffer."""
         plain = [field.name for field in self.schema if not pt.is_nested(field.type)]
         return pq.ParquetWriter(
             where,
             self.schema,
+            filesystem=pafs.LocalFileSystem() if isinstance(where, str) else None,  # no name is taken for a URL
             compression="zstd",
             compression_level=3,
             # Ids in a dictionary hide lists that repeat from zstd (RecD); numbers hardly repeat.
@@ -202,14 +232,13 @@ class _Layout:
         )
 
 
-def _write(stored: StoredRows, number: int, path: Path, layout: _Layout, rows: int) -> Iterator[int]:
+def _write(stored: StoredRows, number: int, path: Path, layout: _Layout, rows: int, chunk_rows: int) -> Iterator[int]:
     """One file, row group after row group; how many rows each has."""
     first, stop = (int(row) for row in stored.file_starts[number : number + 2])
-    chunk_rows = max(1, min(rows, int(_CHUNK_BYTES / max(1.0, stored.row_bytes))))
     try:
-        with layout.writer(path) as writer:
+        with layout.writer(str(path.absolute())) as writer:
             waiting: list[pa.RecordBatch] = []
-            for piece in stored.chunks(first, stop, chunk_rows) if stop > first else ():
+            for piece in stored.chunks(first, stop, min(rows, chunk_rows)) if stop > first else ():
                 batch = piece.table
                 del piece
                 while batch.num_rows:
@@ -218,40 +247,50 @@ def _write(stored: StoredRows, number: int, path: Path, layout: _Layout, rows: i
                     batch = batch.slice(here.num_rows)
                     held = sum(part.num_rows for part in waiting)
                     if held == rows:
-                        writer.write_table(pa.Table.from_batches(waiting, layout.schema), row_group_size=rows)
+                        writer.write_table(layout.table(waiting), row_group_size=rows)
                         waiting.clear()
                         yield held
             if waiting:
-                writer.write_table(pa.Table.from_batches(waiting, layout.schema), row_group_size=rows)
+                writer.write_table(layout.table(waiting), row_group_size=rows)
                 yield sum(part.num_rows for part in waiting)
     except OSError as error:
         raise OutputError(f"cannot write {path.name}: {first_line(error)}; free some space") from error
+    except pa.ArrowException as error:
+        raise DataError(f"{stored.sources[number].name}: cannot be rewritten: {first_line(error)}") from error
 
 
-def _sampled_bytes(stored: StoredRows, layout: _Layout) -> FloatArray:
-    """Compressed bytes per row of each column, of rows at the beginning; shape (columns,)."""
+def _sampled(stored: StoredRows, layout: _Layout) -> tuple[float, FloatArray]:
+    """Bytes per row of all columns in memory; and of each, compressed, shape (columns,). Of the largest row group."""
+    sizes = np.diff(stored.group_starts)
     if not stored.num_rows:
-        return np.zeros(len(layout.columns))
-    rows = max(1, min(stored.num_rows, int(_SAMPLE_BYTES / max(1.0, stored.row_bytes))))
-    piece = next(stored.chunks(0, min(rows, int(stored.file_starts[1])) or 1, rows))
+        return 0.0, np.zeros(len(layout.columns))
+    group = int(np.argmax(sizes))
+    rows = max(1, min(int(sizes[group]), _SAMPLE_ROWS, int(_SAMPLE_BYTES / max(1.0, stored.row_bytes))))
+    first = int(stored.group_starts[group])
+    batch = next(stored.chunks(first, first + rows, rows)).table
     sink = pa.BufferOutputStream()
-    with layout.writer(sink) as writer:
-        writer.write_table(pa.Table.from_batches([piece.table], layout.schema))
+    try:
+        with layout.writer(sink) as writer:
+            writer.write_table(layout.table([batch]))
+    except pa.ArrowException as error:
+        raise DataError(f"{stored.locate(first)[0]}: cannot be rewritten: {first_line(error)}") from error
     metadata = pq.read_metadata(pa.BufferReader(sink.getvalue()))
-    chunks = ColumnChunks.of(metadata, layout.columns)
-    return np.bincount(chunks.columns, chunks.sizes.sum(0), len(layout.columns)) / piece.table.num_rows
+    chunks = ColumnChunks.of(metadata, layout.schema, layout.columns)
+    return batch.nbytes / batch.num_rows, np.bincount(
+        chunks.columns, chunks.sizes.sum(0), len(layout.columns)
+    ) / batch.num_rows
 
 
 def _reads(
-    before: Sequence[ParquetSource],
-    after: Sequence[ParquetSource],
+    before: Sequence[tuple[pa.Schema, Any]],
+    after: Sequence[tuple[pa.Schema, Any]],
     log: ProjectionLog,
     columns: Sequence[str],
     gap: float,
     disk: Disk,
 ) -> dict[str, Any]:
     """What jobs of the log ask of storage, before and after."""
-    runs = np.array(log.runs)
+    runs = np.array(log.runs, np.float64)
     new, sizes = job_reads(after, log, columns, gap)
     old, _ = job_reads(before, log, columns, gap)
     old = [ReadCost(cost.reads, now.bytes_wanted, cost.bytes_read) for cost, now in zip(old, new, strict=True)]
@@ -266,7 +305,7 @@ def _reads(
     }
 
 
-def _mean(costs: Sequence[ReadCost], runs: npt.NDArray[np.int64]) -> ReadCost:
+def _mean(costs: Sequence[ReadCost], runs: FloatArray) -> ReadCost:
     table = np.array([(cost.reads, cost.bytes_wanted, cost.bytes_read) for cost in costs])
     return ReadCost(*(round(value) for value in (runs @ table / runs.sum()).tolist()))
 
@@ -274,6 +313,12 @@ def _mean(costs: Sequence[ReadCost], runs: npt.NDArray[np.int64]) -> ReadCost:
 def _maps(source: ParquetSource, maps: Sequence[str] | None) -> list[str]:
     """Columns to take apart."""
     there = map_columns(source.schema)
+    for name in there:
+        longer = [other for other in there if other.startswith(f"{name}/")]
+        if longer:
+            raise DataError(
+                f"{source.name}: keys of the maps {name!r} and {longer[0]!r} would not be told apart; rename one"
+            )
     if maps is None:
         return there
     for name in maps:
@@ -293,22 +338,33 @@ def _check_alike(sources: Sequence[ParquetSource]) -> None:
             raise DataError(f"{source.name}: column {odd[0]!r} is in this file, but not in {sources[0].name}")
 
 
-def _schema(source: ParquetSource, columns: Sequence[str]) -> pa.Schema:
-    types = check_columns([source], columns)[0].types(source.schema)
-    kept = {name: source.schema.field(name) for name in source.schema.names}
-    fields = [kept.get(name) or pa.field(name, kind) for name, kind in zip(columns, types, strict=True)]
-    metadata = dict(source.schema.metadata or {})
-    metadata.pop(b"pandas", None)  # describes columns that there are no longer
-    return pa.schema(fields, metadata or None)
+def _wide(kind: pa.DataType) -> pa.DataType:
+    """The type of a column of all row groups, whose dictionaries may differ."""
+    return pa.dictionary(pa.int32(), kind.value_type) if pt.is_dictionary(kind) else kind
+
+
+def _widened(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    if not pt.is_dictionary(kind):
+        return array
+    return pa.DictionaryArray.from_arrays(array.indices.cast(pa.int32()), array.dictionary)
 
 
 def _file_names(sources: Sequence[ParquetSource]) -> list[str]:
     """Where each file goes in the new folder: partitions stay folders."""
-    paths = [PurePosixPath(source.path) for source in sources]
+    paths = [
+        PurePosixPath(os.path.abspath(source.path) if is_local(source) else source.path)  # noqa: PTH100 (no link is followed)
+        for source in sources
+    ]
     base = PurePosixPath(os.path.commonpath([path.parent for path in paths]))
+    partition = next((place for place, part in enumerate(base.parts) if "=" in part), len(base.parts))
+    base = PurePosixPath(*base.parts[:partition])
     names = [path.relative_to(base) for path in paths]
-    return [str(name if name.suffix == ".parquet" else name.with_name(f"{name.name}.parquet")) for name in names]
-
-
-def _size(source: ParquetSource) -> int:
-    return int((source.filesystem or pafs.LocalFileSystem()).get_file_info(source.path).size)
+    for name, source in zip(names, sources, strict=True):
+        hidden = [part for part in name.parts if part.startswith((".", "_")) and "=" not in part]
+        if hidden:
+            raise DataError(f"{source.name}: in a folder, {hidden[0]!r} is not read as data; rename it")
+    found = [str(name if name.suffix == ".parquet" else name.with_name(f"{name.name}.parquet")) for name in names]
+    twice = first_repeated(found)
+    if twice is not None:
+        raise DataError(f"{sources[found.index(twice)].name}: two files would be called {twice}; rename one")
+    return found
