@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from flexshard._internal import ParquetSource, expand
 from flexshard.cli import main
-from flexshard.errors import DataError, OutputError
+from flexshard.errors import ChangedDataError, DataError, OutputError
 from flexshard.ingestion import (
     Disk,
     PopularBytes,
@@ -130,8 +130,8 @@ def test_merged_reads_cover_what_is_wanted_and_no_gap_beyond_the_bound(
     assert (length <= max([most, *sizes])).all()
 
 
-def counted(reads: list[int]) -> pafs.PyFileSystem:
-    """A file system that is not taken for a local one, and notes the bytes of every read."""
+def counted(reads: list[int], wrong: Exception | None = None, after: int = 0) -> pafs.PyFileSystem:
+    """A file system that is not taken for a local one, and notes the bytes of every read; some reads fail."""
     local = pytest.importorskip("fsspec.implementations.local")
 
     class Counting(local.LocalFileSystem):  # type: ignore[misc, name-defined]
@@ -144,6 +144,8 @@ def counted(reads: list[int]) -> pafs.PyFileSystem:
                     return getattr(file.f, attribute)
 
                 def read(self, size: int = -1) -> bytes:
+                    if wrong is not None and size > 8 and len(reads) > after:
+                        raise wrong
                     found = read(size)
                     reads.append(len(found))
                     return bytes(found)
@@ -186,6 +188,57 @@ def test_reading_a_long_file_holds_a_row_group_at_a_time(tmp_path: Path) -> None
         streams.take(first, first + (1 << 14), stored.num_rows)
         most = max(most, pa.total_allocated_bytes() - least)
     assert 1 << 20 <= most <= 8 << 20  # 48 MiB are read
+
+
+def test_a_row_group_that_decodes_short_is_an_error(tmp_path: Path) -> None:
+    """Arrow reads this valid file of tiny pages as one of five rows; DuckDB has six."""
+    table = pa.table({"ids": pa.array([[number] for number in range(6)], pa.list_(pa.int64()))})
+    with pq.ParquetWriter(tmp_path / "tiny.parquet", table.schema, data_page_size=1) as writer:
+        writer.write_table(table.slice(0, 1))
+        writer.write_table(table.slice(1))
+    if pq.ParquetFile(tmp_path / "tiny.parquet").read_row_group(0).num_rows == 1:
+        pytest.skip("this Arrow reads it whole")
+    streams = RowStreams(StoredRows(expand(tmp_path), ["ids"]))
+    with pytest.raises(
+        DataError, match=r"tiny\.parquet: row group 0 is broken at or after row 0: it decodes to 0 rows"
+    ):
+        streams.take(0, 2)
+
+
+def test_files_that_differ_in_whether_nulls_may_be_are_read_as_one(tmp_path: Path) -> None:
+    for number, nullable in enumerate((False, True)):
+        put(tmp_path / f"{number}.parquet", [pa.field("n", pa.int64(), nullable=nullable)], [number, number])
+    pieces = RowStreams(StoredRows(expand(tmp_path), ["n"])).take(0, 4)
+    assert pa.concat_batches([piece.table for piece in pieces])["n"].to_pylist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("no connection"), OSError("no connection"), ValueError("odd")])
+def test_what_a_file_system_raises_names_the_file(tmp_path: Path, wrong: Exception) -> None:
+    pq.write_table(pa.table({"n": range(10)}), tmp_path / "a.parquet")
+    reads: list[int] = []
+    path = str(tmp_path / "a.parquet")
+    rows = StoredRows([ParquetSource.probe(path, path, counted(reads, wrong, after=9))], ["n"])
+    reads += [0] * 10  # from here on
+    with pytest.raises(DataError, match=r"a\.parquet: row group 0 .*(no connection|odd)"):
+        RowStreams(rows).take(0, 10)
+
+
+def test_a_remote_file_that_is_replaced_by_one_alike_is_noticed(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    bodies = []
+    for start in (0, 100):
+        table = pa.table({"n": np.arange(start, start + 40)})
+        pq.write_table(table, tmp_path / "a.parquet", row_group_size=10, compression="none", use_dictionary=False)
+        bodies.append((tmp_path / "a.parquet").read_bytes())
+    memory.pipe_file("/alike/a.parquet", bodies[0])
+    rows = StoredRows(expand("memory://alike/a.parquet"), ["n"])
+    streams = RowStreams(rows)
+    assert streams.take(0, 10, 40)[0].table["n"].to_pylist() == [*range(10)]
+    memory.pipe_file("/alike/a.parquet", bodies[1])
+    assert len(bodies[0]) == len(bodies[1])
+    with pytest.raises(ChangedDataError, match="has changed since reading began"):
+        streams.take(10, 40, 40)
 
 
 # Maps.
@@ -745,5 +798,6 @@ def test_a_job_gives_the_same_batches_before_and_after(tmp_path: Path) -> None:
         assert run.phases.reads > 0
         digests.append(run.digest)
     assert digests[0] == digests[1]
+    assert IngestionSpec(paths="x", batch_size=1, features=["a"], read_gap=0).read_gap == 0
     with pytest.raises(DataError, match="read_gap"):
         IngestionSpec(paths="x", batch_size=1, features=["a"], read_gap="wide")

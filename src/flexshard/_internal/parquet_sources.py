@@ -55,6 +55,8 @@ class ParquetSource:
             with pq.ParquetFile(path, filesystem=filesystem) as file:
                 metadata = file.metadata
                 groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+                if metadata.num_rows != sum(group.num_rows for group in groups):
+                    raise ValueError("its row groups have other rows than it says")
                 return cls(
                     name,
                     path,

@@ -48,10 +48,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Stamp:
-    """Size in bytes and time of the last change in nanoseconds, as the file system has them."""
+    """Size in bytes, time of the last change in nanoseconds and a mark of the version, as the file system has them."""
 
     size: int
     changed: int
+    version: str = ""
 
 
 class StoredRows:
@@ -103,7 +104,7 @@ class StoredRows:
     def _set_columns(self, columns: Sequence[str]) -> None:
         self.columns, self._projections = list(columns), check_columns(self.sources, columns)
         files = zip(self.footers, self.sources, self._projections, strict=True)
-        self._stretches = [ColumnChunks.of(footer, source.schema, wanted.stored) for footer, source, wanted in files]
+        self._stretches = [_chunks_of(footer, source, wanted.stored) for footer, source, wanted in files]
         self.row_bytes = sum(stretches.unpacked for stretches in self._stretches) / max(1, self.num_rows)
 
     def check_unchanged(self) -> None:
@@ -161,7 +162,7 @@ class StoredRows:
                         batch = next(batches, None)
                     except Exception as error:  # Arrow raises many kinds on damaged pages
                         raise self._broken(number, group - before, row, error) from error
-                    if batch is None or is_local(source):
+                    if is_local(source):
                         self._check_unchanged(number)
                     if batch is None:
                         break
@@ -173,6 +174,9 @@ class StoredRows:
                     del batch
                     yield piece
                     del piece
+                if row != int(self.group_starts[group + 1]):  # Arrow reads some nested pages short, without a word
+                    short = ValueError(f"it decodes to {row - int(self.group_starts[group]):,} rows")
+                    raise self._broken(number, group - before, row, short)
 
     def _load(self, number: int, storage: MergedFile, group: int, row: int) -> ReadCost:
         """Read the columns of a row group of a file, which starts at a row, and what that took."""
@@ -180,8 +184,9 @@ class StoredRows:
         starts, sizes = stretches.starts[group], stretches.sizes[group]
         try:
             reads, nbytes = storage.load(starts, sizes, self._gaps[number])
-        except OSError as error:
+        except Exception as error:  # file systems have errors of their own
             raise self._broken(number, group, row, error) from error
+        self._check_unchanged(number)  # all that will be decoded of the row group has been read
         return ReadCost(reads, int(sizes.sum()), nbytes)
 
     def _broken(self, number: int, group: int, row: int, error: Exception) -> DataError:
@@ -268,6 +273,13 @@ class _Stream:
         return self.last.cost
 
 
+def _chunks_of(footer: Any, source: ParquetSource, columns: Sequence[str]) -> ColumnChunks:
+    try:
+        return ColumnChunks.of(footer, source.schema, columns)
+    except Exception as error:  # Arrow raises many kinds on damaged footers
+        raise DataError(f"{source.name}: not a Parquet file, or cut off: {first_line(error)}") from error
+
+
 class RowStreams:
     """Reads ranges of rows; row groups that were read in part are read on from there."""
 
@@ -341,13 +353,20 @@ def _stamp_of(source: ParquetSource) -> _Stamp:
             found = os.stat(source.path)  # noqa: PTH116 (a Path for every chunk takes longer than asking)
             return _Stamp(found.st_size, found.st_mtime_ns)
         info = source.filesystem.get_file_info(source.path)
+        version = _version_of(source)
     except FileNotFoundError as error:
         raise ChangedDataError(_gone(source.name)) from error
     except OSError as error:
         raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
     if info.type != pafs.FileType.File:
         raise ChangedDataError(_gone(source.name))
-    return _Stamp(int(info.size or 0), int(info.mtime_ns or 0))
+    return _Stamp(int(info.size or 0), int(info.mtime_ns or 0), version)
+
+
+def _version_of(source: ParquetSource) -> str:
+    """What fsspec tells versions of a file apart by; many of its file systems have no time of change for Arrow."""
+    handler = getattr(source.filesystem, "handler", None)
+    return str(handler.fs.ukey(source.path)) if isinstance(handler, pafs.FSSpecHandler) else ""
 
 
 def _gone(name: str) -> str:

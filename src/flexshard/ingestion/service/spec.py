@@ -241,7 +241,7 @@ class _Fields(StrictModel):
     transforms: list[Step] = Field(default_factory=list)
     bad_batches: Literal["raise", "skip"] = "raise"
     dense_nulls: Literal["raise", "nan"] = "raise"
-    read_gap: str | None = None
+    read_gap: str | int | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Any:

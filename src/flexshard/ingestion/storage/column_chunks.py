@@ -75,4 +75,6 @@ def _start(chunk: Any) -> int:
 def _unpacked_bytes(chunk: Any) -> int:
     """Of one column of a row group, once decoded."""
     width = _WIDTHS.get(chunk.physical_type)
-    return int(chunk.total_uncompressed_size if width is None else width * chunk.num_values)
+    if width is None:  # texts, which a dictionary may hold once: some bytes each, and where they end
+        return int(chunk.total_uncompressed_size + 12 * chunk.num_values)
+    return int(width * chunk.num_values)

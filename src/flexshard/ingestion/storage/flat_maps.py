@@ -138,8 +138,10 @@ class Projection:
             DataError: a row with a key twice; names file, row, column and key.
         """
         if not self.keys and not self.absent:
-            # Where one column's name begins another's, up to a dot, Arrow reads both.
-            return batch if tuple(batch.schema.names) == self.columns else batch.select(list(self.columns))
+            # Where one column's name begins another's, up to a dot, Arrow reads both. Whether nulls may be there
+            # differs between files that are read as one.
+            found = batch if tuple(batch.schema.names) == self.columns else batch.select(list(self.columns))
+            return pa.RecordBatch.from_arrays(found.columns, names=list(self.columns))
         names = set(batch.schema.names)
         arrays = [batch.column(column) if column in names else None for column in self.columns]
         for place, kind in self.absent.items():
