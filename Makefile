@@ -52,7 +52,7 @@ demo: setup
 		$(if $(KEY),--sample-key "$(KEY)")
 
 test: setup
-	$(VENV)/bin/python -m pytest -n auto
+	$(VENV)/bin/python -m pytest -n auto --dist worksteal
 
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
@@ -62,7 +62,7 @@ test-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
 test-newest test-lowest: test-%: .venv-%/bin/python
 	$(if $(CONSTRAINT),$< .ci/lowest_versions.py test > .venv-lowest/lowest.txt)
 	$< -m pip install --quiet $(PIP_ARGS) $(CONSTRAINT) --upgrade --editable ".[test]"
-	$< -m pytest -n auto
+	$< -m pytest -n auto --dist worksteal
 
 $(PLANNING:%=%/bin/python):
 	$(PYTHON) -m venv $(@:%/bin/python=%)
