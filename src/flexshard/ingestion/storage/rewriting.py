@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def rewrite_dataset(
         stored.num_rows,
         tuple(columns),
         len(features),
-        rows,
+        max(_even(source.num_rows, rows) for source in sources),
         float(reach),
         before.nbytes,
         after.nbytes,
@@ -235,6 +236,7 @@ class _Layout:
 def _write(stored: StoredRows, number: int, path: Path, layout: _Layout, rows: int, chunk_rows: int) -> Iterator[int]:
     """One file, row group after row group; how many rows each has."""
     first, stop = (int(row) for row in stored.file_starts[number : number + 2])
+    rows = _even(stop - first, rows)
     try:
         with layout.writer(str(path.absolute())) as writer:
             waiting: list[pa.RecordBatch] = []
@@ -257,6 +259,12 @@ def _write(stored: StoredRows, number: int, path: Path, layout: _Layout, rows: i
         raise OutputError(f"cannot write {path.name}: {first_line(error)}; free some space") from error
     except pa.ArrowException as error:
         raise DataError(f"{stored.sources[number].name}: cannot be rewritten: {first_line(error)}") from error
+
+
+def _even(rows: int, most: int) -> int:
+    """Rows of a row group of a file: as many in each, up to a twentieth above ``most`` rather than a small last one."""
+    groups = max(1, math.ceil(rows / most - 0.05))
+    return max(1, math.ceil(rows / groups))
 
 
 def _sampled(stored: StoredRows, layout: _Layout) -> tuple[float, FloatArray]:
