@@ -189,7 +189,7 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
     options = ("--cluster", "dgx-a100:1", "--batch-size", 64, "--dim", 16, "-o", "job.yaml")
     good(tmp_path, "job", "users.profile", "ads.profile", *options)
     job = tmp_path / "job.yaml"
-    good(tmp_path, "calibrate", "job.yaml", "-o", "dense.yaml", "--rounds", 3)  # tables alone, for planning steps
+    good(tmp_path, "calibrate", "job.yaml", "-o", "dense.yaml", "--rounds", 9)  # tables alone, for planning steps
     (tmp_path / "step.yaml").write_text(job.read_text() + "dense: 5 ms\nrates: dense.yaml\n")
     good(tmp_path, "plan", "step.yaml", "-o", "step.json")
     planned, measured = Plan.load(tmp_path / "step.json"), yaml.safe_load((tmp_path / "dense.yaml").read_text())
