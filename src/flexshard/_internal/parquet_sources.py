@@ -20,7 +20,7 @@ from flexshard._internal.checks import first_repeated
 from flexshard._internal.files import PathLike
 from flexshard.errors import DataError, MissingDependencyError
 
-__all__ = ["Chunk", "ParquetSource", "expand", "first_line", "is_list", "one_array", "read_chunks"]
+__all__ = ["Chunk", "ParquetSource", "expand", "first_line", "hidden_part", "is_list", "one_array", "read_chunks"]
 
 # A row group whose columns unpack to more than this is streamed in batches instead of read at once.
 _WHOLE_GROUP_BYTES = 64 << 20
@@ -156,8 +156,12 @@ def _is_data(path: str) -> bool:
     Spark and others leave notes, and what they have not finished, under names that start with a dot or an underscore;
     a partition's folder has an equals sign in its name.
     """
-    parts = path.split("/")
-    return path.endswith(".parquet") and not any(part.startswith((".", "_")) and "=" not in part for part in parts)
+    return path.endswith(".parquet") and hidden_part(path) is None
+
+
+def hidden_part(path: str) -> str | None:
+    """The first name in a path below a folder for which it is not read as data, if there is one."""
+    return next((part for part in path.split("/") if part.startswith((".", "_")) and "=" not in part), None)
 
 
 def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:

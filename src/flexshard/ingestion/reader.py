@@ -136,8 +136,8 @@ class SessionReader(IterableDataset[SessionBatch]):
         self._given = {"lanes": lanes is not None, "shuffle_window": shuffle_window is not None}
         columns = list(dict.fromkeys([*self.features, *self.weights.values(), *self.dense]))
         gap = None if read_gap is None else check_bytes(read_gap, "read_gap", DataError, least=0)
-        self._stored = StoredRows(sources := expand(paths), columns, gap=gap)
-        self._sessions = None if session is None else scanned_sessions(sources, session, time)
+        self._stored = StoredRows(expand(paths), columns, gap=gap)
+        self._sessions = None if session is None else scanned_sessions(self._stored, session, time)
         window = (
             max(self.batch_size, min(_WINDOW_ROWS, int(_WINDOW_BYTES / max(1.0, self._stored.row_bytes))))
             if shuffle_window is None

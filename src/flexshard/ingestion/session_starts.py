@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ IntArray = npt.NDArray[np.int64]
 _SCAN_ROWS = 1 << 20
 
 
-def scanned_sessions(sources: Sequence[ParquetSource], session: str, time: str | None) -> IntArray:
-    """Rows at which sessions start in files, as :func:`session_starts` finds them."""
-    rows = StoredRows(sources, list(dict.fromkeys([session] if time is None else [session, time])))
-    check_session_columns(sources[0], session, time)
+def scanned_sessions(stored: StoredRows, session: str, time: str | None) -> IntArray:
+    """Rows at which sessions start in the files of some rows, as :func:`session_starts` finds them."""
+    rows = stored.with_columns(list(dict.fromkeys([session] if time is None else [session, time])))
+    check_session_columns(stored.sources[0], session, time)
     return session_starts(rows, session, time)
 
 

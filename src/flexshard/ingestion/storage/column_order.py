@@ -69,9 +69,8 @@ def best_order(pattern: ReadPattern, rows: int) -> IntArray:
     Where the log is long enough, each is made from its first jobs and compared on the last ones, so that chance in the
     log does not decide.
     """
-    later = slice(pattern.runs.size - pattern.runs.size // _HELD_BACK, None)
-    first = slice(0, later.start) if pattern.runs.size >= _HELD_BACK else slice(None)
-    tried = later if pattern.runs.size >= _HELD_BACK else slice(None)
+    held_back = pattern.runs.size // _HELD_BACK
+    first, tried = (slice(-held_back), slice(-held_back, None)) if held_back else (slice(None), slice(None))
     best = min(
         (order_by_hit_rate, order_by_jobs),
         key=lambda made: pattern.seconds(made(pattern.reads[first], pattern.runs[first]), rows, tried),

@@ -24,13 +24,14 @@ from flexshard._internal import (
     expand,
     first_line,
     first_repeated,
+    hidden_part,
     make_folder,
 )
 from flexshard.errors import DataError, OutputError
 from flexshard.ingestion.drafts import draft_folder, free_target, put_in_place
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
 from flexshard.ingestion.storage.column_order import ReadPattern, best_order, rows_per_group
-from flexshard.ingestion.storage.flat_maps import loosened, map_columns, note_of, taken_apart
+from flexshard.ingestion.storage.flat_maps import loosened, map_columns, map_of, note_of, taken_apart
 from flexshard.ingestion.storage.job_reads import job_reads
 from flexshard.ingestion.storage.map_keys import key_columns, keys_of
 from flexshard.ingestion.storage.merged_reads import Disk, ReadCost
@@ -322,7 +323,7 @@ def _maps(source: ParquetSource, maps: Sequence[str] | None) -> list[str]:
     """Columns to take apart."""
     there = map_columns(source.schema)
     for name in there:
-        longer = [other for other in there if other.startswith(f"{name}/")]
+        longer = [other for other in there if map_of(other, [name]) is not None]
         if longer:
             raise DataError(
                 f"{source.name}: keys of the maps {name!r} and {longer[0]!r} would not be told apart; rename one"
@@ -368,9 +369,9 @@ def _file_names(sources: Sequence[ParquetSource]) -> list[str]:
     base = PurePosixPath(*base.parts[:partition])
     names = [path.relative_to(base) for path in paths]
     for name, source in zip(names, sources, strict=True):
-        hidden = [part for part in name.parts if part.startswith((".", "_")) and "=" not in part]
-        if hidden:
-            raise DataError(f"{source.name}: in a folder, {hidden[0]!r} is not read as data; rename it")
+        hidden = hidden_part(str(name))
+        if hidden is not None:
+            raise DataError(f"{source.name}: in a folder, {hidden!r} is not read as data; rename it")
     found = [str(name if name.suffix == ".parquet" else name.with_name(f"{name.name}.parquet")) for name in names]
     twice = first_repeated(found)
     if twice is not None:
