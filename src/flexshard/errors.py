@@ -26,6 +26,7 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "CacheError",
     "ChangedDataError",
     "CheckpointError",
     "ClusterError",
@@ -97,6 +98,10 @@ class PlanError(FlexShardError, ValueError):
 
 class CheckpointError(FlexShardError, ValueError):
     """A checkpoint that is incomplete, damaged or of another model."""
+
+
+class CacheError(FlexShardError, RuntimeError):
+    """A cache of rows that is too small for a batch, or whose rows could not be moved."""
 
 
 class CommunicationError(FlexShardError, RuntimeError):

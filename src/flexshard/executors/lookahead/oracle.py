@@ -1,0 +1,175 @@
+"""Which rows a cache of known batches holds, and when they come and go: BagPipe's Algorithm 1, one batch at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard._internal import check_int, has_numba
+from flexshard.errors import CacheError, MissingDependencyError
+
+__all__ = ["Admission", "Eviction", "LookaheadOracle"]
+
+IntArray = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.uint32]
+_MOST = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Rows that leave the cache; shape (n,) each.
+
+    Attributes:
+        rows: their ids.
+        slots: where they were.
+    """
+
+    rows: IntArray
+    slots: IntArray
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a cache does for a batch. What leaves goes before what comes: slots are used again at once.
+
+    Attributes:
+        batch: its number, from 1.
+        slots: of each lookup; shape (n,).
+        rows: distinct ones, in the order of their first lookups; shape (d,).
+        row_slots: theirs; shape (d,).
+        fetched: which of them were not in the cache, as indices of ``rows``.
+        evicted: what leaves for them.
+        carried: which of them the batch before reads too, as indices of ``rows``: of the gradients of that batch they
+            alone are needed at once.
+    """
+
+    batch: int
+    slots: Slots
+    rows: IntArray
+    row_slots: Slots
+    fetched: Slots
+    evicted: Eviction
+    carried: Slots
+
+
+class LookaheadOracle:
+    """Decides for one cache of rows, whose batches it is told ahead.
+
+    A row stays for as long as a batch that was admitted and not retired reads it, so that such batches find the newest
+    values there, and what is fetched ahead of its batch has no update to come (section 3.2 of BagPipe). Rows beyond
+    that stay until their slots are needed, longest idle first, or, as in Algorithm 1, leave at once.
+
+    Work per batch is proportional to its lookups, however many batches are known. Memory: 8 bytes per row and up to 28
+    per slot.
+
+    Args:
+        num_rows: rows that may be read; below 2^32.
+        slots: of the cache; below 2^31.
+        keep: whether rows that no known batch reads stay while there is room. False: Algorithm 1 to the letter.
+    """
+
+    def __init__(self, num_rows: int, slots: int, *, keep: bool = True) -> None:
+        if not has_numba():
+            raise MissingDependencyError(
+                "a lookahead cache needs numba, which is not installed: pip install 'flexshard[fast]'"
+            )
+        self.num_rows = check_int(num_rows, "num_rows", CacheError, least=0)
+        self.slots = check_int(slots, "slots", CacheError, least=1)
+        if num_rows > _MOST or slots > _MOST // 2:
+            raise CacheError(f"{num_rows:,} rows, {slots:,} slots: a cache has at most 2^32 rows and 2^31 slots")
+        self.keep = keep
+        self._row_words, self._slot_words = np.zeros(num_rows, np.uint64), np.zeros(slots, np.uint64)
+        self._free, self._num_free = np.arange(slots, dtype=np.uint32)[::-1].copy(), slots
+        self._idle, self._idle_first, self._idle_end = np.zeros(2 * slots if keep else 1, np.uint64), 0, 0
+        self._admitted: deque[Admission] = deque()
+        self._batch, self._oldest = 0, 1
+        self._needed = self._missing = 0
+        self._room: list[npt.NDArray[np.generic]] = []
+
+    @property
+    def window(self) -> int:
+        """Batches that were admitted and not retired."""
+        return len(self._admitted)
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """Of the batch that was refused last: distinct rows, and how many of them are not in the cache."""
+        return self._needed, self._missing
+
+    def admit(self, ids: npt.NDArray[np.integer[npt.NBitBase]]) -> Admission | None:
+        """Take up a batch, or None where the rows of those under way leave it no room; retire some first.
+
+        Args:
+            ids: rows of its lookups, each below ``num_rows``; shape (n,).
+        """
+        from flexshard.executors.lookahead import oracle_kernels
+
+        slots, sizes = np.empty(ids.size, np.uint32), np.zeros(6, np.int64)
+        rows, row_slots, before, fetched, evicted_rows, evicted_slots, carried = self._scratch(ids.size)
+        done = oracle_kernels.admit(
+            ids, self._batch + 1, self._oldest, self._row_words, self._slot_words, self._free, self._num_free,
+            self._idle, self._idle_first, self._idle_end, slots, rows, row_slots, before, fetched, evicted_rows,
+            evicted_slots, carried, sizes,
+        )  # fmt: skip
+        distinct, fetches, evictions, carries, num_free, idle_first = sizes.tolist()
+        if not done:
+            self._needed, self._missing = distinct, fetches
+            return None
+        self._batch, self._num_free, self._idle_first = self._batch + 1, num_free, idle_first
+        admission = Admission(
+            self._batch,
+            slots,
+            rows[:distinct].copy(),
+            row_slots[:distinct].copy(),
+            fetched[:fetches].copy(),
+            Eviction(evicted_rows[:evictions].copy(), evicted_slots[:evictions].astype(np.int64)),
+            carried[:carries].copy(),
+        )
+        self._admitted.append(admission)
+        return admission
+
+    def _scratch(self, lookups: int) -> list[npt.NDArray[np.generic]]:
+        """Room for what a batch's loops write; new memory for every batch would cost a third of their time."""
+        most = min(lookups, self.num_rows)
+        if not self._room or self._room[0].size < most:
+            types = (np.int64, np.uint32, np.uint64, np.uint32, np.int64, np.uint32, np.uint32)
+            self._room = [np.empty(most + most // 8, kind) for kind in types]
+        return self._room
+
+    def retire(self) -> Eviction:
+        """The oldest batch has been trained, or will not be: what leaves the cache."""
+        from flexshard.executors.lookahead import oracle_kernels
+
+        batch = self._admitted.popleft()
+        distinct = batch.row_slots.size
+        if self.keep and self._idle_end - self._idle_first + distinct > self._idle.size:
+            kept = np.empty_like(self._idle)
+            number = oracle_kernels.compact(self._slot_words, self._idle, self._idle_first, self._idle_end, kept)
+            self._idle, self._idle_first, self._idle_end = kept, 0, number
+        leaving = 0 if self.keep else distinct
+        rows, slots = np.empty(leaving, np.int64), np.empty(leaving, np.uint32)
+        free = self._num_free
+        self._num_free, self._idle_end = oracle_kernels.retire(
+            batch.batch, self.keep, batch.row_slots, self._slot_words, self._free, free, self._idle, self._idle_end,
+            rows, slots,
+        )  # fmt: skip
+        left = self._num_free - free
+        self._oldest = batch.batch + 1
+        return Eviction(rows[:left], slots[:left].astype(np.int64))
+
+    def find(self, ids: npt.NDArray[np.int64]) -> IntArray:
+        """Slots of rows, -1 for those that are not in the cache; shape (n,). Nothing moves."""
+        from flexshard.executors.lookahead import oracle_kernels
+
+        slots = np.empty(ids.size, np.int64)
+        oracle_kernels.find(ids, self._row_words, self._slot_words, slots)
+        return slots
+
+    def held(self) -> Eviction:
+        """The rows that are in the cache, and their slots; nothing moves."""
+        slots = np.flatnonzero(self._slot_words)
+        rows = (self._slot_words[slots] & np.uint64(_MOST)).astype(np.int64)
+        return Eviction(rows, slots)

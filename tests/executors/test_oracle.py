@@ -1,0 +1,175 @@
+"""The lookahead oracle against the paper's example, a plain rewriting of it, and what it promises."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+pytest.importorskip("numba")
+
+from flexshard.errors import CacheError
+from flexshard.executors.lookahead.oracle import Admission, LookaheadOracle
+
+
+def ids(*rows: int) -> np.ndarray:
+    return np.array(rows, np.int64)
+
+
+def test_the_papers_figure_6_step_by_step() -> None:
+    """Lookahead 2: batches {3, 9}, {3, 4}, {6, 3}, {6, 1}; beside a batch, the two behind it are known."""
+    oracle = LookaheadOracle(10, 8, keep=False)
+    batches = [ids(3, 9), ids(3, 4), ids(6, 3), ids(6, 1)]
+    admitted = [oracle.admit(batch) for batch in batches[:3]]
+    fetched = [batch.rows[batch.fetched].tolist() for batch in admitted]
+    assert fetched == [[3, 9], [4], [6]]
+    assert admitted[1].rows[admitted[1].carried].tolist() == [3]
+    assert oracle.retire().rows.tolist() == [9]  # after batch 1; 3 is used until batch 3
+    last = oracle.admit(batches[3])
+    assert last.rows[last.fetched].tolist() == [1]
+    assert last.rows[last.carried].tolist() == [6]
+    assert oracle.retire().rows.tolist() == [4]
+    assert oracle.retire().rows.tolist() == [3]  # 6 is used by batch 4
+    assert sorted(oracle.retire().rows.tolist()) == [1, 6]
+    assert oracle.held().rows.size == 0
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[int, list[np.ndarray], int, int]:
+    """Rows, batches, how many are known beside the current one, and slots."""
+    rows = draw(st.integers(1, 12))
+    batch = st.lists(st.integers(0, rows - 1), min_size=0, max_size=8)
+    batches = [np.array(one, np.int64) for one in draw(st.lists(batch, min_size=1, max_size=14))]
+    return rows, batches, draw(st.integers(0, 5)), draw(st.integers(1, 14))
+
+
+def run(
+    rows: int, batches: list[np.ndarray], ahead: int, slots: int, *, keep: bool
+) -> tuple[list[Admission], LookaheadOracle] | None:
+    """Train on the batches, the next ``ahead`` of them known; with what the cache and its host hold, checked.
+
+    Rows are numbers that count their updates. Rows travel as early as they may. None if the slots do not suffice.
+    """
+    oracle = LookaheadOracle(rows, slots, keep=keep)
+    host, cache, truth = np.zeros(rows, np.int64), np.full(slots, -1), np.zeros(rows, np.int64)
+    waiting, under_way, admitted = deque(batches), deque(), []
+
+    def take_up() -> None:
+        while waiting and len(under_way) <= ahead:
+            before = oracle.held()
+            found = oracle.admit(waiting[0])
+            if found is None:
+                after = oracle.held()
+                assert (before.rows.tolist(), before.slots.tolist()) == (after.rows.tolist(), after.slots.tolist())
+                return
+            ours = waiting.popleft()
+            assert found.rows.tolist() == list(dict.fromkeys(ours.tolist()))
+            host[found.evicted.rows] = cache[found.evicted.slots]
+            cache[found.row_slots[found.fetched]] = host[found.rows[found.fetched]]
+            under_way.append((ours, found))
+            admitted.append(found)
+
+    take_up()
+    while under_way:
+        ours, found = under_way.popleft()
+        assert (oracle.find(found.rows) == found.row_slots).all()
+        assert (cache[found.slots] == truth[ours]).all()  # section 3.2: never a row that misses an update
+        cache[found.row_slots] += 1
+        truth[found.rows] += 1
+        gone = oracle.retire()
+        host[gone.rows] = cache[gone.slots]
+        take_up()
+    if waiting:
+        least = len(set(waiting[0].tolist()))
+        assert oracle.needed[0] == least > slots
+        return None
+    held = oracle.held()
+    host[held.rows] = cache[held.slots]
+    assert (host == truth).all()
+    return admitted, oracle
+
+
+@settings(max_examples=300, deadline=None)
+@given(streams(), st.booleans())
+def test_no_row_is_ever_stale(stream: tuple[int, list[np.ndarray], int, int], keep: bool) -> None:
+    run(*stream, keep=keep)
+
+
+@settings(max_examples=200, deadline=None)
+@given(streams())
+def test_rows_are_fetched_as_often_as_must_be(stream: tuple[int, list[np.ndarray], int, int]) -> None:
+    """Algorithm 1 fetches a row where none of the batches known with its last use reads it; keeping rows beyond that
+    never fetches more, and as few as Belady's offline optimum where the cache holds all that is read.
+    """
+    rows, batches, ahead, _ = stream
+    expected, last = 0, {}
+    for number, batch in enumerate(batches):
+        for row in set(batch.tolist()):
+            expected += row not in last or number - last[row] > ahead
+            last[row] = number
+    exact, _ = run(rows, batches, ahead, rows, keep=False)
+    kept, _ = run(rows, batches, ahead, rows, keep=True)
+    assert sum(batch.fetched.size for batch in exact) == expected
+    assert sum(batch.fetched.size for batch in kept) == len(last) <= expected
+
+
+def belady(batches: list[np.ndarray], slots: int) -> int:
+    """Fetches of the offline optimum: what is not in the batch and needed last leaves."""
+    cache: set[int] = set()
+    fetches = 0
+    for number, batch in enumerate(batches):
+        wanted = set(batch.tolist())
+        fetches += len(wanted - cache)
+        cache |= wanted
+
+        def next_use(row: int, number: int = number) -> int:
+            return next((at for at in range(number + 1, len(batches)) if row in batches[at]), len(batches))
+
+        for row in sorted(cache - wanted, key=next_use, reverse=True)[: max(len(cache) - slots, 0)]:
+            cache.remove(row)
+    return fetches
+
+
+@settings(max_examples=200, deadline=None)
+@given(streams())
+def test_knowing_all_batches_is_belady(stream: tuple[int, list[np.ndarray], int, int]) -> None:
+    """Between Belady's optimum, which nothing beats, and Algorithm 1 with the same batches known, wherever it fits."""
+    rows, batches, ahead, slots = stream
+    found = run(rows, batches, ahead, slots, keep=True)
+    if found is None:
+        return
+    fetches = sum(batch.fetched.size for batch in found[0])
+    assert fetches >= belady(batches, slots)
+    if ahead >= len(batches) and slots >= len({row for batch in batches for row in batch.tolist()}):
+        assert fetches == belady(batches, slots)
+
+
+def test_a_window_shrinks_before_the_cache_overflows() -> None:
+    oracle = LookaheadOracle(10, 4)
+    assert oracle.admit(ids(1, 2, 3)) is not None
+    assert oracle.admit(ids(4, 5)) is None
+    assert oracle.needed == (2, 2)
+    assert oracle.admit(ids(4, 1)) is not None
+    oracle.retire()
+    assert oracle.window == 1
+    third = oracle.admit(ids(5, 6, 4))
+    assert sorted(third.evicted.rows.tolist()) == [2, 3]
+    assert third.rows[third.carried].tolist() == [4]
+
+
+def test_what_has_been_idle_longest_leaves_first_and_nothing_that_comes_again() -> None:
+    oracle = LookaheadOracle(10, 4)
+    for batch in (ids(0, 1), ids(2), ids(3)):
+        oracle.admit(batch)
+        oracle.retire()
+    found = oracle.admit(ids(0, 5))  # 0 has been idle as long as 1 has, and is read again
+    assert found.evicted.rows.tolist() == [1]
+    assert oracle.find(ids(0, 1, 2, 3, 5)).tolist()[1] == -1
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(10, 0), (-1, 3), (1 << 33, 3), (10, 1 << 32)])
+def test_sizes_that_cannot_be(rows: int, slots: int) -> None:
+    with pytest.raises(CacheError, match="slots|num_rows"):
+        LookaheadOracle(rows, slots)
