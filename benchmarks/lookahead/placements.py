@@ -181,9 +181,8 @@ def compare(name: str, batches: Iterator[Batch], *, world: int, lookahead: int, 
         print(f"{name}, {world} ranks, {link}; {distinct:,.0f} distinct rows a batch")
         for kind, traffic in found.items():
             seconds, rows = _mean(traffic, bandwidth), np.mean([one.rows for one in traffic])
-            print(
-                f"  {kind:32} {rows * _DIM * 4 / 1e6:8.2f} MB  {seconds * 1e3:8.2f} ms  LRPP / this: {best / seconds:.2f}"
-            )
+            traveled = f"{rows * _DIM * 4 / 1e6:8.2f} MB  {seconds * 1e3:8.2f} ms"
+            print(f"  {kind:32} {traveled}  LRPP / this: {best / seconds:.2f}")
 
 
 def main(clicks: Path | None, lookups: Path | None, *, worlds: Sequence[int] = (8, 32)) -> None:

@@ -16,18 +16,16 @@ Batch = npt.NDArray[np.int64]
 
 # The Kaggle set's 26 tables, as the DLRM benchmark counts them; 33.76 M rows.
 CRITEO_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173,
-    4, 7046547, 18, 15, 286181, 105, 142572,
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306,
+    10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
 
 
 def zipf(rng: np.random.Generator, rows: int, exponent: float, size: int) -> npt.NDArray[np.int64]:
     """Positions drawn from a power law over ``rows``, by the inverse of its continuous form."""
     u = rng.random(size)
-    if exponent == 1:
-        drawn = (rows + 1) ** u
-    else:
-        drawn = (((rows + 1) ** (1 - exponent) - 1) * u + 1) ** (1 / (1 - exponent))
+    rest = 1 - exponent
+    drawn = (rows + 1) ** u if rest == 0 else (((rows + 1) ** rest - 1) * u + 1) ** (1 / rest)
     return np.minimum(drawn.astype(np.int64) - 1, rows - 1)
 
 

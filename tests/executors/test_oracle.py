@@ -171,5 +171,5 @@ def test_what_has_been_idle_longest_leaves_first_and_nothing_that_comes_again() 
 
 @pytest.mark.parametrize(("rows", "slots"), [(10, 0), (-1, 3), (1 << 33, 3), (10, 1 << 32)])
 def test_sizes_that_cannot_be(rows: int, slots: int) -> None:
-    with pytest.raises(CacheError, match="slots|num_rows"):
+    with pytest.raises(CacheError, match=r"slots|num_rows"):
         LookaheadOracle(rows, slots)

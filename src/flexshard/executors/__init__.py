@@ -1,5 +1,6 @@
 """A plan on a real model: sharded modules (sharding/), what goes over the wire (comm/), the rows that a rank holds
-(stores/), parameters, checkpoints and resharding (state/), observation and replay (traffic/).
+(stores/), caches of those that known batches read (lookahead/), parameters, checkpoints and resharding (state/),
+observation and replay (traffic/).
 
 May import: errors, units, _internal, topologies, profiling, tables, costmodels, embeddings, planner. Needs torch,
 FBGEMM and TorchRec, but for replay and what compares observations.
@@ -11,6 +12,7 @@ from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from flexshard.executors.comm.collectives import Collectives as Collectives
+    from flexshard.executors.lookahead.pipeline import LookaheadPipeline as LookaheadPipeline
     from flexshard.executors.sharding.module import (
         ShardedFlexShardEmbeddingCollection as ShardedFlexShardEmbeddingCollection,
     )
@@ -51,6 +53,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "comm.collectives": ["Collectives"],
+        "lookahead.pipeline": ["LookaheadPipeline"],
         "sharding.module": ["ShardedFlexShardEmbeddingCollection"],
         "sharding.sharder": ["FlexShardEmbeddingCollectionSharder"],
         "sharding.translation": ["Translator"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ from flexshard.executors.comm.collectives import Collectives, Label, PendingColl
 from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.stores.base import RowStore
+from flexshard.executors.stores.base import LookedUp, RowStore
 from flexshard.executors.stores.replicas import ReplicaReduction
 from flexshard.executors.stores.touched_rows import TouchedCounts
 
@@ -99,6 +99,7 @@ class Exchange:
             self._pending.append(self._all_to_all(level, "ids", asked, own, back.tolist(), out.tolist()))
             self._asked.append(asked)
         self._slots: list[list[torch.Tensor]] = []
+        self._announced: list[Callable[[], LookedUp]] = []
         self._updates: list[Callable[[torch.Tensor], None]] = []
         self._answers: list[RowsBuffer] = []
         self._gradients: list[list[RowsBuffer]] = []
@@ -124,6 +125,15 @@ class Exchange:
         """Until the ids that other ranks ask for are here."""
         for pending in self._pending:
             pending.wait()
+
+    def announce(self) -> None:
+        """Tell the stores, once, which rows without copies other ranks ask for, before they are looked up."""
+        stores, sizes = self._context.stores, self._context.layout.group_sizes
+        top = len(sizes) - 1
+        if self._announced or sizes[top] < self._context.layout.world_size or not any(store.ahead for store in stores):
+            return
+        self.wait_for_ids()
+        self._announced = [store.announce(at) for store, at in zip(stores, self._slots_of(top), strict=True)]
 
     def tensors(self) -> list[torch.Tensor]:
         """What was made on the stream of the data distribution."""
@@ -204,7 +214,9 @@ class Exchange:
         stores, slots = self._context.stores, self._slots[level]
         if self._context.layout.group_sizes[level] < self._context.layout.world_size:
             return [store.values.index_select(0, at) for store, at in zip(stores, slots, strict=True)]
-        found = [store.look_up(at) for store, at in zip(stores, slots, strict=True)]
+        look_ups = self._announced or [partial(store.look_up, at) for store, at in zip(stores, slots, strict=True)]
+        found = [look_up() for look_up in look_ups]
+        self._announced = []
         self._updates = [one.update for one in found]
         return [one.rows for one in found]
 

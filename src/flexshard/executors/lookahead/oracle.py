@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +88,7 @@ class LookaheadOracle:
         self._admitted: deque[Admission] = deque()
         self._batch, self._oldest = 0, 1
         self._needed = self._missing = 0
-        self._room: list[npt.NDArray[np.generic]] = []
+        self._room: list[npt.NDArray[Any]] = []
 
     @property
     def window(self) -> int:
@@ -99,7 +100,7 @@ class LookaheadOracle:
         """Of the batch that was refused last: distinct rows, and how many of them are not in the cache."""
         return self._needed, self._missing
 
-    def admit(self, ids: npt.NDArray[np.integer[npt.NBitBase]]) -> Admission | None:
+    def admit(self, ids: npt.NDArray[Any]) -> Admission | None:
         """Take up a batch, or None where the rows of those under way leave it no room; retire some first.
 
         Args:
@@ -131,7 +132,7 @@ class LookaheadOracle:
         self._admitted.append(admission)
         return admission
 
-    def _scratch(self, lookups: int) -> list[npt.NDArray[np.generic]]:
+    def _scratch(self, lookups: int) -> list[npt.NDArray[Any]]:
         """Room for what a batch's loops write; new memory for every batch would cost a third of their time."""
         most = min(lookups, self.num_rows)
         if not self._room or self._room[0].size < most:

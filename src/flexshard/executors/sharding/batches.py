@@ -12,18 +12,23 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from flexshard._internal import host_waits_for, to_device
-from flexshard.errors import CheckpointError, DataError, FlexShardError
+from flexshard.errors import CacheError, CheckpointError, DataError, FlexShardError
 from flexshard.executors.comm.splits import Status
 from flexshard.executors.sharding.translation import LocationTable, extremes_of, outside_message, outside_of
 from flexshard.executors.state.live_tensors import STALE
 
-__all__ = ["BAD_IDS", "BatchProblem", "Lookup", "OutsideIds", "error_of", "ids_of_tables"]
+__all__ = ["BAD_IDS", "CACHE_FAILED", "BatchProblem", "Lookup", "OutsideIds", "error_of", "ids_of_tables"]
 
 IntArray = npt.NDArray[np.int64]
 
-BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH = 1, 2, 3
+BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED = 1, 2, 3, 4
 _ANY = np.iinfo(np.int64).max
-_WHAT = {BAD_IDS: "bad ids of table {}", _NO_FEATURE: "no feature for table {}", _VARIABLE_BATCH: "a variable batch"}
+_WHAT = {
+    BAD_IDS: "bad ids of table {}",
+    _NO_FEATURE: "no feature for table {}",
+    _VARIABLE_BATCH: "a variable batch",
+    CACHE_FAILED: "a cache of rows of table {} that cannot be moved",
+}
 
 
 @dataclass(frozen=True)
@@ -188,11 +193,13 @@ def error_of(
 ) -> FlexShardError | None:
     """What this rank raises after every rank has given its word, if one of them has a problem."""
     if problem is not None:
-        return DataError(f"rank {rank}: {problem.text}")
+        kind = CacheError if problem.kind == CACHE_FAILED else DataError
+        return kind(f"rank {rank}: {problem.text}")
     for other, word in enumerate(status):
         if word.problem:
             what = _WHAT[word.problem].format(repr(tables[word.table]))
-            return DataError(f"rank {rank}: rank {other} has {what}; its own message names it")
+            kind = CacheError if word.problem == CACHE_FAILED else DataError
+            return kind(f"rank {rank}: rank {other} has {what}; its own message names it")
     late = [other for other, word in enumerate(status) if word.written == STALE]
     if late:
         return CheckpointError(

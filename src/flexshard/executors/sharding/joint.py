@@ -8,6 +8,8 @@ its own. Which modules go together so depends on the calls alone, which are the 
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -182,6 +184,7 @@ class JointModules:
         self._tables: list[ShardedTables] = []
         self._joint: dict[tuple[int, ...], JointTables] = {}
         self._open: JointBatch | None = None
+        self._sent: deque[weakref.ref[JointBatch]] = deque()
 
     def add(self, tables: ShardedTables) -> int:
         """One more module; its index."""
@@ -215,6 +218,20 @@ class JointModules:
         """It takes no further parts."""
         if self._open is batch:
             self._open = None
+
+    def sent(self, batch: JointBatch) -> None:
+        """Its ids are on their way; those of batches before it have come."""
+        self.announce()
+        self._sent.append(weakref.ref(batch))
+
+    def announce(self, last: JointBatch | None = None) -> None:
+        """Tell the stores of all batches whose ids are on their way, as far as ``last``, in order."""
+        while self._sent:
+            batch = self._sent.popleft()()
+            if batch is not None:
+                batch.announce()
+            if batch is last is not None:
+                return
 
 
 class JointBatch:
@@ -284,6 +301,7 @@ class JointBatch:
             for part in self.parts.values():
                 part.owner.finish_writes()
         self._exchange = self._tables.exchange(self._batch, splits)
+        self._modules.sent(self)
 
     def _problem(self) -> BatchProblem | None:
         """What is wrong on this rank, where something is."""
@@ -294,7 +312,13 @@ class JointBatch:
 
     def wait_for_ids(self) -> None:
         """Until the ids that other ranks ask for are here."""
+        self._modules.announce(self)
         self.exchange.wait_for_ids()
+
+    def announce(self) -> None:
+        """Tell the stores which rows will be looked up, to be trained."""
+        if any(part.owner.training for part in self.parts.values()):
+            self.exchange.announce()
 
     @property
     def exchange(self) -> Exchange:

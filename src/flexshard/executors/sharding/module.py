@@ -23,7 +23,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from flexshard.embeddings import jagged_index_select
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import BatchProblem, Lookup, ids_of_tables
+from flexshard.executors.sharding.batches import CACHE_FAILED, BatchProblem, Lookup, ids_of_tables
 from flexshard.executors.sharding.joint import BatchPart, JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
@@ -156,6 +156,9 @@ class ShardedFlexShardEmbeddingCollection(
                 translated=translated,
                 variable=not self._torchrec or self._device.type != "cpu",
             )
+            failed = tables.failure()
+            if failed is not None:
+                problem = BatchProblem(CACHE_FAILED, failed[0], f"rows could not be moved to a cache ({failed[1]})")
             part = BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
             batch = self._joint.join(self._index, part)
         awaitables: list[Any] = [SplitsAwaitable(batch)]
@@ -178,6 +181,13 @@ class ShardedFlexShardEmbeddingCollection(
         for collection in self._torchrec:
             theirs = KJTList(list(dist_input)[1:])
             collection.prefetch(theirs, forward_stream, None if ctx is None else ctx.torchrec)
+
+    def announce(self) -> bool:
+        """Tell the caches of rows which rows those batches will read whose ids are on their way; whether there was room
+        for all of them on this rank.
+        """
+        self._joint.announce()
+        return all(group.store.drained() for group in self.groups)
 
     # -- output
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 
 import numpy as np
@@ -18,9 +19,11 @@ from torchrec.distributed.types import QuantizedCommCodecs
 from flexshard._internal import level_groups
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
+from flexshard.errors import PlanError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
+from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.memory import MemoryStore
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -37,12 +40,15 @@ class GroupTraits:
         dtype: of weights, and of rows on the wire.
         spec: optimizer.
         output_dtype: of the rows that the model gets.
+        cache_load_factor: of the rows without copies, how many fit into a cache of rows that are kept on the host; None
+            for rows that are not.
     """
 
     dim: int
     dtype: torch.dtype
     spec: OptimizerSpec
     output_dtype: torch.dtype = torch.float32
+    cache_load_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,8 +144,23 @@ class ShardedTables:
         make: Callable[..., RowStore] = self.options.store
         if make is FusedStore and self.options.device.type == "cpu" and not traits.spec.optimizer.on_cpu:
             make = MemoryStore  # FBGEMM has no such kernel there
+        if traits.cache_load_factor is not None:
+            make = self._cached(make, traits.cache_load_factor, members)
         store = make(traits.spec, end - first, traits.dim, traits.dtype, self.options.device)
         return TableGroup(traits, members, first, store)
+
+    def _cached(self, make: Callable[..., RowStore], load_factor: float, tables: range) -> Callable[..., RowStore]:
+        """What makes the store of tables whose rows without copies are kept on the host, behind a cache."""
+        layout = self.layout
+        label = f"rank {self.rank}, tables {', '.join(self.names[table] for table in tables)}"
+        level = [index for index, size in enumerate(layout.group_sizes) if size == layout.world_size]
+        rows = int(layout.depth[tables.start : tables.stop, level].sum())
+        if not rows:
+            raise PlanError(
+                f"tables {', '.join(self.names[table] for table in tables)}: every rank has copies of all of their"
+                " rows, which are not cached; leave them out of cache_load_factors"
+            )
+        return partial(CachedStore, cache_rows=math.ceil(load_factor * rows), cache=make, label=label)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,6 +238,11 @@ class ShardedTables:
         """The group that a table is in."""
         return self.groups[self._group_of[table]]
 
+    def failure(self) -> tuple[int, Exception] | None:
+        """The first table of a group whose store has failed beside the steps, and why."""
+        failed = ((group.tables.start, group.store.failure) for group in self.groups)
+        return next(((table, error) for table, error in failed if error is not None), None)
+
     def begin_step(self) -> None:
         """The rows that are looked up next may be updated, which would be one update more."""
         self._begin_step(int(self._steps) + 1)
@@ -267,6 +293,7 @@ class ShardedTables:
                 part = store.part(name)[slots]
                 part.copy_(whole[ids])
                 self.make_alike(level, part)
+        store.rows_written()
 
     def make_alike(self, level: int, rows: torch.Tensor) -> None:
         """Let every copy of a level's rows be the first one's; every rank must call it."""

@@ -26,7 +26,7 @@ from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from flexshard._internal import differing_ranks, on_all_ranks
+from flexshard._internal import check_finite, differing_ranks, on_all_ranks
 from flexshard.costmodels import Layout, rows_with_places
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError, TableError
@@ -56,6 +56,10 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         sharded_store: makes the store of rows without copies; FBGEMM's by default, :class:`MemoryStore` where FBGEMM
             has no kernels.
         collectives: what carries tensors to other ranks.
+        cache_load_factors: tables whose rows without copies are kept in the host's memory, behind a cache of so many of
+            them as a share (above 0, at most 1), as TorchRec's ``CacheParams.load_factor``. What leaves the cache and
+            what comes follows from the batches that are known ahead: train with :class:`LookaheadPipeline`. On CPUs
+            only, so far.
     """
 
     def __init__(
@@ -67,11 +71,19 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         translated_ids: bool = False,
         sharded_store: Callable[..., RowStore] = FusedStore,
         collectives: Collectives | None = None,
+        cache_load_factors: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
         self._sharded_store, self._collectives = sharded_store, collectives or Collectives()
         self._torchrec_sharder = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, use_index_dedup)
         self._translated_ids = translated_ids
+        self._cache_load_factors = {
+            name: check_finite(factor, f"cache_load_factors: {name!r}", TableError)
+            for name, factor in (cache_load_factors or {}).items()
+        }
+        for name, factor in self._cache_load_factors.items():
+            if not 0 < factor <= 1:
+                raise TableError(f"cache_load_factors: {name!r} must be above 0 and at most 1, found {factor:g}")
         self._latest: tuple[ShardingEnv, tuple[Any, ...], set[str], weakref.ref[JointModules]] | None = None
 
     carries_out_plans = True  # which FlexShardPlanner asks for
@@ -197,7 +209,13 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             )
         given = data_type_of_torchrec(getattr(fused.get("output_dtype"), "name", ""))
         output = torch.float32 if given is None else getattr(torch, given.name)
-        return GroupTraits(config.embedding_dim, dtype, spec, output)
+        load_factor = self._cache_load_factors.get(config.name)
+        if load_factor is not None and device.type != "cpu":
+            raise TableError(
+                f"table {config.name!r}: caches of rows that are kept on the host work on CPUs so far, not on"
+                f" {device.type}; leave it out of cache_load_factors"
+            )
+        return GroupTraits(config.embedding_dim, dtype, spec, output, load_factor)
 
     def _torchrec_part(
         self,
@@ -280,7 +298,7 @@ def _initialise(tables: ShardedTables, configs: Sequence[EmbeddingConfig], weigh
         if weight.device.type != "meta":
             tables.fill(table, {"weight": weight.detach()})
             continue
-        values = tables.group_of(table).store.values
+        values = tables.group_of(table).store.part("weight")
         for level, slots, _ in tables.held(table):
             drawn = torch.empty_like(values[slots])
             assert config.init_fn is not None

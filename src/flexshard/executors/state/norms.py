@@ -32,7 +32,7 @@ def table_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]
         module.finish_writes()
         tables, sums = module.tables, []
         for table in range(len(tables.names)):
-            values = tables.group_of(table).store.values
+            values = tables.group_of(table).store.part("weight")
             total = torch.zeros((), dtype=torch.float64, device=tables.device)
             for level, slots, _ in tables.held(table):
                 part = values[slots].double().abs()

@@ -88,7 +88,8 @@ def write_rows(
         holders: the rank that knows each id's row.
         answer: rows of ids that others ask this rank for, shape (n, width), on any device.
     """
-    layout, values = tables.layout, tables.group_of(table).store.part(name)
+    layout, store = tables.layout, tables.group_of(table).store
+    values = store.part(name)
     row_bytes = values.shape[1] * values.element_size()
     transfer = transfer_of(tables, table, "checkpoint")
     for level, slots, positions in tables.held(table):
@@ -97,3 +98,4 @@ def write_rows(
             ids = torch.from_numpy(tables.ids_of(table, positions[part])).to(tables.device)
             rows = transfer.ask(ids, holders(ids), lambda asked: answer(asked).to(tables.device))
             values[slots][part].copy_(rows)
+    store.rows_written()

@@ -35,7 +35,10 @@ class RowStore(nn.Module, abc.ABC):
     Attributes:
         spec: their optimizer.
         dim: D.
+        ahead: whether it makes use of hearing of batches before they are looked up.
     """
+
+    ahead = False
 
     def __init__(self, spec: OptimizerSpec, dim: int) -> None:
         super().__init__()
@@ -55,6 +58,22 @@ class RowStore(nn.Module, abc.ABC):
     def look_up(self, slots: torch.Tensor) -> LookedUp:
         """Rows at slots (shape (R,), int64), which this rank alone updates."""
 
+    def announce(self, slots: torch.Tensor) -> Callable[[], LookedUp]:
+        """Rows that a batch will read, perhaps to be trained, before it is looked up; what looks them up then."""
+        return lambda: self.look_up(slots)
+
+    def rows_written(self) -> None:
+        """Somebody wrote to what :meth:`part` gave."""
+
+    def drained(self) -> bool:
+        """Whether there was room for all that was announced."""
+        return True
+
+    @property
+    def failure(self) -> Exception | None:
+        """What went wrong beside the steps, if anything did."""
+        return None
+
     @property
     def values(self) -> torch.Tensor:
         """Weights, shape (slots, D); writing to it changes them.
@@ -65,7 +84,9 @@ class RowStore(nn.Module, abc.ABC):
         return self.flat.data.view(-1, self.dim)
 
     def part(self, name: str) -> torch.Tensor:
-        """Weights ("weight") or a state by its name; writing changes it."""
+        """Weights ("weight") or a state by its name, as they are now; writing changes it, if :meth:`rows_written` is
+        called then.
+        """
         return self.values if name == "weight" else self.states()[name]
 
     def release(self) -> None:

@@ -1,0 +1,136 @@
+"""TorchRec's training pipeline with more batches under way, so that caches of rows know them ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from flexshard._internal import check_int
+from flexshard.errors import CacheError
+from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
+
+__all__ = ["LookaheadPipeline"]
+
+_MOST = 200  # where more of them save little (BagPipe, Table 3)
+
+
+class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
+    """As TorchRec's ``TrainPipelineSparseDist``, with the ids of ``lookahead`` further batches at their owners.
+
+    These learn which rows the batches will read, and fetch them from the host's memory beside the steps. What is
+    trained is the same whatever the lookahead and the caches' sizes: rows whose batches are under way stay in the
+    cache, where they are updated; the others are newest on the host. A batch for whose rows there is no room waits
+    until there is.
+
+    Batches are taken from the iterator ahead of their steps: as with TorchRec's pipelines, a position to go on from is
+    that of the batches trained (``trained``), not read.
+
+    Args:
+        model, optimizer, device: as of ``TrainPipelineSparseDist``.
+        lookahead: batches known beside the current one, at least 1. By default as many as the caches have room for on
+            every rank when training begins, up to 200.
+        options: the others of ``TrainPipelineSparseDist``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        lookahead: int | None = None,
+        **options: Any,
+    ) -> None:
+        for name in ("enqueue_batch_after_forward", "clear_data_dist_inputs"):
+            if options.get(name):
+                raise CacheError(f"LookaheadPipeline: {name} is for pipelines of two batches; leave it out")
+        super().__init__(model, optimizer, device, **options)
+        self._lookahead = None if lookahead is None else check_int(lookahead, "lookahead", CacheError)
+        self._begun = 0
+        self.trained = 0
+
+    @property
+    def lookahead(self) -> int | None:
+        """Batches known beside the current one; None before the caches' room has been tried."""
+        return self._lookahead
+
+    def _ours(self) -> list[ShardedFlexShardEmbeddingCollection]:
+        modules: Any = self._pipelined_modules
+        return [module for module in modules if isinstance(module, ShardedFlexShardEmbeddingCollection)]
+
+    def _begin(self) -> None:
+        """Tell how many ids of the oldest batch will come whose do not yet."""
+        batch, context = self.batches[self._begun], self.contexts[self._begun]
+        if self._pipelined_modules:
+            self.start_sparse_data_dist(batch, context)
+        else:
+            self._init_pipelined_modules(batch, context, self._pipelined_forward_type)
+        self._begun += 1
+
+    def _announce(self) -> bool:
+        """Let the caches know the batches whose ids are on their way; whether all of them found room."""
+        room = True
+        for module in self._ours():
+            room &= module.announce()
+        return room
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
+        """As many batches as are to be known, if there are so many."""
+        while self._begun <= (self._lookahead or (_MOST if self._model.training else 1)):
+            if len(self.batches) == self._begun and not self.enqueue_batch(dataloader_iter):
+                return
+            self._begin()
+            self.wait_sparse_data_dist(self.contexts[self._begun - 1])
+            if self._lookahead is None and self._model.training and not self._room_everywhere():
+                self._lookahead = max(self._begun - 1, 1)
+        if self._model.training:
+            self._lookahead = self._lookahead or _MOST
+
+    def _room_everywhere(self) -> bool:
+        """Whether the caches of every rank have room for all batches that are under way."""
+        room = torch.tensor([int(self._announce())], device=self._device)
+        ours = self._ours()
+        if ours:
+            dist.all_reduce(room, op=dist.ReduceOp.MIN, group=ours[0].tables.process_group)
+        return bool(room.item())
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train on the oldest batch; what the model gives beside the loss.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        if not self._model_attached:
+            self.attach(self._model)
+        self.fill_pipeline(dataloader_iter)
+        if not self.batches:
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        if self._model.training:
+            self._optimizer.zero_grad()
+        self._wait_for_batch()
+        self._announce()
+        begins = self._begun if self._begun < len(self.batches) or self.enqueue_batch(dataloader_iter) else None
+        if begins is not None:
+            self._begin()
+        self.enqueue_batch(dataloader_iter)
+        losses, output = self._model_fwd(self.batches[0])
+        if begins is not None:
+            self.wait_sparse_data_dist(self.contexts[begins])
+        if self._model.training:
+            self._backward(losses)
+            self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])
+            self._optimizer_step()
+            self.trained += 1
+        self.dequeue_batch()
+        self._begun -= 1
+        return output
+
+    def reset(self) -> None:
+        """Let go of all batches."""
+        super().reset()
+        self._begun = 0

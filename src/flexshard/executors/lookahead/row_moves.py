@@ -1,0 +1,254 @@
+"""Rows between a cache and the host's memory, moved on a thread of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexshard.errors import CacheError
+from flexshard.executors.lookahead.oracle import Admission, LookaheadOracle
+
+__all__ = ["AnnouncedBatch", "CacheTraffic", "RowMoves"]
+
+IntArray = npt.NDArray[np.int64]
+Rows = Mapping[str, torch.Tensor]
+_Result = TypeVar("_Result")
+
+
+@dataclass(eq=False)
+class AnnouncedBatch:
+    """A batch that will be looked up.
+
+    Attributes:
+        ids: rows of its lookups; shape (n,).
+        slots: of each lookup in the cache, once its rows are there; shape (n,), int64.
+        kept: it is being trained on, after which it is over.
+        dropped: nobody will look it up, or train on it, any more.
+        over: its rows have been trained, or will not be.
+    """
+
+    ids: IntArray
+    slots: Future[torch.Tensor] = field(default_factory=Future)
+    kept: bool = False
+    dropped: bool = False
+    over: bool = False
+    admission: Admission | None = None
+
+
+@dataclass
+class CacheTraffic:
+    """What a cache has done so far, in rows.
+
+    Attributes:
+        batches: that were admitted.
+        lookups: of these.
+        distinct: rows that they read, counted once a batch.
+        carried: of these, which the batch before read too.
+        fetched: from the host.
+        written_back: to it.
+    """
+
+    batches: int = 0
+    lookups: int = 0
+    distinct: int = 0
+    carried: int = 0
+    fetched: int = 0
+    written_back: int = 0
+
+
+class RowMoves:
+    """One cache's oracle and the copies that it asks for.
+
+    What moves rows runs on one thread, in the order in which it was asked for, beside the steps: a row is written back
+    before it is fetched again, a slot is emptied before it is filled. The steps' own thread reads and updates only
+    slots of batches that were admitted and are not over, which stay where they are.
+    """
+
+    def __init__(self, oracle: LookaheadOracle, host: Rows, cache: Rows, label: str) -> None:
+        """``host`` and ``cache`` by name, shape (rows, width) and (slots, width); ``label`` says whose, for errors."""
+        self.traffic = CacheTraffic()
+        self._oracle, self._host, self._cache, self._label = oracle, host, cache, label
+        self._thread = ThreadPoolExecutor(1, "flexshard-cache")
+        self._newer = np.zeros(oracle.slots, np.bool_)  # than the host's
+        self._waiting: deque[AnnouncedBatch] = deque()
+        self._under_way: deque[AnnouncedBatch] = deque()
+        self.failure: Exception | None = None
+
+    # -- on the steps' thread
+
+    def announce(self, ids: IntArray) -> AnnouncedBatch:
+        """Fetch a batch's rows as soon as there is room for them."""
+        batch = AnnouncedBatch(ids)
+        self._waiting.append(batch)
+        self._thread.submit(self._guarded, self._advance)
+        return batch
+
+    def slots_of(self, batch: AnnouncedBatch) -> torch.Tensor:
+        """Where its lookups' rows are, once they are there; shape (n,).
+
+        Raises:
+            CacheError: there is no room for it, or rows could not be moved.
+        """
+        if not batch.slots.done():
+            self._run(self._advance)
+        if not batch.slots.done():
+            raise self._too_small()
+        return batch.slots.result()
+
+    def finish(self, batch: AnnouncedBatch, *, trained: bool) -> None:
+        """Its rows have been trained, or will not be."""
+        self._thread.submit(self._guarded, lambda: self._finish(batch, trained=trained))
+
+    def read(self, ids: IntArray, name: str) -> torch.Tensor:
+        """Rows as they are now, wherever they are; shape (n, width). Nothing enters the cache or leaves it."""
+        return self._run(lambda: self._read(ids, name))
+
+    def flush(self) -> None:
+        """Let the host's rows be as new as the cache's, which stay there."""
+        self._run(self._flush)
+
+    def reload(self, *, unless_newer: bool = False) -> None:
+        """Somebody wrote to the host's rows: let the cache's be the same.
+
+        Raises:
+            CacheError: with ``unless_newer``, if the cache had newer ones.
+        """
+        self._run(lambda: self._reload(unless_newer=unless_newer))
+
+    def drained(self) -> bool:
+        """Whether every batch that was announced has its rows in the cache, once what was begun has ended."""
+        self._run(self._advance)
+        return not self._waiting
+
+    def close(self) -> None:
+        """End the thread, once what was begun has ended."""
+        self._thread.shutdown(wait=True)
+
+    def _run(self, work: Callable[[], _Result]) -> _Result:
+        """Do something on the moves' thread, behind all that was asked for before."""
+        if self.failure is not None:
+            raise self._failed() from self.failure
+        return self._thread.submit(self._guarded, work).result()
+
+    # -- on the moves' thread
+
+    def _guarded(self, work: Callable[[], _Result]) -> _Result:
+        if self.failure is not None:
+            raise self._failed() from self.failure
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return work()
+        except CacheError:
+            raise
+        except Exception as error:
+            self.failure = error
+            for batch in self._waiting:
+                batch.slots.set_exception(self._failed())
+            raise self._failed() from error
+
+    def _failed(self) -> CacheError:
+        error = self.failure
+        return CacheError(f"{self._label}: rows could not be moved ({type(error).__name__}: {error}); end this job")
+
+    def _too_small(self) -> CacheError:
+        distinct, missing = self._oracle.needed
+        window = self._oracle.window
+        if not window:
+            return CacheError(
+                f"{self._label}: the cache has {self._oracle.slots:,} rows, one batch reads {distinct:,}; make it at"
+                " least as large, or batches smaller"
+            )
+        held = sum(batch.admission.rows.size for batch in self._under_way if batch.admission is not None)
+        return CacheError(
+            f"{self._label}: the cache has {self._oracle.slots:,} rows, too few for {window + 1} batches at once, of"
+            f" which one more needs {missing:,} rows; make it {held + missing:,}, or end the batches that are under way"
+            " before the next is looked up"
+        )
+
+    def _advance(self) -> None:
+        """Take up as many batches as there is room for."""
+        while self._waiting:
+            self._retire()
+            batch = self._waiting[0]
+            if not batch.dropped:
+                admission = self._oracle.admit(batch.ids)
+                if admission is None:
+                    return
+                batch.admission = admission
+                self._move(admission)
+                self._under_way.append(batch)
+                batch.slots.set_result(torch.from_numpy(admission.slots.astype(np.int64)))
+            self._waiting.popleft()
+
+    def _retire(self) -> None:
+        while self._under_way and (self._under_way[0].over or self._under_way[0].dropped):
+            self._under_way.popleft()
+            gone = self._oracle.retire()
+            self._write_back(gone.rows, gone.slots)
+
+    def _finish(self, batch: AnnouncedBatch, *, trained: bool) -> None:
+        if trained:
+            assert batch.admission is not None
+            self._newer[batch.admission.row_slots] = True
+        batch.over = True
+        self._retire()
+        self._advance()
+
+    def _move(self, admission: Admission) -> None:
+        self._write_back(admission.evicted.rows, admission.evicted.slots)
+        fetched = admission.fetched
+        rows, slots = admission.rows[fetched], admission.row_slots[fetched].astype(np.int64)
+        self._newer[slots] = False
+        self._fetch(rows, slots)
+        traffic = self.traffic
+        traffic.batches += 1
+        traffic.lookups += admission.slots.size
+        traffic.distinct += admission.rows.size
+        traffic.carried += admission.carried.size
+        traffic.fetched += rows.size
+
+    def _fetch(self, rows: IntArray, slots: IntArray) -> None:
+        where, target = torch.from_numpy(rows), torch.from_numpy(slots)
+        for name, values in self._cache.items():
+            values.index_copy_(0, target, self._host[name].index_select(0, where))
+
+    def _write_back(self, rows: IntArray, slots: IntArray) -> None:
+        newer = self._newer[slots]
+        if not newer.any():
+            return
+        if not newer.all():
+            rows, slots = rows[newer], slots[newer]
+        source, where = torch.from_numpy(slots), torch.from_numpy(rows)
+        for name, values in self._cache.items():
+            self._host[name].index_copy_(0, where, values.index_select(0, source))
+        self._newer[slots] = False
+        self.traffic.written_back += rows.size
+
+    def _read(self, ids: IntArray, name: str) -> torch.Tensor:
+        rows = self._host[name].index_select(0, torch.from_numpy(ids))
+        slots = self._oracle.find(ids)
+        here = np.flatnonzero(slots >= 0)
+        rows[torch.from_numpy(here)] = self._cache[name].index_select(0, torch.from_numpy(slots[here]))
+        return rows
+
+    def _flush(self) -> None:
+        self._retire()
+        held = self._oracle.held()
+        self._write_back(held.rows, held.slots)
+
+    def _reload(self, *, unless_newer: bool) -> None:
+        if unless_newer and self._newer.any():
+            raise CacheError(
+                f"{self._label}: parameters were written to while the cache had newer rows, which would be lost; call"
+                " state_dict() before, which brings the parameters up to date, or use load_state_dict()"
+            )
+        held = self._oracle.held()
+        self._newer[:] = False
+        self._fetch(held.rows, held.slots)

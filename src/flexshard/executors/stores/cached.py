@@ -1,0 +1,145 @@
+"""Rows in the host's memory, of which those that batches under way read are in a cache."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from flexshard.errors import CacheError
+from flexshard.executors.lookahead.oracle import LookaheadOracle
+from flexshard.executors.lookahead.row_moves import AnnouncedBatch, CacheTraffic, RowMoves
+from flexshard.executors.stores.base import LookedUp, RowStore
+from flexshard.executors.stores.memory import MemoryStore
+from flexshard.executors.stores.updates import OptimizerSpec
+
+__all__ = ["CachedStore"]
+
+
+class CachedStore(MemoryStore):
+    """Weights and optimizer states on the host; rows without copies are looked up and updated in a cache.
+
+    Weights and states of a row move together, so that training is what it is without a cache, bit for bit. Rows with
+    copies are not cached: they are read and updated where they are.
+
+    Its parameters are the host's rows, as those of TorchRec's ``fused_uvm_caching`` are: of rows in the cache they are
+    as old as the last :meth:`flush`, which every ``state_dict`` calls. Writing to them in place counts, if the cache
+    has no newer rows; otherwise it is an error.
+    """
+
+    ahead = True
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        slots: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        cache_rows: int,
+        cache: Callable[..., RowStore],
+        label: str,
+    ) -> None:
+        """As every store, and what makes the store of the cache's ``cache_rows`` slots; ``label`` for errors."""
+        super().__init__(spec, slots, dim, dtype, device)
+        self._label = label
+        self._cache = cache(spec, cache_rows, dim, dtype, device)
+        names = ("weight", *spec.state_names)
+        self._moves = RowMoves(
+            LookaheadOracle(slots, cache_rows),
+            {name: super(CachedStore, self).part(name) for name in names},
+            {name: self._cache.part(name) for name in names},
+            label,
+        )
+        self._version = self._flat._version
+
+    @property
+    def cache_rows(self) -> int:
+        """Slots of the cache."""
+        return int(self._cache.values.shape[0])
+
+    @property
+    def traffic(self) -> CacheTraffic:
+        """What the cache has done so far."""
+        return self._moves.traffic
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._moves.failure
+
+    def part(self, name: str) -> torch.Tensor:
+        self.flush()
+        return super().part(name)
+
+    def flush(self) -> None:
+        """Let the host's rows be as new as the cache's."""
+        self._moves.flush()
+
+    def rows_written(self) -> None:
+        self._moves.reload()
+        self._version = self._flat._version
+
+    def drained(self) -> bool:
+        return self._moves.drained()
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        super().set_learning_rate(learning_rate)
+        self._cache.set_learning_rate(learning_rate)
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self._cache.begin_step(step)
+
+    def announce(self, slots: torch.Tensor) -> Callable[[], LookedUp]:
+        return _Announced(self, slots)
+
+    def look_up(self, slots: torch.Tensor) -> LookedUp:
+        if torch.is_grad_enabled():
+            return self.announce(slots)()
+        self._take_writes()
+        return LookedUp(self._moves.read(slots.numpy(), "weight"), lambda _: None)
+
+    def _take_writes(self) -> None:
+        """Take over what somebody wrote to the parameters."""
+        if self._flat._version != self._version:
+            self._moves.reload(unless_newer=True)
+            self._version = self._flat._version
+
+
+class _Announced:
+    """A batch's rows, on their way to the cache. When nobody has it any more, they need not stay there."""
+
+    def __init__(self, store: CachedStore, slots: torch.Tensor) -> None:
+        self._store, self._used = store, False
+        self._batch = store._moves.announce(slots.numpy())
+        weakref.finalize(self, _drop, self._batch)
+
+    def __call__(self) -> LookedUp:
+        """Look the rows up, once."""
+        store, moves, batch = self._store, self._store._moves, self._batch
+        if self._used:
+            raise CacheError(f"{store._label}: a batch is looked up twice; give the model each batch once")
+        self._used = True
+        store._take_writes()
+        found = store._cache.look_up(moves.slots_of(batch))
+        if not torch.is_grad_enabled():
+            moves.finish(batch, trained=False)
+            return LookedUp(found.rows, lambda _: None)
+
+        def update(gradient: torch.Tensor) -> None:
+            if batch.kept:
+                raise CacheError(
+                    f"{store._label}: gradients of a batch come twice (backward with retain_graph), when its rows may"
+                    " have left the cache; add the losses up, or leave these tables uncached"
+                )
+            batch.kept = True
+            found.update(gradient)
+            moves.finish(batch, trained=True)
+
+        return LookedUp(found.rows, update)
+
+
+def _drop(batch: AnnouncedBatch) -> None:
+    batch.dropped = not batch.kept
