@@ -79,7 +79,7 @@ class RowMoves:
         self._newer = np.zeros(oracle.slots, np.bool_)  # than the host's
         self._waiting: deque[AnnouncedBatch] = deque()
         self._under_way: deque[AnnouncedBatch] = deque()
-        self.failure: Exception | None = None
+        self.failure: CacheError | None = None
 
     # -- on the steps' thread
 
@@ -123,9 +123,12 @@ class RowMoves:
         self._run(lambda: self._reload(unless_newer=unless_newer))
 
     def drained(self) -> bool:
-        """Whether every batch that was announced has its rows in the cache, once what was begun has ended."""
-        self._run(self._advance)
-        return not self._waiting
+        """Whether every batch that was announced has its rows in the cache, once what was begun has ended; or moving
+        rows failed, which other ranks have to hear before it is raised.
+        """
+        if self.failure is None:
+            self._thread.submit(self._guarded, self._advance).exception()
+        return not self._waiting or self.failure is not None
 
     def close(self) -> None:
         """End the thread, once what was begun has ended."""
@@ -134,28 +137,26 @@ class RowMoves:
     def _run(self, work: Callable[[], _Result]) -> _Result:
         """Do something on the moves' thread, behind all that was asked for before."""
         if self.failure is not None:
-            raise self._failed() from self.failure
+            raise self.failure
         return self._thread.submit(self._guarded, work).result()
 
     # -- on the moves' thread
 
     def _guarded(self, work: Callable[[], _Result]) -> _Result:
         if self.failure is not None:
-            raise self._failed() from self.failure
+            raise self.failure
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return work()
         except CacheError:
             raise
         except Exception as error:
-            self.failure = error
+            self.failure = CacheError(
+                f"{self._label}: rows could not be moved ({type(error).__name__}: {error}); end this job"
+            )
             for batch in self._waiting:
-                batch.slots.set_exception(self._failed())
-            raise self._failed() from error
-
-    def _failed(self) -> CacheError:
-        error = self.failure
-        return CacheError(f"{self._label}: rows could not be moved ({type(error).__name__}: {error}); end this job")
+                batch.slots.set_exception(self.failure)
+            raise self.failure from error
 
     def _too_small(self) -> CacheError:
         distinct, missing = self._oracle.needed

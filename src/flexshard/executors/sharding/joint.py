@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from flexshard.costmodels import Layout, RowWidths, TableClass, step_collectives
-from flexshard.errors import CommunicationError, FlexShardError
+from flexshard.errors import CommunicationError, FlexShardError, PlanError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
 from flexshard.executors.comm.exchange import Exchange, ExchangeContext
 from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
@@ -180,7 +180,9 @@ class JointTables:
 class JointModules:
     """Modules of one model that are sharded alike, so that their batches may be exchanged together."""
 
-    def __init__(self) -> None:
+    def __init__(self, cached: Iterable[str] = ()) -> None:
+        """``cached``: tables whose rows are to be behind caches; all of them have to be there when a batch comes."""
+        self._cached = set(cached)
         self._tables: list[ShardedTables] = []
         self._joint: dict[tuple[int, ...], JointTables] = {}
         self._open: JointBatch | None = None
@@ -204,6 +206,8 @@ class JointModules:
 
     def join(self, index: int, part: BatchPart) -> JointBatch:
         """Begin a module's part of a batch, together with those that were begun just before and not waited for."""
+        if self._cached:
+            self._check_cached()
         if self._open is not None and not self._open.may_take(index, part):
             self._open.begin()
         if self._open is None:
@@ -213,6 +217,16 @@ class JointModules:
         if len(batch.parts) == len(self._tables):
             batch.begin()
         return batch
+
+    def _check_cached(self) -> None:
+        """Raises PlanError where there is no such table: of all modules it is known only now."""
+        unknown = self._cached - {name for tables in self._tables for name in tables.names}
+        if unknown:
+            raise PlanError(
+                f"cache_load_factors: no table {min(unknown)!r} is under the plan; its tables are"
+                f" {', '.join(name for tables in self._tables for name in tables.names)}"
+            )
+        self._cached.clear()
 
     def begun(self, batch: JointBatch) -> None:
         """It takes no further parts."""

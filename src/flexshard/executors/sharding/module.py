@@ -158,7 +158,7 @@ class ShardedFlexShardEmbeddingCollection(
             )
             failed = tables.failure()
             if failed is not None:
-                problem = BatchProblem(CACHE_FAILED, failed[0], f"rows could not be moved to a cache ({failed[1]})")
+                problem = BatchProblem(CACHE_FAILED, *failed)
             part = BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
             batch = self._joint.join(self._index, part)
         awaitables: list[Any] = [SplitsAwaitable(batch)]

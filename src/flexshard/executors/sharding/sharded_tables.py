@@ -238,10 +238,10 @@ class ShardedTables:
         """The group that a table is in."""
         return self.groups[self._group_of[table]]
 
-    def failure(self) -> tuple[int, Exception] | None:
-        """The first table of a group whose store has failed beside the steps, and why."""
+    def failure(self) -> tuple[int, str] | None:
+        """The first table of a group whose store has failed beside the steps, and how."""
         failed = ((group.tables.start, group.store.failure) for group in self.groups)
-        return next(((table, error) for table, error in failed if error is not None), None)
+        return next(((table, str(error)) for table, error in failed if error is not None), None)
 
     def begin_step(self) -> None:
         """The rows that are looked up next may be updated, which would be one update more."""

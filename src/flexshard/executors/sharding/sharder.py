@@ -171,7 +171,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             if joint is not None and known_env is env and known_alike == alike and module_fqn not in names:
                 names.add(module_fqn)
                 return joint
-        joint = JointModules()
+        joint = JointModules(self._cache_load_factors)
         self._latest = None if module_fqn is None else (env, alike, {module_fqn}, weakref.ref(joint))
         return joint
 

@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from flexshard._internal import has_triton
+from flexshard.errors import FlexShardError
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update
 
 __all__ = ["LookedUp", "RowStore"]
@@ -70,7 +71,7 @@ class RowStore(nn.Module, abc.ABC):
         return True
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> FlexShardError | None:
         """What went wrong beside the steps, if anything did."""
         return None
 

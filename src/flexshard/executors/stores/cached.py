@@ -66,7 +66,7 @@ class CachedStore(MemoryStore):
         return self._moves.traffic
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> CacheError | None:
         return self._moves.failure
 
     def part(self, name: str) -> torch.Tensor:
@@ -112,33 +112,34 @@ class _Announced:
     """A batch's rows, on their way to the cache. When nobody has it any more, they need not stay there."""
 
     def __init__(self, store: CachedStore, slots: torch.Tensor) -> None:
-        self._store, self._used = store, False
+        self._store, self._found = store, LookedUp(slots, lambda _: None)
+        self._looked_up = False
         self._batch = store._moves.announce(slots.numpy())
         weakref.finalize(self, _drop, self._batch)
 
     def __call__(self) -> LookedUp:
         """Look the rows up, once."""
-        store, moves, batch = self._store, self._store._moves, self._batch
-        if self._used:
+        store, moves = self._store, self._store._moves
+        if self._looked_up:
             raise CacheError(f"{store._label}: a batch is looked up twice; give the model each batch once")
-        self._used = True
+        self._looked_up = True
         store._take_writes()
-        found = store._cache.look_up(moves.slots_of(batch))
-        if not torch.is_grad_enabled():
-            moves.finish(batch, trained=False)
-            return LookedUp(found.rows, lambda _: None)
+        self._found = store._cache.look_up(moves.slots_of(self._batch))
+        if torch.is_grad_enabled():
+            return LookedUp(self._found.rows, self._update)  # which keeps this batch, and so its rows in the cache
+        moves.finish(self._batch, trained=False)
+        return self._found
 
-        def update(gradient: torch.Tensor) -> None:
-            if batch.kept:
-                raise CacheError(
-                    f"{store._label}: gradients of a batch come twice (backward with retain_graph), when its rows may"
-                    " have left the cache; add the losses up, or leave these tables uncached"
-                )
-            batch.kept = True
-            found.update(gradient)
-            moves.finish(batch, trained=True)
-
-        return LookedUp(found.rows, update)
+    def _update(self, gradient: torch.Tensor) -> None:
+        batch = self._batch
+        if batch.kept:
+            raise CacheError(
+                f"{self._store._label}: gradients of a batch come twice (backward with retain_graph), when its rows may"
+                " have left the cache; add the losses up, or leave these tables uncached"
+            )
+        batch.kept = True
+        self._found.update(gradient)
+        self._store._moves.finish(batch, trained=True)
 
 
 def _drop(batch: AnnouncedBatch) -> None:

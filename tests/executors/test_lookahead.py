@@ -1,0 +1,388 @@
+"""Training with rows on the host behind a cache is what it is without one, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+pytest.importorskip("numba")
+
+import torch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from flexshard.errors import CacheError, FlexShardError, PlanError, TableError
+from flexshard.executors import FlexShardEmbeddingCollectionSharder, LookaheadPipeline, reshard
+from flexshard.executors.lookahead.oracle import LookaheadOracle
+from flexshard.executors.lookahead.row_moves import RowMoves
+from flexshard.executors.state.checkpoints import load_checkpoint, save_checkpoint
+from flexshard.executors.stores import cached
+from flexshard.tables import OPTIMIZERS
+from tests.executors import lookahead_model as looking, ranks
+
+HOST = torch.device("cpu")
+STEPS = 12
+FACTORS = (0.14, 0.3, 1.0)
+AHEAD = (1, 2, 4, 16)
+SHAPES = {1: (1, 1), 2: (1, 2), 4: (2, 2)}
+
+
+def fused(name: str) -> dict[str, Any]:
+    """Options that make the most of an optimizer."""
+    takes = OPTIMIZERS[name].takes
+    options = {"eps": 1e-8, "weight_decay": 0.01, "momentum": 0.9, "eta": 0.5}
+    given = {option: value for option, value in options.items() if option in takes}
+    if "weight_decay_mode" in takes:
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+
+        given["weight_decay_mode"] = WeightDecayMode.L2
+    kind = OPTIMIZERS[name].fbgemm
+    assert kind is not None
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    return {"optimizer": EmbOptimType[kind], "learning_rate": 0.2} | given
+
+
+def train(
+    rank: int,
+    plan: Any,
+    factors: Any,
+    optimizer: str,
+    *,
+    ahead: int | None = None,
+    stock: bool = False,
+    steps: range = range(STEPS),
+) -> tuple[list[torch.Tensor], Any, Any]:
+    """Logits of every step, the pipeline, and the model."""
+    parallel, optim = looking.shard(plan, factors, fused(optimizer))
+    kind = TrainPipelineSparseDist if stock else LookaheadPipeline
+    pipeline = kind(parallel, optim, HOST, **({} if stock else {"lookahead": ahead}))
+    batches = looking.batches(rank, steps)
+    return [pipeline.progress(batches).detach() for _ in steps], pipeline, parallel
+
+
+def every_case(rank: int, plan: Any) -> list[Any]:
+    """(optimizer, share, lookahead, what differs, rows written back) of all of them."""
+    found = []
+    for optimizer in OPTIMIZERS:
+        outputs, _, parallel = train(rank, plan, None, optimizer, stock=True)
+        expected = looking.everything(parallel)
+        for factor, ahead in itertools.product(FACTORS, AHEAD):
+            logits, _, parallel = train(rank, plan, factor, optimizer, ahead=ahead)
+            (store,) = looking.caches(parallel)
+            traffic = replace(store.traffic)
+            differing = looking.differs(looking.everything(parallel), expected)
+            differing += [f"step {i}" for i, (a, b) in enumerate(zip(logits, outputs, strict=True)) if (a != b).any()]
+            found.append((optimizer, factor, ahead, differing, traffic))
+    return found
+
+
+@pytest.mark.parametrize("world", SHAPES)
+def test_every_optimizer_lookahead_and_size(world: int) -> None:
+    plan = looking.plan_for(*SHAPES[world])
+    results = ranks.run(*SHAPES[world], every_case, plan, limit=500.0)
+    for cases in results:
+        assert len(cases) == len(OPTIMIZERS) * len(FACTORS) * len(AHEAD)
+        assert [case[:4] for case in cases if case[3]] == []
+        # The smallest cache lets rows go and fetches them again; the largest never does.
+        for _, factor, _, _, traffic in cases:
+            assert traffic.written_back > 0 or factor > min(FACTORS)
+            assert traffic.written_back == 0 or factor < max(FACTORS)
+            assert traffic.batches == STEPS
+    fetched = {(factor, ahead): traffic.fetched for _, factor, ahead, _, traffic in results[0]}
+    assert fetched[1.0, 4] <= fetched[0.14, 4] < results[0][0][4].distinct
+
+
+def _weights_alone(self: RowMoves, oracle: Any, host: Any, cache: Any, label: str) -> None:
+    _init(self, oracle, {"weight": host["weight"]}, {"weight": cache["weight"]}, label)
+
+
+def _evicted_too_early(self: LookaheadOracle) -> Any:
+    """As if no later batch were known."""
+    batch = self._admitted[0]
+    for slot in batch.row_slots.tolist():
+        word = int(self._slot_words[slot])
+        if word >> 32 > batch.batch:
+            row = word & 0xFFFFFFFF
+            self._slot_words[slot] = (batch.batch << 32) | row
+            self._row_words[row] = (batch.batch << 32) | slot
+    self.keep = False
+    return _retire(self)
+
+
+def _slot_used_too_early(self: RowMoves, admission: Any) -> None:
+    """What comes overwrites what has not left."""
+    fetched = admission.fetched
+    self._fetch(admission.rows[fetched], admission.row_slots[fetched].astype(np.int64))
+    self._write_back(admission.evicted.rows, admission.evicted.slots)
+
+
+def _not_written_back(self: RowMoves, rows: Any, slots: Any) -> None:
+    self.traffic.written_back += len(rows)
+
+
+def _gradient_of_the_batch_before(self: Any, gradient: torch.Tensor) -> None:
+    """Rows are updated by what came for the batch before, and that of the last one is lost."""
+    last, self._store.last = getattr(self._store, "last", None), (self._found, gradient.clone())
+    if last is not None:
+        last[0].update(last[1])
+    self._batch.kept = True
+    self._store._moves.finish(self._batch, trained=True)
+
+
+def _ids_of_the_batch_before(self: RowMoves, ids: Any) -> Any:
+    """Rows are fetched for the wrong batch; lookups find what their slots happen to hold."""
+    last = getattr(self, "last", ids)
+    self.last = ids  # type: ignore[attr-defined]
+    return _announce(self, np.resize(last, ids.size) if last.size else ids)
+
+
+_init, _retire, _announce = RowMoves.__init__, LookaheadOracle.retire, RowMoves.announce
+MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "state not carried": (RowMoves, "__init__", _weights_alone),
+    "evicted too early": (LookaheadOracle, "retire", _evicted_too_early),
+    "slot reused too early": (RowMoves, "_move", _slot_used_too_early),
+    "not written back": (RowMoves, "_write_back", _not_written_back),
+    "gradient of the wrong batch": (cached._Announced, "_update", _gradient_of_the_batch_before),
+    "ids not ahead": (RowMoves, "announce", _ids_of_the_batch_before),
+}
+
+
+def mutated(rank: int, plan: Any) -> dict[str, bool]:
+    """Whether each mutant was noticed."""
+    outputs, _, parallel = train(rank, plan, None, "rowwise_adagrad", stock=True)
+    expected, noticed = looking.everything(parallel), {}
+    for name, (owner, method, wrong) in MUTANTS.items():
+        with mock.patch.object(owner, method, wrong):
+            try:
+                logits, _, parallel = train(rank, plan, 0.14, "rowwise_adagrad", ahead=2)
+                same = all((a == b).all() for a, b in zip(logits, outputs, strict=True))
+                noticed[name] = not same or bool(looking.differs(looking.everything(parallel), expected))
+            except (FlexShardError, AssertionError, IndexError):
+                noticed[name] = True
+    return noticed
+
+
+def test_mutants_are_noticed() -> None:
+    (noticed,) = ranks.run(1, 1, mutated, looking.plan_for(1, 1))
+    assert noticed == dict.fromkeys(MUTANTS, True)
+
+
+# -- around steps
+
+
+def interrupted(rank: int, plan: Any, other: Any, folder: str) -> list[str]:
+    """Evaluation, checkpoints, loading and resharding with a warm cache and batches under way; what differs."""
+    finals = []
+    for factor in (None, 0.3):
+        parallel, optim = looking.shard(plan, factor, fused("rowwise_adagrad"))
+        pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=3)
+        batches, seen = looking.batches(rank, range(40)), []
+        seen += [pipeline.progress(batches).detach() for _ in range(4)]
+        # In between: the model by itself, on what the pipeline has not come to.
+        pipeline.detach()
+        before = [store.traffic.fetched for store in looking.caches(parallel)]
+        parallel.eval()
+        with torch.no_grad():
+            seen.append(parallel(looking.batch_of(77, rank))[1])
+        parallel.train()
+        assert before == [store.traffic.fetched for store in looking.caches(parallel)]
+        pipeline.attach()
+        states = [looking.everything(parallel)]
+        save_checkpoint(f"{folder}/{factor}", parallel)
+        seen += [pipeline.progress(batches).detach() for _ in range(3)]
+        load_checkpoint(f"{folder}/{factor}", parallel)
+        states.append(looking.everything(parallel))
+        seen += [pipeline.progress(batches).detach() for _ in range(3)]
+        seen += [pipeline.progress(iter(())).detach() for _ in range(len(pipeline.batches))]
+        reshard(parallel, other, profiles=_profiles(), quiet=True)
+        states.append(looking.everything(parallel))
+        again = LookaheadPipeline(parallel, optim, HOST, lookahead=2)
+        more = looking.batches(rank, range(50, 55))
+        seen += [again.progress(more).detach() for _ in range(5)]
+        states.append(looking.everything(parallel))
+        finals.append((seen, states))
+    (seen, states), (ours, ours_states) = finals
+    differing = [f"output {i}" for i, (a, b) in enumerate(zip(seen, ours, strict=True)) if (a != b).any()]
+    for i, (a, b) in enumerate(zip(states, ours_states, strict=True)):
+        differing += [f"state {i}: {name}" for name in looking.differs(b, a)]
+    return differing
+
+
+def _profiles() -> Any:
+    generator = np.random.default_rng(0)
+    return {name: looking._profile(rows, generator) for name, rows in looking.ROWS.items()}
+
+
+def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(tmp_path: Any) -> None:
+    plans = looking.plan_for(1, 2), looking.plan_for(1, 2, tiers=False)
+    assert ranks.run(1, 2, interrupted, *plans, str(tmp_path)) == [[], []]
+
+
+def plainly(rank: int, plan: Any) -> list[str]:
+    """A plain loop, with forward passes that nobody trains on, and two batches' gradients at once."""
+    finals = []
+    for factor in (None, 0.3):
+        parallel, optim = looking.shard(plan, factor, fused("adagrad"))
+        seen = []
+        for step in range(0, 12, 2):
+            optim.zero_grad()
+            parallel(looking.batch_of(step + 500, rank))  # and nothing comes of it
+            first, logits = parallel(looking.batch_of(step, rank))
+            second, more = parallel(looking.batch_of(step + 1, rank))
+            (first + second).backward()
+            optim.step()
+            seen += [logits.detach(), more.detach()]
+            del first, second
+            gc.collect()
+            with torch.no_grad():
+                seen.append(parallel(looking.batch_of(step + 900, rank))[1])
+        finals.append((seen, looking.everything(parallel)))
+    (seen, state), (ours, our_state) = finals
+    differing = [f"output {i}" for i, (a, b) in enumerate(zip(seen, ours, strict=True)) if (a != b).any()]
+    return differing + looking.differs(our_state, state)
+
+
+@pytest.mark.parametrize("index_dedup", [False, True])
+def test_a_plain_loop(index_dedup: bool) -> None:
+    assert ranks.run(1, 2, plainly, looking.plan_for(1, 2, index_dedup=index_dedup)) == [[], []]
+
+
+def chosen(rank: int, plan: Any) -> list[int | None]:
+    found = []
+    for factor in (0.14, 0.3, None):
+        outputs, pipeline, _ = train(rank, plan, factor, "sgd", steps=range(260))
+        found.append(pipeline.lookahead)
+        assert pipeline.trained == len(outputs) == 260
+    return found
+
+
+def test_lookahead_follows_from_the_cache_and_is_the_same_on_every_rank() -> None:
+    first, second = ranks.run(1, 2, chosen, looking.plan_for(1, 2))
+    assert first == second
+    small, large, most = first
+    assert 1 <= small < large < most == 200
+
+
+# -- faults
+
+
+def message_of(work: Callable[..., Any], *args: Any) -> str:
+    try:
+        work(*args)
+    except FlexShardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def too_small(rank: int, plan: Any) -> list[str]:
+    parallel, _ = looking.shard(plan, 0.01, fused("sgd"))
+    one = message_of(parallel, looking.batch_of(0, rank))
+    parallel, _ = looking.shard(plan, 0.05, fused("sgd"))
+    kept = []
+    return [one, message_of(lambda: kept.extend(parallel(looking.batch_of(step, rank)) for step in range(20)))]
+
+
+def test_a_cache_too_small_names_the_least_size() -> None:
+    ((one, several),) = ranks.run(1, 1, too_small, looking.plan_for(1, 1))
+    assert one.startswith("CacheError: rank 0, tables goods, shops: the cache has 19 rows, one batch reads ")
+    assert "batches at once" in several
+    assert "make it" in several
+
+
+def twice(rank: int, plan: Any) -> str:
+    parallel, _ = looking.shard(plan, 0.3, fused("sgd"))
+    loss, _ = parallel(looking.batch_of(0, rank))
+    loss.backward(retain_graph=True)
+    return message_of(loss.backward)
+
+
+def test_gradients_that_come_twice_are_refused() -> None:
+    (text,) = ranks.run(1, 1, twice, looking.plan_for(1, 1))
+    assert "gradients of a batch come twice" in text
+
+
+def copies_fail(rank: int, plan: Any) -> str:
+    """Rank 1's copies fail while it trains on the batch before."""
+    parallel, optim = looking.shard(plan, 0.3, fused("sgd"))
+    pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=3)
+    batches = looking.batches(rank, range(30))
+    for _ in range(3):
+        pipeline.progress(batches)
+    if rank == 1:
+        for store in looking.caches(parallel):
+            store._moves._host = {}
+    return message_of(lambda: [pipeline.progress(batches) for _ in range(20)])
+
+
+def test_copies_that_fail_stop_every_rank_with_the_cause() -> None:
+    first, second = ranks.run(1, 2, copies_fail, looking.plan_for(1, 2))
+    assert "rank 1 has a cache of rows of table 'goods' that cannot be moved" in first
+    assert "KeyError" in second
+
+
+def written(rank: int, plan: Any) -> list[Any]:
+    parallel, _ = looking.shard(plan, 0.3, fused("sgd"))
+    own = {name: parameter for name, parameter in parallel.named_parameters() if "goods" in name}
+    (goods,) = own.values()
+
+    def step(number: int) -> None:
+        loss, _ = parallel(looking.batch_of(number, rank))
+        loss.backward()
+
+    step(0)
+    parallel.state_dict()  # the parameters are what the cache has
+    with torch.no_grad():
+        goods.zero_()
+    parallel.eval()
+    rows = parallel.module.tables(looking.batch_of(0, rank).features)["goods"].values()
+    parallel.train()
+    zeros = bool((rows == 0).all()) and rows.numel() > 0
+    step(1)
+    with torch.no_grad():
+        goods.mul_(2.0)
+    return [zeros, message_of(step, 2)]
+
+
+def test_writing_to_parameters_counts_or_is_refused() -> None:
+    ((zeros, text),) = ranks.run(1, 1, written, looking.plan_for(1, 1))
+    assert zeros
+    assert "parameters were written to while the cache had newer rows" in text
+
+
+def test_bad_shares() -> None:
+    for share in (0.0, 1.5, -1.0, float("nan")):
+        with pytest.raises(TableError, match="cache_load_factors: 'goods'"):
+            FlexShardEmbeddingCollectionSharder(cache_load_factors={"goods": share})
+
+
+def of_copies_alone(rank: int, plan: Any) -> list[str]:
+    return [
+        message_of(looking.shard, plan, {"days": 0.5}, fused("sgd")),
+        message_of(lambda: looking.shard(plan, {"good": 0.5}, fused("sgd"))[0](looking.batch_of(0, rank))),
+    ]
+
+
+def test_a_table_that_has_nothing_to_be_cached_or_that_nobody_has() -> None:
+    from tests.executors import models
+
+    plan = looking.plan_for(1, 2)
+    split = {n: [(t.group_size, t.rows, t.reduction) for t in table.tiers] for n, table in plan.tables.items()}
+    split["days"] = [(1, looking.ROWS["days"], "dense")]
+    for copied, unknown in ranks.run(1, 2, of_copies_alone, models.with_tiers(plan, split)):
+        assert copied.startswith(PlanError.__name__)
+        assert "tables days" in copied
+        assert "cache_load_factors: no table 'good'" in unknown
+
+
+def test_a_pipeline_that_cannot_look_ahead() -> None:
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(CacheError, match="lookahead"):
+            LookaheadPipeline(torch.nn.Linear(1, 1), None, HOST, lookahead=wrong)
