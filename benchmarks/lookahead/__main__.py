@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.lookahead import placements
+from benchmarks.lookahead import cached_step, oracle, placements
 from benchmarks.timing import machine
 
-PARTS = ("placements",)
+PARTS = ("placements", "oracle", "step")
 
 
 def main() -> None:
@@ -27,6 +27,10 @@ def main() -> None:
     print(machine())
     if "placements" in parts:
         placements.main(args.clicks, args.lookups)
+    if "oracle" in parts:
+        oracle.main()
+    if "step" in parts:
+        cached_step.main()
 
 
 if __name__ == "__main__":

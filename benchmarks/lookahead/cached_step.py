@@ -1,0 +1,78 @@
+"""What a step costs with a cache: kernel, oracle and moves, beside the same kernel on all rows."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from benchmarks.lookahead.streams import zipf
+from flexshard.executors.stores.base import RowStore
+from flexshard.executors.stores.cached import CachedStore
+from flexshard.executors.stores.fused import FusedStore
+from flexshard.executors.stores.updates import OptimizerSpec
+
+__all__ = ["main"]
+
+_HOST = torch.device("cpu")
+
+
+def _steps(store: RowStore, batches: list[torch.Tensor], ahead: int) -> tuple[list[float], float]:
+    """CPU seconds of each step, all threads, and a sum over what was looked up."""
+    announced = deque(store.announce(batch) for batch in batches[:ahead])
+    seconds, total = [], 0.0
+    for number, batch in enumerate(batches):
+        start = time.process_time()
+        if number + ahead < len(batches):
+            announced.append(store.announce(batches[number + ahead]))
+        store.begin_step(number + 1)
+        found = announced.popleft()() if ahead else store.look_up(batch)
+        found.update(torch.tanh(found.rows) * 0.1)
+        total += float(found.rows.sum(dtype=torch.float64))
+        if isinstance(store, CachedStore):
+            store.drained()  # what the step asked for is part of it
+        seconds.append(time.process_time() - start)
+    return seconds, total
+
+
+def compare(rows: int, dim: int, lookups: int, share: float, ahead: int, kind: EmbOptimType, steps: int = 80) -> None:
+    """Print CPU time per step of both, interleaved, and whether they give the same."""
+    rng = np.random.default_rng(0)
+    order = rng.permutation(rows)
+    batches = [torch.from_numpy(order[zipf(rng, rows, 1.05, lookups)]) for _ in range(steps)]
+    spec = OptimizerSpec.of({"optimizer": kind, "learning_rate": 0.05}, "t", _HOST)
+    start = torch.randn(rows, dim, generator=torch.Generator().manual_seed(1))
+    plain, cached, ends = [], [], []
+    for _ in range(3):
+        whole = FusedStore(spec, rows, dim, torch.float32, _HOST)
+        make = partial(CachedStore, cache_rows=int(share * rows), cache=FusedStore, label="benchmark")
+        behind = make(spec, rows, dim, torch.float32, _HOST)
+        for store, times in ((whole, plain), (behind, cached)):
+            store.part("weight").copy_(start)
+            seconds, total = _steps(store, batches, ahead if store is behind else 0)
+            times += seconds[ahead:]
+            ends.append(total)
+        assert torch.equal(whole.part("weight"), behind.part("weight"))
+    assert len(set(ends)) == 1
+    traffic = behind.traffic
+    a, b = np.median(plain), np.median(cached)
+    print(
+        f"  {kind.value:22} {rows:>9,} x {dim}, {lookups:,} lookups, cache {share:.0%}, lookahead {ahead}: all rows"
+        f" {a * 1e3:.2f} ms, cached {b * 1e3:.2f} ms of CPU; ratio {b / a:.2f}; fetched"
+        f" {traffic.fetched / traffic.batches:,.0f} of {traffic.distinct / traffic.batches:,.0f} rows a step, needed by"
+        f" the next {traffic.carried / traffic.distinct:.0%}"
+    )
+
+
+def main() -> None:
+    """A cache of a twentieth of the rows, and smaller ones."""
+    torch.set_num_threads(1)
+    print("A step's CPU time (median of 3 interleaved rounds), the same bits on both sides:")
+    for kind in (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD):
+        compare(300_000, 32, 10_000, 0.053, 4, kind)
+    compare(300_000, 32, 10_000, 0.14, 16, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    compare(2_000_000, 64, 60_000, 0.05, 2, EmbOptimType.EXACT_ROWWISE_ADAGRAD, 24)

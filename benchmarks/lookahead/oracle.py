@@ -1,0 +1,107 @@
+"""What deciding costs: the oracle's CPU time, beside the decisions of BagPipe's published program in numpy.
+
+The published program (github.com/uw-mad-dash/bagpipe) keeps, for each table, the last batch that reads a row and how
+long it stays in the cache, as dense arrays, and takes a batch's distinct rows by ``np.unique``. Its decisions are
+written here as its authors would with numpy today: what they lose time with beside these (a removed ``np.in1d``, scans
+of whole arrays each batch, remote calls, JSON) is left out. Both are one thread; CPU time of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from itertools import accumulate, islice
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.lookahead.streams import CRITEO_ROWS, criteo
+from flexshard.executors.lookahead.oracle import LookaheadOracle
+
+__all__ = ["main"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+class PublishedProgram:
+    """Which rows of a batch are fetched, kept, and synchronised now, later or not at all."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        self._latest = [np.full(number, -1, np.int64) for number in rows]
+        self._stays = [np.full(number, -1, np.int64) for number in rows]
+        self._known: deque[list[tuple[IntArray, IntArray]]] = deque()
+        self._arrived = 0
+        self._emitted = 0
+
+    def arrive(self, batch: list[npt.NDArray[np.uint32]]) -> None:
+        """A batch, table by table."""
+        found = [np.unique(ids, return_counts=True) for ids in batch]
+        for latest, (ids, _) in zip(self._latest, found, strict=True):
+            latest[ids] = self._arrived
+        self._known.append(found)  # type: ignore[arg-type]
+        self._arrived += 1
+
+    def emit(self) -> int:
+        """Decide for the oldest; rows that are fetched for it."""
+        now, fetched = self._emitted, 0
+        oldest, following = self._known.popleft(), self._known[0] if self._known else None
+        for table, (ids, counts) in enumerate(oldest):
+            last = self._latest[table][ids]
+            fetch = ids[self._stays[table][ids] < now]
+            self._stays[table][ids] = last
+            once = (counts == 1) & (last == now)
+            needed = np.isin(ids, following[table][0], assume_unique=True) if following else np.zeros(len(ids), bool)
+            _now, _later = ids[needed & ~once], ids[~needed & ~once]
+            fetched += fetch.size
+        self._emitted += 1
+        return fetched
+
+
+def measure(
+    samples: int, ahead: int, features: int = len(CRITEO_ROWS), *, hashed: bool = True, keep: bool = True
+) -> None:
+    """Print samples per second of CPU time of both, and how many rows they fetch."""
+    rows = CRITEO_ROWS[:features]
+    first = np.array(list(accumulate(rows, initial=0))[:-1])
+    steps = 12
+    source = criteo(samples)
+    batches = [batch[:, :features].astype(np.uint32) for batch in islice(source, ahead + steps)]
+    ids = [np.ascontiguousarray(batch.T).reshape(-1) for batch in batches]  # table after table, as batches come
+    distinct = max(np.unique(batch).size for batch in ids[:2])
+    ours = LookaheadOracle(sum(rows), min(sum(rows), distinct * (ahead + 2)))
+    theirs = PublishedProgram(rows)
+    by_table = [
+        [(batch[:, table] - np.uint32(first[table])).astype(np.int64) for table in range(features)] for batch in batches
+    ]
+    our_times, their_times, our_rows, their_rows = [], [], [], []
+    for number in range(ahead + steps):
+        start = time.thread_time()
+        admission = ours.admit(ids[number])
+        if ours.window > ahead:
+            ours.retire()
+            our_times.append(time.thread_time() - start)
+        assert admission is not None
+        if number >= ahead:
+            our_rows.append(admission.fetched.size)
+        start = time.thread_time()
+        theirs.arrive(by_table[number])
+        if number >= ahead:
+            their_rows.append(theirs.emit())
+            their_times.append(time.thread_time() - start)
+    our, their = np.median(our_times), np.median(their_times)
+    print(
+        f"  {samples:>7,} samples, {features} features, lookahead {ahead:>3}: {samples / our / 1e6:5.2f} M samples/s"
+        f" (best {samples / min(our_times) / 1e6:.2f}), {our * 1e9 / samples / features:.1f} ns a lookup; published"
+        f" program {samples / their / 1e6:.2f} M; ratio {their / our:.1f}; fetched {np.mean(our_rows):,.0f} of"
+        f" {distinct:,}"
+    )
+
+
+def main() -> None:
+    """Growth with batch, features and lookahead (the paper's Figure 17)."""
+    print(f"Oracle: {len(CRITEO_ROWS)} tables of {sum(CRITEO_ROWS):,} rows, Zipf 1.05, ids hashed")
+    for samples, ahead, features in (
+        (16_384, 50, 26), (16_384, 100, 26), (16_384, 200, 26), (131_072, 20, 26), (4_096, 50, 26), (65_536, 20, 26),
+        (16_384, 50, 13),
+    ):  # fmt: skip
+        measure(samples, ahead, features)
