@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.lookahead import cached_step, oracle, placements
+from benchmarks.lookahead import cached_step, forms, oracle, placements
 from benchmarks.timing import machine
 
-PARTS = ("placements", "oracle", "step")
+PARTS = ("placements", "forms", "oracle", "step")
 
 
 def main() -> None:
@@ -27,6 +27,8 @@ def main() -> None:
     print(machine())
     if "placements" in parts:
         placements.main(args.clicks, args.lookups)
+    if "forms" in parts:
+        forms.main(args.clicks, args.lookups)
     if "oracle" in parts:
         oracle.main()
     if "step" in parts:

@@ -57,9 +57,7 @@ class PublishedProgram:
         return fetched
 
 
-def measure(
-    samples: int, ahead: int, features: int = len(CRITEO_ROWS), *, hashed: bool = True, keep: bool = True
-) -> None:
+def measure(samples: int, ahead: int, features: int) -> None:
     """Print samples per second of CPU time of both, and how many rows they fetch."""
     rows = CRITEO_ROWS[:features]
     first = np.array(list(accumulate(rows, initial=0))[:-1])

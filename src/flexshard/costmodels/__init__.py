@@ -50,6 +50,12 @@ if TYPE_CHECKING:
         Piece as Piece,
         rows_with_places as rows_with_places,
     )
+    from flexshard.costmodels.lookahead import (
+        LookaheadReads as LookaheadReads,
+        longest_lookahead as longest_lookahead,
+        lookahead_reads as lookahead_reads,
+        lookahead_reads_of_stretches as lookahead_reads_of_stretches,
+    )
     from flexshard.costmodels.overlap import (
         Overlap as Overlap,
         OverlapLike as OverlapLike,
@@ -115,6 +121,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "lookup_bytes",
         ],
         "layout": ["Layout", "Piece", "rows_with_places"],
+        "lookahead": ["LookaheadReads", "longest_lookahead", "lookahead_reads", "lookahead_reads_of_stretches"],
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "pooled": ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "PooledCosts", "PooledOption"],

@@ -1,0 +1,122 @@
+"""What a cache of known batches holds and fetches, in expectation (BagPipe, section 3.2 and Table 3).
+
+Of rows that a batch reads with probability q, each batch on its own, with the next ℒ batches known beside the current
+one: a row is fetched for a batch if none of the ℒ batches before read it, q (1-q)^ℒ; it is in the cache if one of the
+ℒ + 1 known ones reads it, 1 - (1-q)^(ℒ+1); two batches in a row read it with probability q².
+
+Recorded streams drift and burst: a row is read again sooner than by such draws. All four numbers follow from how many
+distinct rows D(n) stretches of n consecutive samples read, whatever their order, if that is the same throughout: a
+batch reads D(n), the cache has D((ℒ+1)n), of which D((ℒ+1)n) - D(ℒn) are new, and D(2n) = 2 D(n) - carried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard._internal import check_finite, check_int
+from flexshard.errors import JobError
+from flexshard.profiling import AccessProfile
+from flexshard.tables import expected_distinct
+
+__all__ = ["LookaheadReads", "longest_lookahead", "lookahead_reads", "lookahead_reads_of_stretches"]
+
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class LookaheadReads:
+    """Rows, over all ranks, per step.
+
+    Attributes:
+        distinct: that the step's batch reads.
+        carried: of these, which the next batch reads too.
+        fetched: of these, which were not in a cache that keeps no row beyond the batches known.
+        cached: that such a cache holds while the batch is trained.
+    """
+
+    distinct: float
+    carried: float
+    fetched: float
+    cached: float
+
+
+def lookahead_reads(profile: AccessProfile, samples: float, lookahead: int) -> LookaheadReads:
+    """Of a table's rows, in expectation.
+
+    Args:
+        profile: of the table.
+        samples: of all ranks together in one step, B·U.
+        lookahead: ℒ, batches known beside the current one; at least 0.
+
+    Raises:
+        JobError: an argument that is out of range.
+    """
+    ahead = check_int(lookahead, "lookahead", JobError, least=0)
+    return _reads(_chance(profile, samples), profile.rows, ahead)
+
+
+def lookahead_reads_of_stretches(
+    sizes: npt.ArrayLike, distinct: npt.ArrayLike, samples: float, lookahead: int
+) -> LookaheadReads:
+    """As :func:`lookahead_reads`, from distinct rows of stretches of consecutive samples, whatever their order.
+
+    Between two sizes log D is a straight line in log n; beyond them the outermost lines go on, but D grows no faster
+    than n.
+
+    Args:
+        sizes: n, ascending; shape (k,), k at least 2.
+        distinct: D(n), mean over stretches; shape (k,).
+        samples, lookahead: as of :func:`lookahead_reads`.
+
+    Raises:
+        JobError: sizes that do not ascend, or fewer than two; an argument that is out of range.
+    """
+    ahead = check_int(lookahead, "lookahead", JobError, least=0)
+    number = check_finite(samples, "samples", JobError)
+    n, d = np.asarray(sizes, np.float64), np.asarray(distinct, np.float64)
+    if n.ndim != 1 or n.shape != d.shape or n.size < 2 or np.any(np.diff(n) <= 0) or n[0] <= 0 or np.any(d <= 0):
+        raise JobError("sizes must be two or more above 0, ascending, with a number of distinct rows above 0 for each")
+    x, y = np.log(n), np.log(d)
+    slopes = np.clip(np.diff(y) / np.diff(x), 0.0, 1.0)
+
+    def of(stretch: float) -> float:
+        at = np.log(stretch)
+        piece = int(np.clip(np.searchsorted(x, at) - 1, 0, len(slopes) - 1))
+        return float(np.exp(y[piece] + slopes[piece] * (at - x[piece])))
+
+    one = of(number)
+    cached = of((ahead + 1) * number)
+    return LookaheadReads(one, 2 * one - of(2 * number), cached - (of(ahead * number) if ahead else 0.0), cached)
+
+
+def longest_lookahead(profile: AccessProfile, samples: float, cache_rows: float) -> int | None:
+    """The longest lookahead of which a cache of so many rows over all ranks has room in expectation, up to 2^20; None
+    if it has none for one batch. Arguments as of :func:`lookahead_reads`.
+    """
+    q, rows = _chance(profile, samples), profile.rows
+    if _reads(q, rows, 0).cached > cache_rows:
+        return None
+    low, high = 0, _MOST + 1  # the cache holds more the longer it is
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _reads(q, rows, middle).cached <= cache_rows else (low, middle)
+    return low
+
+
+def _chance(profile: AccessProfile, samples: float) -> npt.NDArray[np.float64]:
+    """That a batch reads a row, of each distinct count."""
+    number = check_finite(samples, "samples", JobError)
+    if number <= 0:
+        raise JobError(f"samples must be above 0, found {number:g}")
+    return np.asarray(expected_distinct(profile.sample_share, number))
+
+
+def _reads(q: npt.NDArray[np.float64], rows: npt.NDArray[np.int64], ahead: int) -> LookaheadReads:
+    unread = np.log1p(-np.minimum(q, 1.0 - 2**-53))  # of one batch
+    return LookaheadReads(
+        float(q @ rows), float((q * q) @ rows), float((q * np.exp(ahead * unread)) @ rows),
+        float(-np.expm1((ahead + 1) * unread) @ rows),
+    )  # fmt: skip
