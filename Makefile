@@ -17,7 +17,7 @@ endif
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 PLANNING := .venv-newest .venv-lowest
 
-.PHONY: help setup demo test test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest clean
+.PHONY: help setup demo test test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest bench-lookahead clean
 
 help:
 	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
@@ -32,6 +32,7 @@ help:
 	@echo "                               CHECKOUT=TorchRec's source tree: its own sharding tests and its BERT4Rec example, too"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
 	@echo "make bench-ingest              reading and the ingestion service against pyarrow and Ray Data (takes minutes; CLICKS=path for real clicks)"
+	@echo "make bench-lookahead           caches that know the next batches: oracle, steps, closed forms (takes minutes; CLICKS=path, LOOKUPS=path)"
 	@echo "make bench-tt                  tensor-train tables against the TT-Rec algorithm (takes minutes; CLICKS=path for accuracy)"
 	@echo "make bench-gpu                 on GPUs: kernels against the memory's bandwidth, steps against TorchRec's, tensor trains"
 	@echo "make bench-cluster             a cluster of network namespaces: predicted against observed (needs root)"
@@ -108,6 +109,9 @@ bench-recd: $(VENV)/.bench
 bench-ingest: $(VENV)/.bench
 	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) "pandas>=2.2,<4"
 	$(VENV)/bin/python -m benchmarks.ingestion $(if $(CLICKS),--clicks "$(CLICKS)")
+
+bench-lookahead: setup
+	$(VENV)/bin/python -m benchmarks.lookahead $(if $(CLICKS),--clicks "$(CLICKS)") $(if $(LOOKUPS),--lookups "$(LOOKUPS)")
 
 bench-tt: setup
 	$(VENV)/bin/python -m benchmarks.tensor_train

@@ -89,3 +89,20 @@ def test_ingest_train_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     assert losses is not None
     assert float(losses[2]) < float(losses[1])
     assert "stopped after 20 and gone on with: losses differ by 0.0e+00 at most" in done.stdout
+
+
+def test_lookahead_train_gives_the_same_bits(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    script = [str(ROOT / "examples" / "lookahead_train.py"), "--share", "0.08"]
+    done = subprocess.run(
+        [*command, *script], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"rank 0 reads (\S+) rows a step, fetches (\S+); lookahead (\d+)", done.stdout)
+    assert found is not None, done.stdout
+    read, fetched, lookahead = (int(number.replace(",", "")) for number in found.groups())
+    assert 0 < fetched < read
+    assert lookahead >= 2
+    assert done.stdout.count("equal to the last bit") == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from flexshard._internal import check_int
 from flexshard.errors import CacheError
+from flexshard.executors.lookahead.row_moves import CacheTraffic
 from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
+from flexshard.executors.stores.cached import CachedStore
 
 __all__ = ["LookaheadPipeline"]
 
@@ -57,6 +60,12 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
     def lookahead(self) -> int | None:
         """Batches known beside the current one; None before the caches' room has been tried."""
         return self._lookahead
+
+    def traffic(self) -> CacheTraffic:
+        """What this rank's caches have done so far, together."""
+        stores = [group.store for module in self._ours() for group in module.groups]
+        done = [store.traffic for store in stores if isinstance(store, CachedStore)]
+        return CacheTraffic(*(sum(numbers) for numbers in zip(*map(astuple, done), strict=True)))
 
     def _ours(self) -> list[ShardedFlexShardEmbeddingCollection]:
         modules: Any = self._pipelined_modules
