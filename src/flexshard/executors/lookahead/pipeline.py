@@ -29,8 +29,12 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
     cache, where they are updated; the others are newest on the host. A batch for whose rows there is no room waits
     until there is.
 
-    Batches are taken from the iterator ahead of their steps: as with TorchRec's pipelines, a position to go on from is
-    that of the batches trained (``trained``), not read.
+    Batches are taken from the iterator ahead of their steps: where to go on is not where the reader is, but behind the
+    last batch that was trained.
+
+    Attributes:
+        last_batch: that one, as the model got it (``reader.state_dict(pipeline.last_batch)`` of a ``SessionReader``).
+        trained: how many were.
 
     Args:
         model, optimizer, device: as of ``TrainPipelineSparseDist``.
@@ -55,6 +59,7 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         self._lookahead = None if lookahead is None else check_int(lookahead, "lookahead", CacheError)
         self._begun = 0
         self.trained = 0
+        self.last_batch: Any = None
 
     @property
     def lookahead(self) -> int | None:
@@ -135,6 +140,7 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
             self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])
             self._optimizer_step()
             self.trained += 1
+        self.last_batch = self.batches[0]
         self.dequeue_batch()
         self._begun -= 1
         return output

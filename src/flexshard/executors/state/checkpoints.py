@@ -6,8 +6,9 @@ new subfolder, lists its files with their sizes, and only then replaces ``latest
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,12 @@ _LATEST, _FILES = "latest", "files.json"
 
 
 def save_checkpoint(
-    path: PathLike, model: nn.Module, optimizer: Any = None, *, process_group: dist.ProcessGroup | None = None
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    position: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save a model and its optimizer; every rank must call it.
 
@@ -43,11 +49,18 @@ def save_checkpoint(
         path: folder that all ranks see; a checkpoint that is there is replaced once the new one is complete.
         model: such as TorchRec's ``DistributedModelParallel``.
         optimizer: such as its ``CombinedOptimizer``; by default the model's ``fused_optimizer``.
+        position: where reading goes on, numbers and texts as of a reader's ``state_dict``: of the last batch that was
+            trained, where a pipeline reads ahead. Rank 0's is kept.
         process_group: of the ranks that save; the default one if None.
 
     Raises:
+        CheckpointError: the position is not numbers and texts.
         OutputError: it could not be written; the previous checkpoint is still there.
     """
+    try:
+        json.dumps(position)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"position must be numbers and texts, lists and dicts of them: {error}") from error
     folder, rank = Path(path), dist.get_rank(process_group)
     before = _latest(folder)
     name = f"save-{_number(before) + 1}"
@@ -60,7 +73,7 @@ def save_checkpoint(
 
     def publish() -> None:
         sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
-        write_json(target / _FILES, FORMAT.stamped({"files": sizes}))
+        write_json(target / _FILES, FORMAT.stamped({"files": sizes, "position": position}))
         write_text(folder / _LATEST, name + "\n")
         if before is not None:
             shutil.rmtree(folder / before, ignore_errors=True)
@@ -98,12 +111,15 @@ def _written(work: Callable[[], None], folder: Path, process_group: dist.Process
 
 def load_checkpoint(
     path: PathLike, model: nn.Module, optimizer: Any = None, *, process_group: dist.ProcessGroup | None = None
-) -> None:
+) -> dict[str, Any] | None:
     """Load what :func:`save_checkpoint` saved, under whatever plan the model has now; every rank must call it.
 
     Args:
         path, model, optimizer: as for :func:`save_checkpoint`.
         process_group: of the ranks that load; the default one if None.
+
+    Returns:
+        the position that was saved with it, None if there was none.
 
     Raises:
         CheckpointError: there is none, it is incomplete or damaged, or it is of another model.
@@ -112,7 +128,7 @@ def load_checkpoint(
     name = _latest(folder)
     if name is None:
         raise CheckpointError(f"{folder}: no checkpoint is here; expected a file 'latest' that names one")
-    _check_files(folder / name)
+    position = _check_files(folder / name)
     if optimizer is not None:
         optimizer.init_state()  # otherwise there would be nothing yet to load into
     state = _state(model, optimizer)
@@ -123,6 +139,7 @@ def load_checkpoint(
         raise CheckpointError(f"{folder / name}: cannot be loaded into this model: {lines[-1].strip()}") from error
     model.load_state_dict(state["model"])
     (model.fused_optimizer if optimizer is None else optimizer).load_state_dict(state["optimizer"])
+    return position
 
 
 def full_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
@@ -175,9 +192,11 @@ def _number(name: str | None) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path) -> dict[str, Any] | None:
+    """Whether a save is whole; its position."""
     listing = folder / _FILES
-    sizes = read_json(listing, FORMAT).get("files")
+    document = read_json(listing, FORMAT)
+    sizes, position = document.get("files"), document.get("position")
     if not isinstance(sizes, dict):
         raise CheckpointError(f"{listing}: it lists no files; {FORMAT.remedy}")
     for name, size in sizes.items():
@@ -186,3 +205,6 @@ def _check_files(folder: Path) -> None:
         if actual_bytes != size:
             shown = "is missing" if actual_bytes is None else f"has {actual_bytes:,} bytes of {size:,}"
             raise CheckpointError(f"{file}: {shown}; the checkpoint is incomplete, load another one")
+    if not (position is None or isinstance(position, dict)):
+        raise CheckpointError(f"{listing}: its position is no mapping; {FORMAT.remedy}")
+    return position
