@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 import flexshard
-from benchmarks.lookahead.streams import CRITEO_ROWS, Batch, criteo, ecommerce, globo
+from benchmarks.lookahead.streams import CRITEO_ROWS, Batch, criteo, ecommerce, globo, zipf_probabilities
 from flexshard.costmodels import LookaheadReads, lookahead_reads, lookahead_reads_of_stretches
 from flexshard.executors.lookahead.oracle import LookaheadOracle
 
@@ -45,20 +45,13 @@ def _slots(cached: float, distinct: float) -> int:
 def independent(ahead: int, number: int, samples: int) -> None:
     """Criteo's tables: the closed forms alone."""
     batches = list(islice(criteo(samples), number))
-    tables = [lookahead_reads(flexshard.AccessProfile.from_probabilities(_zipf(rows)), samples, ahead)
+    tables = [lookahead_reads(flexshard.AccessProfile.from_probabilities(zipf_probabilities(rows)), samples, ahead)
               for rows in CRITEO_ROWS]  # fmt: skip
     expected = LookaheadReads(*np.sum([astuple(reads) for reads in tables], axis=0).tolist())
     ran = measured(batches, sum(CRITEO_ROWS), ahead, keep=False)
     kept = measured(batches, sum(CRITEO_ROWS), ahead, keep=True, slots=_slots(ran.cached, ran.distinct))
     print(f"Criteo's tables, Zipf 1.05, {samples:,} samples, lookahead {ahead}: {_errors(expected, ran)}")
     print(f"  twice the slots: {kept.fetched:,.0f} fetched")
-
-
-def _zipf(rows: int, exponent: float = 1.05) -> npt.NDArray[np.float64]:
-    """What :func:`benchmarks.lookahead.streams.zipf` draws from."""
-    rest = 1 - exponent
-    drawn = np.diff((np.arange(1, rows + 2, dtype=np.float64) ** rest - 1) / ((rows + 1) ** rest - 1))
-    return np.minimum.accumulate(drawn)  # differences of near numbers are not quite in order
 
 
 def recorded(name: str, source: Iterator[Batch], samples: int, aheads: tuple[int, ...]) -> None:

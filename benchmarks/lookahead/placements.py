@@ -5,9 +5,10 @@ rank has updated it; all else may travel beside the computation ("delayed", sect
 
 * replicated: every rank has every row of the global batch; gradients of those that the next one needs are summed over
   all ranks by an all-reduce.
-* partitioned: every row has one place, at the rank that reads it most often in this very batch (better than any
-  rule that has to decide before, as the paper's programs do): others get it and send gradients.
-* LRPP: as replicated, but a row that one rank alone reads, until it leaves the cache, is only there.
+* partitioned: every row has one place; others get it and send gradients. Its place is a rank that reads it most often
+  in this very batch, chosen anew, and for nothing, in each batch: less than any rule can reach, such as the paper's
+  programs, which place samples.
+* LRPP: as replicated, but a row that one rank alone reads, now and in the next batch, is not summed over ranks.
 * owner: each row is cached by its owner, by a hash; ranks that read it get it and send gradients. Rows that the next
   batch does not need wait in both directions. The hottest rows are replicated, as many (all, perhaps) as were best in
   the first half of the batches; figures are of the second.
@@ -36,6 +37,7 @@ BoolArray = npt.NDArray[np.bool_]
 _LATENCY = 50e-6
 _LINKS = {"10 Gbps": 1.25e9, "25 Gbps": 3.125e9}
 _DIM = 48  # the paper's
+_NONE = np.empty(0, np.int64)
 _HOT = (0, 64, 256, 1024, 4096, 16384)
 
 
@@ -92,37 +94,44 @@ def replicated(now: Reads, following: Reads, world: int) -> Traffic:
     return Traffic(_ring(int(now.in_(following).sum()), world), 1)
 
 
-def partitioned(now: Reads, world: int) -> Traffic:
-    """Nothing waits: rows are fetched for the step, gradients sent after it."""
-    order = np.lexsort((now.pair_reads, now.pair_row))
-    owner = np.empty(len(now.rows), np.int64)
-    owner[now.pair_row[order]] = now.pair_rank[order]  # the last one reads most
-    rows = _busiest(now.pair_rank, owner[now.pair_row], world)
-    return Traffic(2 * rows, 2)
+def partitioned(now: Reads, following: Reads, world: int) -> Traffic:
+    """The gradients of one batch, and rows of the next."""
+    sent, _ = _urgent(now, following, _NONE, _best_place(now, world), world)
+    got, _ = _urgent(following, now, _NONE, _best_place(following, world), world)
+    return Traffic(sent + got, 2)
 
 
-def lrpp(now: Reads, following: Reads, later: Sequence[Reads], world: int) -> Traffic:
-    """``later``: the batches of the window behind the next one."""
+def _best_place(batch: Reads, world: int) -> IntArray:
+    """Of each row, a rank that reads it most often; among several, any."""
+    order = np.lexsort((_owner_of(batch.pair_row * world + batch.pair_rank, 1 << 20), batch.pair_reads, batch.pair_row))
+    place = np.empty(len(batch.rows), np.int64)
+    place[batch.pair_row[order]] = batch.pair_rank[order]  # the last one counts
+    return place
+
+
+def lrpp(now: Reads, following: Reads, world: int) -> Traffic:
+    """What is summed on the critical path: read by several ranks now, or by another one next."""
+    known = np.searchsorted(following.rows, now.rows).clip(max=len(following.rows) - 1)
+    next_rank = np.where(following.rows[known] == now.rows, following.only_rank()[known], -2)
     alone = now.only_rank()
-    for batch in (following, *later):
-        known = np.searchsorted(batch.rows, now.rows).clip(max=len(batch.rows) - 1)
-        read = batch.rows[known] == now.rows
-        alone = np.where(read & (batch.only_rank()[known] != alone), -1, alone)
-    return Traffic(_ring(int((now.in_(following) & (alone < 0)).sum()), world), 1)
+    return Traffic(_ring(int(((next_rank != -2) & ((alone < 0) | (next_rank != alone))).sum()), world), 1)
 
 
 def owner(now: Reads, following: Reads, hot: IntArray, world: int) -> Traffic:
     """``hot``: rows that are replicated, ascending."""
-
-    def urgent(batch: Reads, other: Reads) -> tuple[float, int]:
-        both = batch.in_(other)
-        moved = both & ~np.isin(batch.rows, hot, assume_unique=True)
-        mine = moved[batch.pair_row]
-        home = _owner_of(batch.rows[batch.pair_row[mine]], world)
-        return _busiest(batch.pair_rank[mine], home, world), int((both & ~moved).sum())
-
-    (sent, summed), (got, _) = urgent(now, following), urgent(following, now)
+    (sent, summed), (got, _) = (
+        _urgent(batch, other, hot, _owner_of(batch.rows, world), world)
+        for batch, other in ((now, following), (following, now))
+    )
     return Traffic(sent + got + _ring(summed, world), 2 + bool(len(hot)))
+
+
+def _urgent(batch: Reads, other: Reads, hot: IntArray, home: IntArray, world: int) -> tuple[float, int]:
+    """Rows that both batches read: those that travel to or from their homes, and how many are replicated."""
+    both = batch.in_(other)
+    moved = both & ~np.isin(batch.rows, hot, assume_unique=True)
+    mine = moved[batch.pair_row]
+    return _busiest(batch.pair_rank[mine], home[batch.pair_row[mine]], world), int((both & ~moved).sum())
 
 
 def _ring(rows: int, world: int) -> float:
@@ -152,7 +161,7 @@ def _mean(traffic: Sequence[Traffic], bandwidth: float) -> float:
     return float(np.mean([one.seconds(bandwidth) for one in traffic]))
 
 
-def compare(name: str, batches: Iterator[Batch], *, world: int, lookahead: int, number: int) -> None:
+def compare(name: str, batches: Iterator[Batch], *, world: int, number: int) -> None:
     """Print the placements' critical path over a stream."""
     reads = [Reads.of(batch, world) for batch in islice(batches, number)]
     half = len(reads) // 2
@@ -171,9 +180,9 @@ def compare(name: str, batches: Iterator[Batch], *, world: int, lookahead: int, 
             chosen, label = everywhere[half:], "all rows"
         found = {
             "replicated": everywhere[half:],
-            "partitioned": [partitioned(pairs[at][0], world) for at in second],
-            "LRPP": [lrpp(*pairs[at], reads[at + 2 : at + lookahead], world) for at in second],
-            "owner": tiers(np.empty(0, np.int64), slice(half, None)),
+            "partitioned, at its best": [partitioned(*pairs[at], world) for at in second],
+            "LRPP": [lrpp(*pairs[at], world) for at in second],
+            "owner": tiers(_NONE, slice(half, None)),
             f"owner, {label} replicated": chosen,
         }
         best = _mean(found["LRPP"], bandwidth)
@@ -193,11 +202,10 @@ def main(clicks: Path | None, lookups: Path | None, *, worlds: Sequence[int] = (
                 f"Criteo's tables, Zipf 1.05, {samples:,} samples",
                 criteo(samples),
                 world=world,
-                lookahead=8,
                 number=16 if samples < 50_000 else 8,
             )
         for samples in (4_096, 16_384):
             for name, path, read in (("globo_clicks", clicks, globo), ("ecommerce_orm_busy", lookups, ecommerce)):
                 if path is not None:
                     label = f"{name}, {samples:,} samples"
-                    compare(label, read(path, samples), world=world, lookahead=8, number=60)
+                    compare(label, read(path, samples), world=world, number=60)

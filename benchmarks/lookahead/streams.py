@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-__all__ = ["CRITEO_ROWS", "Batch", "criteo", "ecommerce", "globo"]
+__all__ = ["CRITEO_ROWS", "Batch", "criteo", "ecommerce", "globo", "zipf", "zipf_probabilities"]
 
 # One row per sample, one column per lookup: row ids, of all tables one after the other.
 Batch = npt.NDArray[np.int64]
@@ -27,6 +27,13 @@ def zipf(rng: np.random.Generator, rows: int, exponent: float, size: int) -> npt
     rest = 1 - exponent
     drawn = (rows + 1) ** u if rest == 0 else (((rows + 1) ** rest - 1) * u + 1) ** (1 / rest)
     return np.minimum(drawn.astype(np.int64) - 1, rows - 1)
+
+
+def zipf_probabilities(rows: int, exponent: float = 1.05) -> npt.NDArray[np.float64]:
+    """What :func:`zipf` draws from; shape (rows,)."""
+    rest = 1 - exponent
+    drawn = np.diff((np.arange(1, rows + 2, dtype=np.float64) ** rest - 1) / ((rows + 1) ** rest - 1))
+    return np.minimum.accumulate(drawn)  # differences of near numbers are not quite in order
 
 
 def criteo(samples: int, *, exponent: float = 1.05, hashed: bool = True, seed: int = 0) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ def ids(*rows: int) -> np.ndarray:
 
 
 def test_the_papers_figure_6_step_by_step() -> None:
-    """Lookahead 2: batches {3, 9}, {3, 4}, {6, 3}, {6, 1}; beside a batch, the two behind it are known."""
+    """Batches {3, 9}, {3, 4}, {6, 3}, {6, 1}; what is fetched for each, and what leaves after it."""
     oracle = LookaheadOracle(10, 8, keep=False)
     batches = [ids(3, 9), ids(3, 4), ids(6, 3), ids(6, 1)]
     admitted = [oracle.admit(batch) for batch in batches[:3]]
@@ -100,8 +100,8 @@ def test_no_row_is_ever_stale(stream: tuple[int, list[np.ndarray], int, int], ke
 @settings(max_examples=200, deadline=None)
 @given(streams())
 def test_rows_are_fetched_as_often_as_must_be(stream: tuple[int, list[np.ndarray], int, int]) -> None:
-    """Algorithm 1 fetches a row where none of the batches known with its last use reads it; keeping rows beyond that
-    never fetches more, and as few as Belady's offline optimum where the cache holds all that is read.
+    """Algorithm 1 fetches a row where none of the batches known with its last use reads it, and no policy that holds
+    only rows that are known to be read again does with less; keeping rows while there is room fetches each once.
     """
     rows, batches, ahead, _ = stream
     expected, last = 0, {}
@@ -132,18 +132,70 @@ def belady(batches: list[np.ndarray], slots: int) -> int:
     return fetches
 
 
-@settings(max_examples=200, deadline=None)
-@given(streams())
-def test_knowing_all_batches_is_belady(stream: tuple[int, list[np.ndarray], int, int]) -> None:
-    """Between Belady's optimum, which nothing beats, and Algorithm 1 with the same batches known, wherever it fits."""
-    rows, batches, ahead, slots = stream
-    found = run(rows, batches, ahead, slots, keep=True)
-    if found is None:
-        return
-    fetches = sum(batch.fetched.size for batch in found[0])
-    assert fetches >= belady(batches, slots)
-    if ahead >= len(batches) and slots >= len({row for batch in batches for row in batch.tolist()}):
-        assert fetches == belady(batches, slots)
+class Plain:
+    """The same decisions with dicts and lists."""
+
+    def __init__(self, slots: int, *, keep: bool) -> None:
+        self.slots, self.keep, self.batch = slots, keep, 0
+        self.last: dict[int, int] = {}  # of the rows that are in the cache
+        self.idle: list[int] = []
+        self.under_way: deque[tuple[int, list[int]]] = deque()
+        self.needed = (0, 0)
+
+    def admit(self, batch: list[int]) -> tuple[list[int], list[int], list[int]] | None:
+        rows = list(dict.fromkeys(batch))
+        missing = [row for row in rows if row not in self.last]
+        idle = [row for row in self.idle if row not in rows]
+        leaving = max(len(missing) - (self.slots - len(self.last)), 0)
+        if leaving > len(idle):
+            self.needed = len(rows), len(missing)
+            return None
+        self.batch += 1
+        evicted, self.idle = idle[:leaving], idle[leaving:]
+        carried = [row for row in rows if self.last.get(row) == self.batch - 1]
+        for row in evicted:
+            del self.last[row]
+        self.last |= dict.fromkeys(rows, self.batch)
+        self.under_way.append((self.batch, rows))
+        return missing, evicted, carried
+
+    def retire(self) -> list[int]:
+        number, rows = self.under_way.popleft()
+        over = [row for row in rows if self.last.get(row) == number]
+        if self.keep:
+            self.idle += over
+            return []
+        for row in over:
+            del self.last[row]
+        return over
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 8), st.integers(1, 5), st.booleans(), st.sampled_from(["i8", "u4", "i4"]))
+def test_decisions_are_those_of_a_plain_model(
+    data: st.DataObject, rows: int, slots: int, keep: bool, kind: str
+) -> None:
+    """Over long streams in few slots, batches refused and then others, retired in between as it comes."""
+    oracle, plain = LookaheadOracle(rows, slots, keep=keep), Plain(slots, keep=keep)
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    refused = 0
+    for _ in range(120):
+        if plain.under_way and rng.random() < 0.5:
+            assert oracle.retire().rows.tolist() == plain.retire()
+        batch = rng.integers(0, rows, rng.integers(0, 5)).astype(kind)
+        expected, found = plain.admit(batch.tolist()), oracle.admit(batch)
+        if expected is None:
+            refused += 1
+            assert found is None
+            assert oracle.needed == plain.needed
+        else:
+            assert found is not None
+            assert found.rows[found.fetched].tolist() == expected[0]
+            assert found.evicted.rows.tolist() == expected[1]
+            assert found.rows[found.carried].tolist() == expected[2]
+            assert (oracle.find(batch.astype(np.int64)) == found.slots).all()
+        assert sorted(oracle.held().rows.tolist()) == sorted(plain.last)
+        assert oracle.window == len(plain.under_way)
 
 
 def test_a_window_shrinks_before_the_cache_overflows() -> None:
@@ -173,3 +225,17 @@ def test_what_has_been_idle_longest_leaves_first_and_nothing_that_comes_again() 
 def test_sizes_that_cannot_be(rows: int, slots: int) -> None:
     with pytest.raises(CacheError, match=r"slots|num_rows"):
         LookaheadOracle(rows, slots)
+
+
+@pytest.mark.parametrize("wrong", [[-1], [3, 4], [1 << 40], [0.5], [[1]], [True]])
+def test_ids_that_are_no_rows(wrong: list[object]) -> None:
+    oracle = LookaheadOracle(4, 4)
+    oracle.admit(ids(1, 2))
+    with pytest.raises(CacheError, match=r"outside the table, which has rows 0 to 3|whole numbers in one dimension"):
+        oracle.admit(np.array(wrong))
+    with pytest.raises(CacheError):
+        oracle.find(np.array(wrong))
+    assert sorted(oracle.held().rows.tolist()) == [1, 2]
+    oracle.retire()
+    with pytest.raises(CacheError, match="no batch is under way"):
+        oracle.retire()

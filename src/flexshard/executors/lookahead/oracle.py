@@ -44,7 +44,7 @@ class Admission:
         fetched: which of them were not in the cache, as indices of ``rows``.
         evicted: what leaves for them.
         carried: which of them the batch before reads too, as indices of ``rows``: of the gradients of that batch they
-            alone are needed at once.
+            alone are needed at once. (If it had been retired already and let its rows go, they are not counted.)
     """
 
     batch: int
@@ -63,8 +63,9 @@ class LookaheadOracle:
     values there, and what is fetched ahead of its batch has no update to come (section 3.2 of BagPipe). Rows beyond
     that stay until their slots are needed, longest idle first, or, as in Algorithm 1, leave at once.
 
-    Work per batch is proportional to its lookups, however many batches are known. Memory: 8 bytes per row and up to 28
-    per slot.
+    How many rows are fetched depends on the slots, not on how many batches are known: what is known comes sooner. Work
+    per batch is proportional to its lookups, however many batches are known. Memory: 8 bytes per row and up to 44 per
+    slot.
 
     Args:
         num_rows: rows that may be read; below 2^32.
@@ -80,7 +81,7 @@ class LookaheadOracle:
         self.num_rows = check_int(num_rows, "num_rows", CacheError, least=0)
         self.slots = check_int(slots, "slots", CacheError, least=1)
         if num_rows > _MOST or slots > _MOST // 2:
-            raise CacheError(f"{num_rows:,} rows, {slots:,} slots: a cache has at most 2^32 rows and 2^31 slots")
+            raise CacheError(f"{num_rows:,} rows, {slots:,} slots: a cache has fewer than 2^32 rows and 2^31 slots")
         self.keep = keep
         self._row_words, self._slot_words = np.zeros(num_rows, np.uint64), np.zeros(slots, np.uint64)
         self._free, self._num_free = np.arange(slots, dtype=np.uint32)[::-1].copy(), slots
@@ -104,22 +105,26 @@ class LookaheadOracle:
         """Take up a batch, or None where the rows of those under way leave it no room; retire some first.
 
         Args:
-            ids: rows of its lookups, each below ``num_rows``; shape (n,).
+            ids: rows of its lookups; shape (n,).
+
+        Raises:
+            CacheError: an id that is no row; nothing has changed then.
         """
         from flexshard.executors.lookahead import oracle_kernels
 
+        self._check(ids)
         slots, sizes = np.empty(ids.size, np.uint32), np.zeros(6, np.int64)
         rows, row_slots, before, fetched, evicted_rows, evicted_slots, carried = self._scratch(ids.size)
-        done = oracle_kernels.admit(
+        admitted = oracle_kernels.admit(
             ids, self._batch + 1, self._oldest, self._row_words, self._slot_words, self._free, self._num_free,
             self._idle, self._idle_first, self._idle_end, slots, rows, row_slots, before, fetched, evicted_rows,
             evicted_slots, carried, sizes,
         )  # fmt: skip
-        distinct, fetches, evictions, carries, num_free, idle_first = sizes.tolist()
-        if not done:
+        distinct, fetches, evictions, carries, num_free, self._idle_first = sizes.tolist()
+        if not admitted:
             self._needed, self._missing = distinct, fetches
             return None
-        self._batch, self._num_free, self._idle_first = self._batch + 1, num_free, idle_first
+        self._batch, self._num_free = self._batch + 1, num_free
         admission = Admission(
             self._batch,
             slots,
@@ -131,6 +136,14 @@ class LookaheadOracle:
         )
         self._admitted.append(admission)
         return admission
+
+    def _check(self, ids: npt.NDArray[Any]) -> None:
+        """Compiled loops do not look whether there is such a row."""
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise CacheError(f"ids of rows must be whole numbers in one dimension, found {ids.dtype}, {ids.shape}")
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_rows):
+            row = ids.min() if ids.min() < 0 else ids.max()
+            raise CacheError(f"row {row} is outside the table, which has rows 0 to {self.num_rows - 1}")
 
     def _scratch(self, lookups: int) -> list[npt.NDArray[Any]]:
         """Room for what a batch's loops write; new memory for every batch would cost a third of their time."""
@@ -144,6 +157,8 @@ class LookaheadOracle:
         """The oldest batch has been trained, or will not be: what leaves the cache."""
         from flexshard.executors.lookahead import oracle_kernels
 
+        if not self._admitted:
+            raise CacheError("no batch is under way that could be retired")
         batch = self._admitted.popleft()
         distinct = batch.row_slots.size
         if self.keep and self._idle_end - self._idle_first + distinct > self._idle.size:
@@ -162,9 +177,14 @@ class LookaheadOracle:
         return Eviction(rows[:left], slots[:left].astype(np.int64))
 
     def find(self, ids: npt.NDArray[np.int64]) -> IntArray:
-        """Slots of rows, -1 for those that are not in the cache; shape (n,). Nothing moves."""
+        """Slots of rows, -1 for those that are not in the cache; shape (n,). Nothing moves.
+
+        Raises:
+            CacheError: an id that is no row.
+        """
         from flexshard.executors.lookahead import oracle_kernels
 
+        self._check(ids)
         slots = np.empty(ids.size, np.int64)
         oracle_kernels.find(ids, self._row_words, self._slot_words, slots)
         return slots

@@ -56,17 +56,24 @@ def admit(
         rows, row_slots, before: to fill, of each distinct row: its id, slot, and word before.
         fetched: to fill, which of the distinct rows were not in the cache.
         evicted_rows, evicted_slots: to fill, what has to leave.
-        carried: to fill, which of the distinct rows the batch before read too.
+        carried: to fill, which of the distinct rows the batch before read too, if they have stayed since.
         sizes: to fill: distinct rows, and how many entries the last three kinds have; then ``num_free`` and
             ``idle_first`` after it.
 
     Returns:
-        False where there is no room; nothing has changed then, though the first two sizes are known.
+        False where there is no room; nothing has changed then, though the first two sizes and ``idle_first`` are
+        known.
     """
     number, oldest_number = np.uint64(batch), np.uint64(oldest)
     low, shift, one = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(1)
     stamp, capacity = number << shift, np.uint64(slot_words.size)
     distinct = fetches = carries = 0
+    while idle_first < idle_end:  # those that do not count are seen once, though the batch may be refused
+        entry = idle[idle_first % idle.size]
+        if slot_words[entry & low] >> shift == entry >> shift:
+            break
+        idle_first += 1
+    sizes[5] = idle_first
     for index in range(ids.size):
         row = np.uint64(ids[index])
         word = row_words[row]
@@ -215,7 +222,7 @@ def compact(slot_words: Words, idle: Words, idle_first: int, idle_end: int, targ
 
 @_compiled
 def find(ids: npt.NDArray[Any], row_words: Words, slot_words: Words, slots: npt.NDArray[np.int64]) -> None:
-    """The slot of each row, or -1 where it is not in the cache; shape (n,)."""
+    """The slot of each row, -1 where it is not in the cache; shape (n,)."""
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     for index in range(ids.size):
         row = np.uint64(ids[index])

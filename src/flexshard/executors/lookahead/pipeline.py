@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from flexshard._internal import check_int
+from flexshard._internal import check_int, differing_ranks
 from flexshard.errors import CacheError
+from flexshard.executors.comm.collectives import Label
 from flexshard.executors.lookahead.row_moves import CacheTraffic
 from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.stores.cached import CachedStore
@@ -38,9 +39,12 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
 
     Args:
         model, optimizer, device: as of ``TrainPipelineSparseDist``.
-        lookahead: batches known beside the current one, at least 1. By default as many as the caches have room for on
-            every rank when training begins, up to 200.
+        lookahead: batches known beside the current one, at least 1; the same on every rank. By default as many as the
+            caches of every rank have room for when training begins, less two, up to 200; 1 without caches.
         options: the others of ``TrainPipelineSparseDist``.
+
+    Raises:
+        CacheError: a lookahead below 1, or that differs between ranks, or an option that pipelines of two batches have.
     """
 
     def __init__(
@@ -55,9 +59,15 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         for name in ("enqueue_batch_after_forward", "clear_data_dist_inputs"):
             if options.get(name):
                 raise CacheError(f"LookaheadPipeline: {name} is for pipelines of two batches; leave it out")
+        if not options.get("execute_all_batches", True):
+            raise CacheError(
+                "LookaheadPipeline: execute_all_batches=False would leave out as many batches as are known ahead;"
+                " leave it out"
+            )
         super().__init__(model, optimizer, device, **options)
         self._lookahead = None if lookahead is None else check_int(lookahead, "lookahead", CacheError)
         self._begun = 0
+        self._rewritten = self._compared = False
         self.trained = 0
         self.last_batch: Any = None
 
@@ -79,11 +89,23 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
     def _begin(self) -> None:
         """Tell how many ids of the oldest batch will come whose do not yet."""
         batch, context = self.batches[self._begun], self.contexts[self._begun]
-        if self._pipelined_modules:
+        if self._rewritten:
             self.start_sparse_data_dist(batch, context)
         else:
             self._init_pipelined_modules(batch, context, self._pipelined_forward_type)
+            self._rewritten = True
         self._begun += 1
+
+    def attach(self, model: torch.nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """As TorchRec's."""
+        super().attach(model, sparse_dist)
+        self._rewritten = bool(self.contexts)
+
+    def _finish_begun(self) -> None:
+        """Wait for what was begun in a step that an exception ended."""
+        for context in list(self.contexts)[: self._begun]:
+            if context.fused_splits_awaitables:
+                self.wait_sparse_data_dist(context)
 
     def _announce(self) -> bool:
         """Let the caches know the batches whose ids are on their way; whether all of them found room."""
@@ -94,22 +116,41 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
         """As many batches as are to be known, if there are so many."""
-        while self._begun <= (self._lookahead or (_MOST if self._model.training else 1)):
+        choosing = self._lookahead is None and self._model.training
+        while self._begun <= (self._lookahead or (_MOST if choosing else 1)):
             if len(self.batches) == self._begun and not self.enqueue_batch(dataloader_iter):
                 return
             self._begin()
             self.wait_sparse_data_dist(self.contexts[self._begun - 1])
-            if self._lookahead is None and self._model.training and not self._room_everywhere():
-                self._lookahead = max(self._begun - 1, 1)
-        if self._model.training:
+            if not self._compared:
+                self._compare()
+            if choosing and not self._room_everywhere():
+                self._lookahead = max(self._begun - 3, 1)  # room for a batch that comes from elsewhere
+        if choosing:
             self._lookahead = self._lookahead or _MOST
 
+    def _compare(self) -> None:
+        """Whether every rank was given the same lookahead."""
+        self._compared = True
+        if not self._ours():
+            return
+        group = self._ours()[0].tables.process_group
+        given, different = differing_ranks(str(self._lookahead), group)
+        if different:
+            raise CacheError(
+                f"LookaheadPipeline: rank {different[0]} has lookahead={given[different[0]]}, rank 0 {given[0]}; give"
+                " every rank the same"
+            )
+
     def _room_everywhere(self) -> bool:
-        """Whether the caches of every rank have room for all batches that are under way."""
-        room = torch.tensor([int(self._announce())], device=self._device)
+        """Whether the caches of every rank have room for all batches that are under way; not where there are none."""
         ours = self._ours()
-        if ours:
-            dist.all_reduce(room, op=dist.ReduceOp.MIN, group=ours[0].tables.process_group)
+        if not any(group.store.ahead for module in ours for group in module.groups):
+            return self._begun < 2  # one ahead, as in TorchRec's pipeline
+        room = torch.tensor([int(self._announce())], device=self._device)
+        tables = ours[0].tables
+        label = Label(tables.layout.world_size, "room in caches", tables.names)
+        tables.options.collectives.all_reduce(room, tables.process_group, label, dist.ReduceOp.MIN).wait()
         return bool(room.item())
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -120,6 +161,7 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         """
         if not self._model_attached:
             self.attach(self._model)
+        self._finish_begun()
         self.fill_pipeline(dataloader_iter)
         if not self.batches:
             raise StopIteration
@@ -128,8 +170,11 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
             self._optimizer.zero_grad()
         self._wait_for_batch()
         self._announce()
-        begins = self._begun if self._begun < len(self.batches) or self.enqueue_batch(dataloader_iter) else None
-        if begins is not None:
+        begins = None
+        if self._begun <= (self._lookahead or 1) + 1 and (
+            self._begun < len(self.batches) or self.enqueue_batch(dataloader_iter)
+        ):
+            begins = self._begun
             self._begin()
         self.enqueue_batch(dataloader_iter)
         losses, output = self._model_fwd(self.batches[0])

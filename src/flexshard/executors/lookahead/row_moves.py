@@ -53,6 +53,7 @@ class CacheTraffic:
         carried: of these, which the batch before read too.
         fetched: from the host.
         written_back: to it.
+        beside: lookups of batches that found no room, read and trained beside the cache.
     """
 
     batches: int = 0
@@ -61,6 +62,7 @@ class CacheTraffic:
     carried: int = 0
     fetched: int = 0
     written_back: int = 0
+    beside: int = 0
 
 
 class RowMoves:
@@ -71,8 +73,13 @@ class RowMoves:
     slots of batches that were admitted and are not over, which stay where they are.
     """
 
-    def __init__(self, oracle: LookaheadOracle, host: Rows, cache: Rows, label: str) -> None:
-        """``host`` and ``cache`` by name, shape (rows, width) and (slots, width); ``label`` says whose, for errors."""
+    def __init__(
+        self, oracle: LookaheadOracle, host: Rows, cache: Rows, label: str, written: Callable[[], bool]
+    ) -> None:
+        """``host`` and ``cache`` by name, shape (rows, width) and (slots, width); ``label`` says whose, for errors;
+        ``written`` whether somebody else has written to the host's rows.
+        """
+        self._written = written
         self.traffic = CacheTraffic()
         self._oracle, self._host, self._cache, self._label = oracle, host, cache, label
         self._thread = ThreadPoolExecutor(1, "flexshard-cache")
@@ -90,17 +97,26 @@ class RowMoves:
         self._thread.submit(self._guarded, self._advance)
         return batch
 
-    def slots_of(self, batch: AnnouncedBatch) -> torch.Tensor:
-        """Where its lookups' rows are, once they are there; shape (n,).
+    def slots_of(self, batch: AnnouncedBatch) -> torch.Tensor | None:
+        """Where its lookups' rows are, once they are there; shape (n,). None if others leave no room for them: it is
+        forgotten then.
 
         Raises:
-            CacheError: there is no room for it, or rows could not be moved.
+            CacheError: it would not fit into an empty cache, or rows could not be moved.
         """
         if not batch.slots.done():
-            self._run(self._advance)
-        if not batch.slots.done():
-            raise self._too_small()
-        return batch.slots.result()
+            self._run(lambda: self._admit_now(batch))
+        if batch.slots.done():
+            return batch.slots.result()
+        batch.dropped = True
+        distinct, _ = self._oracle.needed
+        if distinct > self._oracle.slots:
+            raise CacheError(
+                f"{self._label}: the cache has {self._oracle.slots:,} rows, one batch reads {distinct:,}; make it at"
+                " least as large, or batches smaller"
+            )
+        self.traffic.beside += batch.ids.size
+        return None
 
     def finish(self, batch: AnnouncedBatch, *, trained: bool) -> None:
         """Its rows have been trained, or will not be."""
@@ -109,6 +125,10 @@ class RowMoves:
     def read(self, ids: IntArray, name: str) -> torch.Tensor:
         """Rows as they are now, wherever they are; shape (n, width). Nothing enters the cache or leaves it."""
         return self._run(lambda: self._read(ids, name))
+
+    def write(self, ids: IntArray, rows: Rows) -> None:
+        """Let distinct rows be these, by name, shape (n, width), wherever they are."""
+        self._run(lambda: self._write(ids, rows))
 
     def flush(self) -> None:
         """Let the host's rows be as new as the cache's, which stay there."""
@@ -148,30 +168,27 @@ class RowMoves:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return work()
-        except CacheError:
-            raise
         except Exception as error:
-            self.failure = CacheError(
-                f"{self._label}: rows could not be moved ({type(error).__name__}: {error}); end this job"
+            self.failure = (
+                error
+                if isinstance(error, CacheError)
+                else CacheError(
+                    f"{self._label}: rows could not be moved ({type(error).__name__}: {error}); end this job"
+                )
             )
             for batch in self._waiting:
                 batch.slots.set_exception(self.failure)
+            if self.failure is error:
+                raise
             raise self.failure from error
 
-    def _too_small(self) -> CacheError:
-        distinct, missing = self._oracle.needed
-        window = self._oracle.window
-        if not window:
-            return CacheError(
-                f"{self._label}: the cache has {self._oracle.slots:,} rows, one batch reads {distinct:,}; make it at"
-                " least as large, or batches smaller"
-            )
-        held = sum(batch.admission.rows.size for batch in self._under_way if batch.admission is not None)
-        return CacheError(
-            f"{self._label}: the cache has {self._oracle.slots:,} rows, too few for {window + 1} batches at once, of"
-            f" which one more needs {missing:,} rows; make it {held + missing:,}, or end the batches that are under way"
-            " before the next is looked up"
-        )
+    def _admit_now(self, batch: AnnouncedBatch) -> None:
+        """It is looked up: those that come later have to wait."""
+        self._retire()
+        if batch in self._waiting:  # or else it has come in meanwhile
+            self._waiting.remove(batch)
+            self._waiting.appendleft(batch)
+            self._advance()
 
     def _advance(self) -> None:
         """Take up as many batches as there is room for."""
@@ -224,6 +241,8 @@ class RowMoves:
         newer = self._newer[slots]
         if not newer.any():
             return
+        if self._written():
+            raise self._lost()
         if not newer.all():
             rows, slots = rows[newer], slots[newer]
         source, where = torch.from_numpy(slots), torch.from_numpy(rows)
@@ -246,10 +265,23 @@ class RowMoves:
 
     def _reload(self, *, unless_newer: bool) -> None:
         if unless_newer and self._newer.any():
-            raise CacheError(
-                f"{self._label}: parameters were written to while the cache had newer rows, which would be lost; call"
-                " state_dict() before, which brings the parameters up to date, or use load_state_dict()"
-            )
+            raise self._lost()
         held = self._oracle.held()
         self._newer[:] = False
         self._fetch(held.rows, held.slots)
+
+    def _write(self, ids: IntArray, rows: Rows) -> None:
+        slots = self._oracle.find(ids)
+        inside = np.flatnonzero(slots >= 0)
+        here, away = torch.from_numpy(inside), torch.from_numpy(np.flatnonzero(slots < 0))
+        where, target = torch.from_numpy(slots[inside]), torch.from_numpy(ids).index_select(0, away)
+        for name, values in rows.items():
+            self._cache[name].index_copy_(0, where, values.index_select(0, here))
+            self._host[name].index_copy_(0, target, values.index_select(0, away))
+        self._newer[slots[inside]] = True
+
+    def _lost(self) -> CacheError:
+        return CacheError(
+            f"{self._label}: parameters were written to while the cache had newer rows, which would be lost; write to"
+            " what state_dict() gives instead, or use load_state_dict()"
+        )

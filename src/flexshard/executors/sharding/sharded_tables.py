@@ -241,7 +241,8 @@ class ShardedTables:
     def failure(self) -> tuple[int, str] | None:
         """The first table of a group whose store has failed beside the steps, and how."""
         failed = ((group.tables.start, group.store.failure) for group in self.groups)
-        return next(((table, str(error)) for table, error in failed if error is not None), None)
+        own = f"rank {self.rank}, "  # said again where it is raised
+        return next(((table, str(error).removeprefix(own)) for table, error in failed if error is not None), None)
 
     def begin_step(self) -> None:
         """The rows that are looked up next may be updated, which would be one update more."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
+import numpy as np
 import torch
 
 from flexshard.errors import CacheError
@@ -25,7 +27,7 @@ class CachedStore(MemoryStore):
 
     Its parameters are the host's rows, as those of TorchRec's ``fused_uvm_caching`` are: of rows in the cache they are
     as old as the last :meth:`flush`, which every ``state_dict`` calls. Writing to them in place counts, if the cache
-    has no newer rows; otherwise it is an error.
+    has no newer rows; otherwise it is an error. (Writing to their ``data`` is not seen; ``load_state_dict`` is.)
     """
 
     ahead = True
@@ -45,13 +47,15 @@ class CachedStore(MemoryStore):
         """As every store, and what makes the store of the cache's ``cache_rows`` slots; ``label`` for errors."""
         super().__init__(spec, slots, dim, dtype, device)
         self._label = label
-        self._cache = cache(spec, cache_rows, dim, dtype, device)
+        self._of_slots: Callable[[int], RowStore] = lambda slots: cache(spec, slots, dim, dtype, device)
+        self._cache = self._of_slots(cache_rows)
         names = ("weight", *spec.state_names)
         self._moves = RowMoves(
             LookaheadOracle(slots, cache_rows),
             {name: super(CachedStore, self).part(name) for name in names},
             {name: self._cache.part(name) for name in names},
             label,
+            lambda: self._flat._version != self._version,
         )
         self._version = self._flat._version
 
@@ -67,6 +71,8 @@ class CachedStore(MemoryStore):
 
     @property
     def failure(self) -> CacheError | None:
+        with suppress(CacheError):
+            self._take_writes()
         return self._moves.failure
 
     def part(self, name: str) -> torch.Tensor:
@@ -75,6 +81,7 @@ class CachedStore(MemoryStore):
 
     def flush(self) -> None:
         """Let the host's rows be as new as the cache's."""
+        self._take_writes()
         self._moves.flush()
 
     def rows_written(self) -> None:
@@ -93,13 +100,28 @@ class CachedStore(MemoryStore):
         self._cache.begin_step(step)
 
     def announce(self, slots: torch.Tensor) -> Callable[[], LookedUp]:
+        with suppress(CacheError):  # every rank hears of it with the next batch
+            self._take_writes()
         return _Announced(self, slots)
 
     def look_up(self, slots: torch.Tensor) -> LookedUp:
-        if torch.is_grad_enabled():
-            return self.announce(slots)()
         self._take_writes()
-        return LookedUp(self._moves.read(slots.numpy(), "weight"), lambda _: None)
+        return LookedUp(self._moves.read(slots.numpy(), "weight"), lambda gradient: self._train_beside(slots, gradient))
+
+    def _train_beside(self, slots: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update rows of which the cache was not told, or for which it has no room: where they are, in a store of their
+        own.
+        """
+        rows, index = np.unique(slots.numpy(), return_inverse=True)
+        store = self._of_slots(max(rows.size, 1))
+        store.set_learning_rate(self._learning_rate)
+        store.begin_step(self._step)
+        names = ("weight", *self.spec.state_names)
+        for name in names:
+            store.part(name)[: rows.size].copy_(self._moves.read(rows, name))
+        with torch.enable_grad():
+            store.look_up(torch.from_numpy(index.reshape(-1))).update(gradient)
+        self._moves.write(rows, {name: store.part(name)[: rows.size] for name in names})
 
     def _take_writes(self) -> None:
         """Take over what somebody wrote to the parameters."""
@@ -107,12 +129,15 @@ class CachedStore(MemoryStore):
             self._moves.reload(unless_newer=True)
             self._version = self._flat._version
 
+    def __deepcopy__(self, memo: object) -> CachedStore:
+        raise CacheError(f"{self._label}: a table behind a cache cannot be copied; copy what state_dict() gives")
+
 
 class _Announced:
     """A batch's rows, on their way to the cache. When nobody has it any more, they need not stay there."""
 
     def __init__(self, store: CachedStore, slots: torch.Tensor) -> None:
-        self._store, self._found = store, LookedUp(slots, lambda _: None)
+        self._store, self._slots, self._found = store, slots, LookedUp(slots, lambda _: None)
         self._looked_up = False
         self._batch = store._moves.announce(slots.numpy())
         weakref.finalize(self, _drop, self._batch)
@@ -124,7 +149,11 @@ class _Announced:
             raise CacheError(f"{store._label}: a batch is looked up twice; give the model each batch once")
         self._looked_up = True
         store._take_writes()
-        self._found = store._cache.look_up(moves.slots_of(self._batch))
+        slots = moves.slots_of(self._batch) if torch.is_grad_enabled() or self._batch.slots.done() else None
+        if slots is None:  # nothing has to come into the cache to be looked at
+            self._batch.dropped = True
+            return store.look_up(self._slots)
+        self._found = store._cache.look_up(slots)
         if torch.is_grad_enabled():
             return LookedUp(self._found.rows, self._update)  # which keeps this batch, and so its rows in the cache
         moves.finish(self._batch, trained=False)
@@ -138,8 +167,10 @@ class _Announced:
                 " have left the cache; add the losses up, or leave these tables uncached"
             )
         batch.kept = True
-        self._found.update(gradient)
-        self._store._moves.finish(batch, trained=True)
+        try:
+            self._found.update(gradient)
+        finally:
+            self._store._moves.finish(batch, trained=True)
 
 
 def _drop(batch: AnnouncedBatch) -> None:
