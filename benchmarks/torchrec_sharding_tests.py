@@ -56,7 +56,7 @@ from flexshard.planner import FlexShardParameterSharding, Tier
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
 COUNTS = ["run", "passed", "failed", "excluded"]
-PRELOADED = ["torch.distributed.optim", "flexshard.planner.torchrec.adaptor", "flexshard.executors.sharding.sharder"]
+PRELOADED = ["torch.distributed.optim", "flexshard.planner.torchrec.adaptor", "flexshard.executors.sharding.sharders"]
 BATCH = 4  # samples per rank, as the tests have it
 PARAMETERS = (
     "input_type",

@@ -247,6 +247,7 @@ def test_public_names_are_frozen() -> None:
         "AccessProfile",
         "Cluster",
         "Cost",
+        "FlexShardEmbeddingBagCollectionSharder",
         "FlexShardEmbeddingCollectionSharder",
         "FlexShardError",
         "FlexShardPlanner",

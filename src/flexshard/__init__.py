@@ -12,7 +12,10 @@ from flexshard._internal.lazy import lazy_exports, version_of
 if TYPE_CHECKING:
     from flexshard.costmodels import Cost as Cost
     from flexshard.errors import FlexShardError as FlexShardError
-    from flexshard.executors import FlexShardEmbeddingCollectionSharder as FlexShardEmbeddingCollectionSharder
+    from flexshard.executors import (
+        FlexShardEmbeddingBagCollectionSharder as FlexShardEmbeddingBagCollectionSharder,
+        FlexShardEmbeddingCollectionSharder as FlexShardEmbeddingCollectionSharder,
+    )
     from flexshard.planner import (
         FlexShardPlanner as FlexShardPlanner,
         Job as Job,
@@ -38,7 +41,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "costmodels": ["Cost"],
         "errors": ["FlexShardError"],
-        "executors": ["FlexShardEmbeddingCollectionSharder"],
+        "executors": ["FlexShardEmbeddingBagCollectionSharder", "FlexShardEmbeddingCollectionSharder"],
         "planner": [
             "FlexShardPlanner",
             "Job",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from flexshard.costmodels.layout import (
         Layout as Layout,
         Piece as Piece,
+        PlacedTable as PlacedTable,
         rows_with_places as rows_with_places,
     )
     from flexshard.costmodels.lookahead import (
@@ -120,7 +121,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "fullest_bytes",
             "lookup_bytes",
         ],
-        "layout": ["Layout", "Piece", "rows_with_places"],
+        "layout": ["Layout", "Piece", "PlacedTable", "rows_with_places"],
         "lookahead": ["LookaheadReads", "longest_lookahead", "lookahead_reads", "lookahead_reads_of_stretches"],
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],

@@ -13,10 +13,14 @@ from flexshard._internal.lazy import lazy_exports
 if TYPE_CHECKING:
     from flexshard.executors.comm.collectives import Collectives as Collectives
     from flexshard.executors.lookahead.pipeline import LookaheadPipeline as LookaheadPipeline
-    from flexshard.executors.sharding.module import (
+    from flexshard.executors.sharding.pooled import (
+        ShardedFlexShardEmbeddingBagCollection as ShardedFlexShardEmbeddingBagCollection,
+    )
+    from flexshard.executors.sharding.sequences import (
         ShardedFlexShardEmbeddingCollection as ShardedFlexShardEmbeddingCollection,
     )
-    from flexshard.executors.sharding.sharder import (
+    from flexshard.executors.sharding.sharders import (
+        FlexShardEmbeddingBagCollectionSharder as FlexShardEmbeddingBagCollectionSharder,
         FlexShardEmbeddingCollectionSharder as FlexShardEmbeddingCollectionSharder,
     )
     from flexshard.executors.sharding.translation import Translator as Translator
@@ -54,8 +58,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "comm.collectives": ["Collectives"],
         "lookahead.pipeline": ["LookaheadPipeline"],
-        "sharding.module": ["ShardedFlexShardEmbeddingCollection"],
-        "sharding.sharder": ["FlexShardEmbeddingCollectionSharder"],
+        "sharding.pooled": ["ShardedFlexShardEmbeddingBagCollection"],
+        "sharding.sequences": ["ShardedFlexShardEmbeddingCollection"],
+        "sharding.sharders": ["FlexShardEmbeddingBagCollectionSharder", "FlexShardEmbeddingCollectionSharder"],
         "sharding.translation": ["Translator"],
         "state.checkpoints": ["full_state_dict", "load_checkpoint", "save_checkpoint"],
         "state.norms": ["table_norms"],

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     )
     from flexshard.planner.solving import solve as solve
     from flexshard.planner.torchrec.adaptor import FlexShardPlanner as FlexShardPlanner
-    from flexshard.planner.torchrec.left_to_torchrec import part_of as part_of
+    from flexshard.planner.torchrec.left_to_torchrec import bag_part_of as bag_part_of, part_of as part_of
     from flexshard.planner.torchrec.optimal import OptimalShardingPlanner as OptimalShardingPlanner
     from flexshard.planner.torchrec.parameter_sharding import (
         FLEX_SHARD as FLEX_SHARD,
@@ -102,7 +102,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "reductions": ["REDUCTIONS"],
         "solving": ["solve"],
         "torchrec.adaptor": ["FlexShardPlanner"],
-        "torchrec.left_to_torchrec": ["part_of"],
+        "torchrec.left_to_torchrec": ["bag_part_of", "part_of"],
         "torchrec.optimal": ["OptimalShardingPlanner"],
         "torchrec.parameter_sharding": ["FLEX_SHARD", "FlexShardParameterSharding"],
         "translations": ["TRANSLATIONS"],

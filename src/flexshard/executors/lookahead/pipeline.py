@@ -14,7 +14,7 @@ from flexshard._internal import check_int, differing_ranks
 from flexshard.errors import CacheError
 from flexshard.executors.comm.collectives import Label
 from flexshard.executors.lookahead.row_moves import CacheTraffic
-from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
+from flexshard.executors.sharding.module import ShardedRowsModule
 from flexshard.executors.stores.cached import CachedStore
 
 __all__ = ["LookaheadPipeline"]
@@ -82,9 +82,9 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         done = [store.traffic for store in stores if isinstance(store, CachedStore)]
         return CacheTraffic(*(sum(numbers) for numbers in zip(*map(astuple, done), strict=True)))
 
-    def _ours(self) -> list[ShardedFlexShardEmbeddingCollection]:
+    def _ours(self) -> list[ShardedRowsModule]:
         modules: Any = self._pipelined_modules
-        return [module for module in modules if isinstance(module, ShardedFlexShardEmbeddingCollection)]
+        return [module for module in modules if isinstance(module, ShardedRowsModule)]
 
     def _begin(self) -> None:
         """Tell how many ids of the oldest batch will come whose do not yet."""

@@ -1,36 +1,35 @@
-"""TorchRec's ``EmbeddingCollection`` under a FlexShard plan."""
+"""What sharded collections have in common whose rows live where a plan puts them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
 from torchrec.distributed.types import Awaitable, LazyAwaitable
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from flexshard.embeddings import jagged_index_select
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
 from flexshard.executors.sharding.batches import CACHE_FAILED, BatchProblem, Lookup, ids_of_tables
 from flexshard.executors.sharding.joint import BatchPart, JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
-from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer, parameter_name
+from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer
 from flexshard.executors.state.logical import LogicalTables
 
-__all__ = ["ShardedFlexShardEmbeddingCollection"]
+__all__ = ["ShardedRowsModule"]
 
 
 class _TableRows(nn.Module):
@@ -49,11 +48,8 @@ class _TableRows(nn.Module):
         pass
 
 
-class ShardedFlexShardEmbeddingCollection(
-    ShardedEmbeddingModule[KJTList, LookedUpRows, dict[str, JaggedTensor], FlexShardContext],
-    FusedOptimizerModule,
-):
-    """An ``EmbeddingCollection`` whose rows live where a plan puts them.
+class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexShardContext], FusedOptimizerModule):
+    """A collection whose rows live where a plan puts them.
 
     Takes and gives what the unsharded module does. Its parameters are this rank's rows, one for each table, rows with
     copies on every rank that has one; :func:`flexshard.executors.table_norms` counts each row once. Where ranks hold
@@ -64,31 +60,33 @@ class ShardedFlexShardEmbeddingCollection(
     no training step lies between.
 
     Attributes:
+        container: the unsharded module's attribute that holds its tables.
         tables: those under the plan.
         fingerprint: of the plan.
     """
 
+    container: ClassVar[str]
+
     def __init__(
         self,
-        configs: Sequence[EmbeddingConfig],
+        configs: Sequence[BaseEmbeddingConfig],
         tables: ShardedTables,
         *,
         fingerprint: str,
         device: torch.device,
         joint: JointModules,
-        need_indices: bool = False,
-        torchrec_collection: ShardedEmbeddingCollection | None = None,
+        torchrec_collection: Any = None,
         module_sharding_plan: Any = None,
     ) -> None:
         super().__init__()
         self.tables, self.fingerprint = tables, fingerprint
         self.module_sharding_plan = module_sharding_plan
-        self._device, self._need_indices = device, need_indices
+        self._device = device
         self._configs = list(configs)
         self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
-        self._logical = LogicalTables(tables)
+        self._logical = LogicalTables(tables, self.container)
         self._joint, self._index = joint, joint.add(tables)
-        self.embeddings = nn.ModuleDict()
+        setattr(self, self.container, nn.ModuleDict())
         self._register_tables()
         self._lookups_of, self._torchrec_lookups = self._find_lookups()
         self._optimizer = FlexShardFusedOptimizer(self._logical)
@@ -110,8 +108,8 @@ class ShardedFlexShardEmbeddingCollection(
             if config.name in planned:
                 rows = self.tables.parameter(planned[config.name])
             else:
-                rows = self._torchrec[0].embeddings[config.name].weight
-            self.embeddings[config.name] = _TableRows(rows)
+                rows = getattr(self._torchrec[0], self.container)[config.name].weight
+            getattr(self, self.container)[config.name] = _TableRows(rows)
 
     def _find_lookups(self) -> tuple[list[Lookup], list[tuple[str, str]]]:
         """Features of planned tables in the tables' order, and (output name, feature) of the others."""
@@ -212,11 +210,11 @@ class ShardedFlexShardEmbeddingCollection(
         """Whether somebody wrote to tensors of a ``state_dict``, and to a current one."""
         return self._logical.written()
 
-    def output_dist(self, ctx: FlexShardContext, output: LookedUpRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    def output_dist(self, ctx: FlexShardContext, output: LookedUpRows) -> LazyAwaitable[Any]:
         assert ctx.features is not None
         return EmbeddingsAwaitable(output, partial(self._assemble, ctx.features, None))
 
-    def compute_and_output_dist(self, ctx: FlexShardContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    def compute_and_output_dist(self, ctx: FlexShardContext, input: KJTList) -> LazyAwaitable[Any]:
         assert ctx.features is not None
         rows = self.compute(ctx, input)
         others = None
@@ -224,38 +222,24 @@ class ShardedFlexShardEmbeddingCollection(
             others = collection.compute_and_output_dist(ctx.torchrec, KJTList(list(input)[1:]))
         return EmbeddingsAwaitable(rows, partial(self._assemble, ctx.features, others))
 
+    @abstractmethod
     def _assemble(
-        self,
-        features: KeyedJaggedTensor,
-        others: LazyAwaitable[dict[str, JaggedTensor]] | None,
-        rows: Sequence[torch.Tensor],
-    ) -> dict[str, JaggedTensor]:
+        self, features: KeyedJaggedTensor, others: LazyAwaitable[Any] | None, rows: Sequence[torch.Tensor]
+    ) -> Any:
         """The module's output from the rows of each group's lookups, and that of the tables that TorchRec shards."""
+
+    def _per_lookup(
+        self, features: KeyedJaggedTensor, rows: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Lookup, JaggedTensor, torch.Tensor]]:
+        """Of each planned table's lookups: the feature's lists, and a row for each id."""
         lengths = dict(zip(features.keys(), features.length_per_key(), strict=True))
         parts = []
         for index, values in enumerate(rows):
             sizes = [lengths[lookup.feature] for lookup in self._lookups_of if lookup.group == index]
             # Backward of a split copies gradients together, which one part does not need.
             parts.append(iter(values.split(sizes) if len(sizes) > 1 else (values,)))
-        samples = None
-        if features.variable_stride_per_key():
-            samples = dict(zip(*features.inverse_indices(), strict=True))
-        output = {}
         for lookup in self._lookups_of:
-            jagged, values = features[lookup.feature], next(parts[lookup.group])
-            lengths, ids = jagged.lengths(), jagged.values() if self._need_indices else None
-            if samples is not None:  # lists that several samples share
-                shared = samples[lookup.feature]
-                if ids is not None:
-                    ids, _ = jagged_index_select(ids, lengths, shared)
-                values, lengths = jagged_index_select(values, lengths, shared)
-            output[lookup.name] = JaggedTensor(values=values, lengths=lengths, weights=ids)
-        if others is not None:
-            known = others.wait()
-            for name, feature in self._torchrec_lookups:
-                # Without our tables, a feature that they share with TorchRec's goes by its own name.
-                output[name] = known[name] if name in known else known[feature]
-        return output
+            yield lookup, features[lookup.feature], next(parts[lookup.group])
 
     # -- ahead of the module
 
@@ -278,7 +262,7 @@ class ShardedFlexShardEmbeddingCollection(
 
     # -- resharding
 
-    def configs_of_planned(self) -> list[EmbeddingConfig]:
+    def configs_of_planned(self) -> list[Any]:
         """Configurations of the planned tables."""
         return [config for config in self._configs if config.name in self.tables.names]
 
@@ -303,10 +287,6 @@ class ShardedFlexShardEmbeddingCollection(
             return self._optimizer
         return CombinedOptimizer([("", self._optimizer), ("", self._torchrec[0].fused_optimizer)])
 
-    @property
-    def unsharded_module_type(self) -> type[nn.Module]:
-        return EmbeddingCollection
-
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         for name, _ in self.named_parameters(prefix):
             yield name
@@ -314,7 +294,7 @@ class ShardedFlexShardEmbeddingCollection(
     def reset_parameters(self) -> None:
         """Nothing: rows were set when the module was sharded."""
 
-    def train(self, mode: bool = True) -> ShardedFlexShardEmbeddingCollection:
+    def train(self, mode: bool = True) -> ShardedRowsModule:
         super().train(mode)
         self.tables.train(mode)
         for collection in self._torchrec:
@@ -332,7 +312,7 @@ class ShardedFlexShardEmbeddingCollection(
         state = {} if destination is None else destination
         self._logical.wait_for_all("state_dict()")
         for index, table in enumerate(self.tables.names):
-            state[prefix + parameter_name(table)] = self._logical.hand_out(index, "weight")
+            state[prefix + self._logical.parameter_name(table)] = self._logical.hand_out(index, "weight")
         for collection in self._torchrec:
             collection.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
         return state
@@ -365,7 +345,7 @@ class ShardedFlexShardEmbeddingCollection(
         """Take what is there out of the mapping; which keys were missing."""
         missing = []
         for index, table in enumerate(self.tables.names):
-            key = prefix + parameter_name(table)
+            key = prefix + self._logical.parameter_name(table)
             if key in state_dict:
                 self._logical.take(index, "weight", state_dict.pop(key))
             else:

@@ -9,12 +9,7 @@ from torchrec.optim.fused import FusedOptimizer
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.logical import LogicalTables
 
-__all__ = ["FlexShardFusedOptimizer", "parameter_name"]
-
-
-def parameter_name(table: str) -> str:
-    """Of a table's rows among a collection's parameters, in its ``state_dict`` and in its optimizer's."""
-    return f"embeddings.{table}.weight"
+__all__ = ["FlexShardFusedOptimizer"]
 
 
 class _LogicalState:
@@ -51,7 +46,7 @@ class FlexShardFusedOptimizer(FusedOptimizer):
                 name = logical.tables.names[table]
                 # TorchRec's need no gradient either: what fills gradients in, such as init_state, leaves them out.
                 key = logical.tables.parameter(table).detach()
-                params[parameter_name(name)] = key
+                params[logical.parameter_name(name)] = key
                 keys.append(key)
                 state[key] = {}
                 for one in group.traits.spec.state_names:
@@ -70,7 +65,7 @@ class FlexShardFusedOptimizer(FusedOptimizer):
     def reset_rows(self) -> None:
         """The tables have another layout: let the parameters be their rows there."""
         for table, name in enumerate(self.tables.names):
-            self.params[parameter_name(name)].data = self.tables.parameter(table).detach()
+            self.params[self._logical.parameter_name(name)].data = self.tables.parameter(table).detach()
 
     def step(self, closure: Any = None) -> None:  # noqa: ARG002 - the base class names it
         """Pass the learning rates of ``param_groups`` on."""

@@ -60,7 +60,9 @@ class LaterTable:
 class LogicalTables:
     """Weights and optimizer states of a module's planned tables, as ``state_dict`` gives and takes them."""
 
-    def __init__(self, tables: ShardedTables) -> None:
+    def __init__(self, tables: ShardedTables, container: str) -> None:
+        """``container``: the module's attribute that holds its tables."""
+        self._container = container
         self._attendance = Attendance(tables.process_group)
         self._handed_out: list[HandedOut] = []
         self.tables = tables
@@ -74,6 +76,10 @@ class LogicalTables:
     def tables(self, tables: ShardedTables) -> None:
         self._tables = tables
         tables.on_update = _weakly(self.rows_change)
+
+    def parameter_name(self, table: str) -> str:
+        """Of a table's rows among the module's parameters, in its ``state_dict`` and in its optimizer's."""
+        return f"{self._container}.{table}.weight"
 
     # -- out
 

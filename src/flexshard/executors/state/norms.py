@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
-from flexshard.executors.state.fused_optimizer import parameter_name
+from flexshard.executors.sharding.module import ShardedRowsModule
 
 __all__ = ["table_norms"]
 
@@ -27,7 +26,7 @@ def table_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]
     """
     result = {}
     for prefix, module in model.named_modules():
-        if not isinstance(module, ShardedFlexShardEmbeddingCollection):
+        if not isinstance(module, ShardedRowsModule):
             continue
         module.finish_writes()
         tables, sums = module.tables, []
@@ -48,5 +47,5 @@ def table_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]
         norms = all_sums if norm_type == float("inf") else all_sums.pow(1 / norm_type)
         for name, norm in zip(tables.names, norms.tolist(), strict=True):
             inner = prefix.removeprefix("_dmp_wrapped_module.").removeprefix("module.")
-            result[f"{inner}.{parameter_name(name)}".removeprefix(".")] = norm
+            result[f"{inner}.{module.container}.{name}.weight".removeprefix(".")] = norm
     return result

@@ -15,9 +15,9 @@ from torch import nn
 from flexshard import units
 from flexshard._internal import PathLike, host_waits_for, on_all_ranks, to_device
 from flexshard.errors import PlanError
-from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
+from flexshard.executors.sharding.row_sharding import check_world, placement_of
+from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
-from flexshard.executors.sharding.sharder import check_world, placement_of
 from flexshard.executors.state.rows_by_id import parts_of, transfer_of
 from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan, moving_seconds, row_moves
 from flexshard.profiling import AccessProfile

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from flexshard.errors import PlanError
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD
 
-__all__ = ["left_tables", "model_of_the_rest", "part_of"]
+__all__ = ["bag_part_of", "left_tables", "model_of_the_rest", "part_of"]
 
 TableKey = tuple[str, str]
 
@@ -80,7 +80,7 @@ def part_of(collection: EmbeddingCollection, configs: Sequence[EmbeddingConfig])
     return part
 
 
-def _bag_part_of(collection: Any, configs: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
+def bag_part_of(collection: Any, configs: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
     """A collection of some of a collection's pooled tables, with the same weights."""
     meta = torch.device("meta")
     part = EmbeddingBagCollection(list(configs), is_weighted=collection.is_weighted(), device=meta)
@@ -110,7 +110,7 @@ def model_of_the_rest(
         bags = rest.pop(fqn)
         left_of = [config for config in bags.embedding_bag_configs() if config.name not in names]
         if left_of:
-            rest[fqn] = _bag_part_of(bags, left_of)
+            rest[fqn] = bag_part_of(bags, left_of)
     for fqn, collection in collections.items():
         configs = [config for config in collection.embedding_configs() if (fqn, config.name) in left]
         if configs:

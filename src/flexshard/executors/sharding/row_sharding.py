@@ -1,4 +1,4 @@
-"""The sharder that carries a FlexShard plan out."""
+"""Rows of planned tables on this rank: what every sharder here begins with."""
 
 from __future__ import annotations
 
@@ -6,129 +6,113 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.distributed.types import (
-    CommOp,
-    ParameterSharding,
-    QuantizedCommCodec,
-    QuantizedCommCodecs,
-    ShardedModule,
-    ShardingEnv,
-)
+from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv
 from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from flexshard._internal import check_finite, differing_ranks, on_all_ranks
-from flexshard.costmodels import Layout, rows_with_places
+from flexshard.costmodels import Layout, PlacedTable, rows_with_places
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.sharding.joint import JointModules
-from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import GroupOptions, GroupTraits, ShardedTables
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
-from flexshard.planner import FlexShardParameterSharding, part_of
+from flexshard.planner import FlexShardParameterSharding
 from flexshard.tables import data_type_of_torchrec
 
-__all__ = ["FlexShardEmbeddingCollectionSharder", "check_world", "placement_of"]
+__all__ = ["PlannedRows", "RowSharding", "check_world", "placement_of"]
 
 
-class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
-    """Shards every ``EmbeddingCollection``: tables of a FlexShard plan as it says, others as TorchRec does.
+class PlannedTable(PlacedTable, Protocol):
+    """A table of a plan, as far as sharding it goes."""
 
-    Put it into ``DistributedModelParallel``'s sharders in place of TorchRec's ``EmbeddingCollectionSharder``.
+    @property
+    def dim(self) -> int: ...
+    @property
+    def optimizer(self) -> str: ...
+
+
+class PlannedRows(Protocol):
+    """How a table is sharded row by row, as :class:`FlexShardParameterSharding` says it."""
+
+    @property
+    def table(self) -> PlannedTable | None: ...
+    @property
+    def index_dedup(self) -> bool: ...
+    @property
+    def ranked_rows(self) -> Any: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class RowSharding:
+    """Puts rows of tables where they are planned, for a sharder of collections.
 
     Args:
-        fused_params: as TorchRec's: optimizer, learning rate and so on, for all rows whatever their tier.
-        qcomm_codecs_registry: as TorchRec's; its codecs for sequence all-to-alls are used.
-        use_index_dedup: for tables that TorchRec shards; a plan's own tables follow the plan.
-        translated_ids: whether batches come from :meth:`ShardedFlexShardEmbeddingCollection.translator`.
-        sharded_store: makes the store of rows without copies; FBGEMM's by default, :class:`MemoryStore` where FBGEMM
-            has no kernels.
-        collectives: what carries tensors to other ranks.
-        cache_load_factors: tables whose rows without copies are kept in the host's memory, behind a cache of so many of
-            them as a share (above 0, at most 1), as TorchRec's ``CacheParams.load_factor``. What leaves the cache and
-            what comes follows from the batches that are known ahead: train with :class:`LookaheadPipeline`. On CPUs
-            only, so far.
+        translated_ids, sharded_store, collectives, cache_load_factors: as of
+            :class:`FlexShardEmbeddingCollectionSharder`.
     """
 
     def __init__(
         self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         *,
-        use_index_dedup: bool = False,
         translated_ids: bool = False,
         sharded_store: Callable[..., RowStore] = FusedStore,
         collectives: Collectives | None = None,
         cache_load_factors: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(fused_params, qcomm_codecs_registry)
         self._sharded_store, self._collectives = sharded_store, collectives or Collectives()
-        self._torchrec_sharder = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, use_index_dedup)
         self._translated_ids = translated_ids
-        self._cache_load_factors = {
+        self.cache_load_factors = {
             name: check_finite(factor, f"cache_load_factors: {name!r}", TableError)
             for name, factor in (cache_load_factors or {}).items()
         }
-        for name, factor in self._cache_load_factors.items():
+        for name, factor in self.cache_load_factors.items():
             if not 0 < factor <= 1:
                 raise TableError(f"cache_load_factors: {name!r} must be above 0 and at most 1, found {factor:g}")
         self._latest: tuple[ShardingEnv, tuple[Any, ...], set[str], weakref.ref[JointModules]] | None = None
 
-    carries_out_plans = True  # which FlexShardPlanner asks for
-
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        return EmbeddingCollection
-
-    def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:
-        return self._torchrec_sharder.shardable_parameters(module)
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's own; a plan's sharding type is none that TorchRec's planner could choose."""
-        return self._torchrec_sharder.sharding_types(compute_device_type)
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return self._torchrec_sharder.compute_kernels(sharding_type, compute_device_type)
-
     def shard(
         self,
-        module: EmbeddingCollection,
-        params: Mapping[str, ParameterSharding],
+        planned: Mapping[str, PlannedRows],
+        configs: Mapping[str, BaseEmbeddingConfig],
+        weights: Mapping[str, nn.Parameter],
         env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedModule[Any, Any, Any, Any]:
-        """Shard one collection; all ranks do so alike.
+        device: torch.device,
+        *,
+        module_fqn: str | None,
+        fused_params: dict[str, Any] | None,
+        codecs: QuantizedCommCodecs | None,
+    ) -> dict[str, Any]:
+        """Rows of a module's planned tables on this rank, as :class:`ShardedRowsModule` takes them; all ranks do so
+        alike.
+
+        Args:
+            planned, configs, weights: of each table, by name.
+            env, device, module_fqn: as TorchRec gives them.
+            fused_params: as TorchRec's.
+            codecs: of embeddings and gradients.
 
         Raises:
-            PlanError: the plan is for other tables, another number of ranks or nodes, or differs between ranks.
-            TableError: an optimizer or dtype that the device does not offer.
+            PlanError, TableError: as of :meth:`FlexShardEmbeddingCollectionSharder.shard`.
         """
-        planned = {name: how for name, how in params.items() if isinstance(how, FlexShardParameterSharding)}
-        if not planned:
-            return self._torchrec_sharder.shard(module, dict(params), env, device, module_fqn)
-        device = torch.device("cpu") if device is None else device
-        check_world(planned, env.process_group, module_fqn)
-        weights = {name: module.embeddings[name].weight for name in planned}
-        configs = {config.name: config for config in module.embedding_configs()}
         index_dedup = frozenset(name for name, how in planned.items() if how.index_dedup)
-        codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
         if codecs is not None:
             _warn_of_loss(codecs.backward, list(planned))
         traits = on_all_ranks(
-            lambda: {name: self._traits(configs[name], how, weights[name], device) for name, how in planned.items()},
+            lambda: {
+                name: self._traits(configs[name], how, weights[name], device, fused_params)
+                for name, how in planned.items()
+            },
             PlanError,
             env.process_group,
         )
@@ -146,16 +130,9 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         layout, bijections = placement_of({name: planned[name] for name in names}, env.world_size)
         tables = ShardedTables(layout, [traits[name] for name in names], bijections, options)
         _initialise(tables, [configs[name] for name in names], [weights[name] for name in names])
-        return ShardedFlexShardEmbeddingCollection(
-            module.embedding_configs(),
-            tables,
-            fingerprint=next(iter(planned.values())).fingerprint,
-            device=device,
-            joint=self._joint_of(env, (device, next(iter(planned.values())).fingerprint), module_fqn),
-            need_indices=module.need_indices(),
-            torchrec_collection=self._torchrec_part(module, params, planned, env, device, module_fqn),
-            module_sharding_plan=dict(params),
-        )
+        fingerprint = next(iter(planned.values())).fingerprint
+        joint = self._joint_of(env, (device, fingerprint), module_fqn)
+        return {"tables": tables, "fingerprint": fingerprint, "device": device, "joint": joint}
 
     def _joint_of(self, env: ShardingEnv, alike: tuple[Any, ...], module_fqn: str | None) -> JointModules:
         """With which a module's batches may be exchanged: those of the same model, which has one environment.
@@ -171,12 +148,17 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             if joint is not None and known_env is env and known_alike == alike and module_fqn not in names:
                 names.add(module_fqn)
                 return joint
-        joint = JointModules(self._cache_load_factors)
+        joint = JointModules(self.cache_load_factors)
         self._latest = None if module_fqn is None else (env, alike, {module_fqn}, weakref.ref(joint))
         return joint
 
     def _traits(
-        self, config: EmbeddingConfig, how: FlexShardParameterSharding, weight: nn.Parameter, device: torch.device
+        self,
+        config: BaseEmbeddingConfig,
+        how: PlannedRows,
+        weight: nn.Parameter,
+        device: torch.device,
+        fused_params: dict[str, Any] | None,
     ) -> GroupTraits:
         kind = data_type_of_torchrec(config.data_type.name)
         dtype = None if kind is None else getattr(torch, kind.name)
@@ -197,7 +179,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         (kind,) = getattr(weight, "_optimizer_classes", [None])
         if kind is not None:
             kwargs["optimizer"] = optimizer_type_to_emb_opt_type(kind)
-        fused = merge_fused_params(self.fused_params, kwargs)
+        fused = merge_fused_params(fused_params, kwargs)
         fused.pop("cache_precision", None)
         spec = OptimizerSpec.of(fused, config.name, device)
         if how.table.optimizer not in ("", spec.name):
@@ -209,29 +191,13 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             )
         given = data_type_of_torchrec(getattr(fused.get("output_dtype"), "name", ""))
         output = torch.float32 if given is None else getattr(torch, given.name)
-        load_factor = self._cache_load_factors.get(config.name)
+        load_factor = self.cache_load_factors.get(config.name)
         if load_factor is not None and device.type != "cpu":
             raise TableError(
                 f"table {config.name!r}: caches of rows that are kept on the host work on CPUs so far, not on"
                 f" {device.type}; leave it out of cache_load_factors"
             )
         return GroupTraits(config.embedding_dim, dtype, spec, output, load_factor)
-
-    def _torchrec_part(
-        self,
-        module: EmbeddingCollection,
-        params: Mapping[str, ParameterSharding],
-        planned: Mapping[str, Any],
-        env: ShardingEnv,
-        device: torch.device,
-        module_fqn: str | None,
-    ) -> Any:
-        """TorchRec's own sharding of the tables that the plan leaves out, as a collection of theirs alone."""
-        others = [config for config in module.embedding_configs() if config.name not in planned]
-        if not others:
-            return None
-        part = part_of(module, others)
-        return self._torchrec_sharder.shard(part, {c.name: params[c.name] for c in others}, env, device, module_fqn)
 
 
 def _warn_of_loss(codec: QuantizedCommCodec[Any], tables: Sequence[str]) -> None:
@@ -278,9 +244,7 @@ def check_world(
         )
 
 
-def placement_of(
-    planned: Mapping[str, FlexShardParameterSharding], world_size: int
-) -> tuple[Layout, list[IndexBijection]]:
+def placement_of(planned: Mapping[str, PlannedRows], world_size: int) -> tuple[Layout, list[IndexBijection]]:
     """Where the rows of tables that travel together live, and the order of popularity of each."""
     tables, bijections = {}, []
     for name, how in planned.items():
@@ -292,7 +256,7 @@ def placement_of(
 
 
 @torch.no_grad()
-def _initialise(tables: ShardedTables, configs: Sequence[EmbeddingConfig], weights: Sequence[torch.Tensor]) -> None:
+def _initialise(tables: ShardedTables, configs: Sequence[BaseEmbeddingConfig], weights: Sequence[torch.Tensor]) -> None:
     """Rows of the module as it was built; where that was on the meta device, rows drawn as its tables would be."""
     for table, (config, weight) in enumerate(zip(configs, weights, strict=True)):
         if weight.device.type != "meta":

@@ -1,0 +1,358 @@
+"""Pooled tables with rows on the host behind a cache: as the unsharded collection, and as TorchRec's to its users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrec")
+pytest.importorskip("numba")
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from flexshard.errors import FlexShardError
+from flexshard.executors import FlexShardEmbeddingBagCollectionSharder, LookaheadPipeline, full_state_dict, table_norms
+from flexshard.executors.sharding.row_sharding import RowSharding
+from flexshard.executors.state.checkpoints import load_checkpoint, save_checkpoint
+from flexshard.executors.stores.cached import CachedStore
+from tests.executors import lookahead_model as looking, models, ranks
+from tests.executors.test_lookahead import fused
+
+HOST = torch.device("cpu")
+STEPS, SAMPLES, DIM = 8, 12, 8
+# Rows, features, pooling; "seen" is looked up in two tables, of which one is behind a cache.
+TABLES: dict[str, tuple[int, list[str], PoolingType]] = {
+    "goods": (1500, ["bought", "seen"], PoolingType.SUM),
+    "shops": (400, ["shop"], PoolingType.MEAN),
+    "hours": (24, ["hour", "seen"], PoolingType.SUM),
+    "days": (1500, ["day"], PoolingType.MEAN),
+}
+FEATURES = ["hour", "seen", "shop", "bought", "day"]
+CACHED = ("goods", "shops")
+
+
+def start(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of a whole table, alike wherever it is made."""
+    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.shape[0])) / DIM
+    with torch.no_grad():
+        return weight.copy_(drawn)
+
+
+class Model(nn.Module):
+    def __init__(self, *, weighted: bool = False, sums: bool = False, cached_alone: bool = False) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=DIM,
+                feature_names=features,
+                init_fn=start,
+                pooling=PoolingType.SUM if sums or weighted else pooling,
+            )
+            for name, (rows, features, pooling) in TABLES.items()
+            if name in CACHED or not cached_alone
+        ]
+        self.bags = EmbeddingBagCollection(tables, is_weighted=weighted)
+        self.over = nn.Linear(DIM * sum(len(table.feature_names) for table in tables), 1)
+
+    def forward(self, batch: models.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.over(torch.tanh(self.bags(batch.features).values())).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits
+
+
+def batch_of(step: int, rank: int, *, weighted: bool = False) -> models.Batch:
+    """Ids of which some come again soon, empty bags, and repeats within bags."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    rows = {feature: rows for rows, features, _ in TABLES.values() for feature in features} | {"seen": 24}
+    lengths, values = [], []
+    for feature in FEATURES:
+        length = torch.randint(0, 5, (SAMPLES,), generator=generator)
+        drawn = torch.rand(int(length.sum()), generator=generator)
+        lengths.append(length)
+        values.append((drawn.pow(3) * rows[feature]).long().clamp_(max=rows[feature] - 1))
+    ids = torch.cat(values)
+    weights = torch.rand(ids.numel(), generator=generator) if weighted else None
+    features = KeyedJaggedTensor(FEATURES, ids, weights, lengths=torch.cat(lengths))
+    return models.Batch(features, torch.randint(0, 2, (SAMPLES,), generator=generator).float())
+
+
+def shard(
+    factors: dict[str, float] | None,
+    optimizer: str,
+    *,
+    torchrec: bool = False,
+    **how: Any,
+) -> tuple[DistributedModelParallel, Any]:
+    """The model and its optimizer; TorchRec has every table on one rank."""
+    torch.manual_seed(3)
+    model = Model(**how)
+    world = torch.distributed.get_world_size()
+    constraints = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in TABLES}
+    # FBGEMM's pooled kernels on CPUs leave decay out, those of single rows and of CUDA do not.
+    given = {option: value for option, value in fused(optimizer).items() if not option.startswith("weight_decay")}
+    sharder = (
+        EmbeddingBagCollectionSharder(given)
+        if torchrec
+        else FlexShardEmbeddingBagCollectionSharder(given, cache_load_factors=factors)
+    )
+    planner = EmbeddingShardingPlanner(Topology(world, "cpu"), batch_size=SAMPLES, constraints=constraints)
+    plan = planner.collective_plan(model, [sharder], torch.distributed.group.WORLD)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=HOST)
+    return parallel, models.optimizer_of(parallel)
+
+
+def caches(parallel: DistributedModelParallel) -> list[CachedStore]:
+    return [group.store for group in parallel.module.bags.groups if isinstance(group.store, CachedStore)]
+
+
+def train(
+    rank: int, factors: dict[str, float] | None, optimizer: str, *, stock: bool = False, **how: Any
+) -> tuple[list[np.ndarray], DistributedModelParallel]:
+    """Logits of every step, and the model."""
+    parallel, optim = shard(factors, optimizer, **how)
+    pipeline = (TrainPipelineSparseDist if stock else LookaheadPipeline)(parallel, optim, HOST)
+    batches = (batch_of(step, rank, weighted=how.get("weighted", False)) for step in range(STEPS))
+    return [pipeline.progress(batches).detach().numpy() for _ in range(STEPS)], parallel
+
+
+def contents(parallel: DistributedModelParallel) -> dict[str, np.ndarray]:
+    """Whole tables and layers, and states of the tables behind caches; every rank must call it."""
+    whole = [{name: value.numpy() for name, value in full_state_dict(parallel).items()}]
+    torch.distributed.broadcast_object_list(whole, 0)
+    found = whole[0]
+    for key, values in parallel.fused_optimizer.state_dict()["state"].items():
+        states = {name: value for name, value in values.items() if isinstance(value, DTensor)}
+        found |= {f"{key}.{name}": value.full_tensor().numpy() for name, value in sorted(states.items())}
+    return found
+
+
+def unsharded(world: int, **how: Any) -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
+    """Logits by step and rank, and weights at the end, of one process that has the ranks' batches."""
+    torch.manual_seed(3)
+    model = Model(**how)
+    optimizer = torch.optim.SGD(model.bags.parameters(), lr=0.2)
+    dense = torch.optim.SGD(model.over.parameters(), lr=models.DENSE_LEARNING_RATE)
+    logits = []
+    for step in range(STEPS):
+        parts = [model(batch_of(step, rank, weighted=how.get("weighted", False))) for rank in range(world)]
+        for one in (optimizer, dense):
+            one.zero_grad()
+        (sum(loss for loss, _ in parts) / world).backward()
+        for one in (optimizer, dense):
+            one.step()
+        logits.append([out.detach().numpy() for _, out in parts])
+    return logits, {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+HOW: list[dict[str, Any]] = [{}, {"weighted": True}, {"cached_alone": True}]
+
+
+def trained_with_sgd(rank: int) -> list[Any]:
+    found = []
+    for how in HOW:
+        logits, parallel = train(rank, {"goods": 0.2, "shops": 0.5}, "sgd", **how)
+        traffic = [replace(store.traffic) for store in caches(parallel)]
+        found.append((logits, contents(parallel), traffic))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_training_is_that_of_the_unsharded_collection(world: int) -> None:
+    expected = [unsharded(world, **how) for how in HOW]
+    for rank, results in enumerate(ranks.run(1, world, trained_with_sgd)):
+        for (logits, weights), (found, state, traffic) in zip(expected, results, strict=True):
+            for step in range(STEPS):
+                np.testing.assert_allclose(found[step], logits[step][rank], atol=2e-6)
+            for name, values in weights.items():
+                np.testing.assert_allclose(state[name], values, atol=2e-6, err_msg=name)
+            assert len(traffic) == 2  # of unequal shares
+            assert all(one.fetched > 0 and one.batches == STEPS for one in traffic)
+
+
+def _uncached(self: RowSharding, *args: Any) -> Any:
+    return replace(_traits(self, *args), cache_load_factor=None)
+
+
+_traits = RowSharding._traits
+
+
+def with_and_without(rank: int) -> list[str]:
+    differing = []
+    for optimizer in ("rowwise_adagrad", "adam", "adagrad"):  # TorchRec has no Adam on CPUs
+        alone = optimizer == "adam"
+        with mock.patch.object(RowSharding, "_traits", _uncached):
+            logits, parallel = train(rank, {"goods": 0.2, "shops": 0.2}, optimizer, stock=True, cached_alone=alone)
+        assert caches(parallel) == []
+        expected = contents(parallel)
+        for stock in (False, True):
+            found, parallel = train(rank, {"goods": 0.2, "shops": 0.2}, optimizer, stock=stock, cached_alone=alone)
+            assert caches(parallel)[0].traffic.written_back > 0
+            same = all(np.array_equal(a, b) for a, b in zip(found, logits, strict=True))
+            differing += [] if same else [f"{optimizer}: outputs"]
+            differing += looking.differs(contents(parallel), expected)
+    return differing
+
+
+def test_a_cache_changes_no_bit() -> None:
+    assert ranks.run(1, 2, with_and_without) == [[], []]
+
+
+def of_any_rank(names: Iterable[Any]) -> list[Any]:
+    """Names that some rank has: TorchRec's are where the tables are."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, list(names))
+    return sorted({name for names in every for name in names})
+
+
+def beside_torchrec(rank: int) -> dict[str, Any]:
+    """What users see of TorchRec's sharder and of ours, and how far three optimizers' results are apart."""
+    found: dict[str, Any] = {}
+    for optimizer in ("rowwise_adagrad", "adagrad", "sgd"):
+        stock, theirs = train(rank, None, optimizer, stock=True, torchrec=True, sums=True)
+        seen, ours = train(rank, {"goods": 0.2, "shops": 0.2}, optimizer, sums=True)
+        apart = [float(np.abs(a - b).max()) for a, b in zip(stock, seen, strict=True)]
+        expected, state = contents(theirs), contents(ours)
+        assert expected.keys() <= state.keys()
+        apart += [float(np.abs(state[name] - values).max()) for name, values in expected.items() if values.size]
+        found[optimizer] = max(apart)
+    theirs, _ = shard(None, "adagrad", torchrec=True, sums=True)
+    ours, _ = shard({"goods": 0.2, "shops": 0.2}, "adagrad", sums=True)
+    same = {
+        "state_dict": lambda model: sorted(model.state_dict()),
+        "parameters": lambda model: of_any_rank(name for name, _ in model.named_parameters()),
+        "states": lambda model: of_any_rank(
+            (key, name) for key, states in model.fused_optimizer.state_dict()["state"].items() for name in states
+        ),
+        "columns": lambda model: sorted(
+            zip(
+                (out := model.module.bags(batch_of(0, rank).features)).keys(),
+                out.length_per_key(),
+                [tuple(out[key].shape) for key in out.keys()],
+                strict=True,
+            )
+        ),
+        "type": lambda model: type(model.module.bags(batch_of(0, rank).features).wait()).__name__,
+        "unsharded": lambda model: model.module.bags.unsharded_module_type,
+    }
+    found["seen"] = {name: (of(theirs), of(ours)) for name, of in same.items()}
+    return found
+
+
+def test_users_see_what_torchrec_shows() -> None:
+    for found in ranks.run(1, 2, beside_torchrec):
+        for theirs, ours in found.pop("seen").values():
+            assert theirs == ours
+        assert max(found.values()) < 2e-5, found
+
+
+def variable(rank: int) -> float:
+    """Largest difference where samples share lists, to the samples one by one."""
+    parallel, _ = shard({"goods": 0.2, "shops": 0.5}, "sgd", cached_alone=True)
+    one = batch_of(0, rank).features
+    shared = {feature: torch.arange(SAMPLES).flip(0) // 2 for feature in FEATURES}
+    lists = {feature: one[feature] for feature in FEATURES}
+    inverse = torch.stack([shared[feature] for feature in FEATURES])
+    features = KeyedJaggedTensor(
+        FEATURES,
+        one.values(),
+        lengths=one.lengths(),
+        stride_per_key_per_rank=[[SAMPLES]] * len(FEATURES),
+        inverse_indices=(FEATURES, inverse),
+    )
+    plain = KeyedJaggedTensor.from_jt_dict(lists)
+    with torch.no_grad():
+        expected = parallel.module.bags(plain).to_dict()
+        found = parallel.module.bags(features).to_dict()
+    names = {"bought": "bought", "seen": "seen", "shop": "shop"}
+    return max(float((found[n] - expected[n][shared[f]]).abs().max()) for n, f in names.items())
+
+
+def test_features_with_batch_sizes_of_their_own() -> None:
+    assert ranks.run(1, 2, variable) == [0.0, 0.0]
+
+
+def saved_and_loaded(rank: int, folder: str) -> list[str]:
+    """What differs after a checkpoint from a warm cache was loaded into TorchRec's own sharding, and the other way."""
+    factors = {"goods": 0.2, "shops": 0.5}
+    _, ours = train(rank, factors, "rowwise_adagrad", sums=True)
+    save_checkpoint(folder, ours)
+    stock, _ = shard(None, "rowwise_adagrad", torchrec=True, sums=True)
+    load_checkpoint(folder, stock)
+    again, _ = shard({"goods": 1.0}, "rowwise_adagrad", sums=True)
+    load_checkpoint(folder, again)
+    saved = contents(ours)
+    norms = table_norms(ours)
+    own = {name: float(np.linalg.norm(values)) for name, values in saved.items() if name in norms}
+    assert len(own) == 2
+    assert all(np.isclose(norms[name], norm, rtol=1e-6) for name, norm in own.items())
+    differing = []
+    for found, number in ((contents(stock), 6), (contents(again), 7)):
+        assert len(found) == number  # four tables, two tensors of the layer, and states of goods
+        differing += looking.differs(found, {name: saved[name] for name in found})
+    return differing
+
+
+def test_checkpoints_go_to_torchrec_and_back(tmp_path: Any) -> None:
+    assert ranks.run(1, 2, saved_and_loaded, str(tmp_path)) == [[], []]
+
+
+def message_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except FlexShardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(rank: int) -> list[str]:
+    def weighted_mean() -> None:
+        model = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name="shops", num_embeddings=40, embedding_dim=DIM, feature_names=["shop"], pooling=MEAN
+                )
+            ],
+            is_weighted=True,
+        )
+        sharder = FlexShardEmbeddingBagCollectionSharder(fused("sgd"), cache_load_factors={"shops": 0.5})
+        planner = EmbeddingShardingPlanner(Topology(2, "cpu"))
+        plan = planner.collective_plan(model, [sharder], torch.distributed.group.WORLD)
+        DistributedModelParallel(model, plan=plan, sharders=[sharder], device=HOST)
+
+    def unknown(factors: dict[str, float]) -> None:
+        parallel, _ = shard(factors, "sgd")
+        parallel(batch_of(0, rank))
+
+    return [
+        message_of(weighted_mean),
+        message_of(lambda: unknown({"godos": 0.5})),
+        message_of(lambda: unknown({"goods": 0.5, "shosp": 0.5})),
+        message_of(lambda: shard({"goods": 0.5 + 0.1 * rank}, "sgd")),
+        message_of(lambda: shard({"goods": 2.0}, "sgd")),
+    ]
+
+
+MEAN = PoolingType.MEAN
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    for found in ranks.run(1, 2, refused):
+        mean, typo, second, other, share = found
+        assert mean.startswith("TableError: table 'shops': means of weighted ids")
+        assert "no pooled table is named 'godos'" in typo
+        assert "no table 'shosp' is under the plan" in second
+        assert "cache_load_factors of rank 1 are" in other
+        assert "must be above 0 and at most 1" in share
