@@ -17,12 +17,13 @@ endif
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 PLANNING := .venv-newest .venv-lowest
 
-.PHONY: help setup demo test test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest bench-lookahead clean
+.PHONY: help setup demo test test-slow test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest bench-lookahead clean
 
 help:
 	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
 	@echo "make demo DATA=path COLUMN=id  plan your Parquet file (KEY=session: its values are the samples)"
 	@echo "make test                      run the tests; TORCH=2.14 with the newer set of torch, FBGEMM and TorchRec"
+	@echo "make test-slow                 more cases of what make test tests: random models, kills of Ray's workers (takes minutes)"
 	@echo "make test-newest               planning, profiling, command line: without torch, newest versions (PYTHON=python3.13)"
 	@echo "make test-lowest               the same with the oldest versions that pyproject.toml allows"
 	@echo "make test-gpu                  what needs one GPU: NCCL, streams, waits, memory, kernels; skipped where there is none"
@@ -54,6 +55,9 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest -n auto --dist worksteal
+
+test-slow: setup
+	$(VENV)/bin/python -m pytest -n auto --dist worksteal -m slow
 
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py

@@ -47,6 +47,7 @@ def test_actors_give_the_readers_batches_to_every_rank(folder: Path) -> None:
             client.close()
 
 
+@pytest.mark.slow
 def test_kills_of_workers_and_of_the_master_change_nothing(folder: Path) -> None:
     spec = spec_of(folder)
     generator, kills, stop = random.Random(1), 0, threading.Event()
@@ -102,6 +103,7 @@ def test_an_actor_that_hangs_is_started_again(folder: Path) -> None:
         assert found == expected(spec)
 
 
+@pytest.mark.slow
 def test_workers_are_taken_away_where_the_trainer_does_not_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexshard.ingestion.service.client._ADJUST_SECONDS", 0.2)
     spec = spec_of(folder)
