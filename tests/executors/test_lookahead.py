@@ -18,6 +18,7 @@ pytest.importorskip("numba")
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+import flexshard
 from flexshard.errors import CacheError, FlexShardError, PlanError, TableError
 from flexshard.executors import FlexShardEmbeddingCollectionSharder, LookaheadPipeline, reshard
 from flexshard.executors.lookahead.oracle import LookaheadOracle
@@ -25,6 +26,8 @@ from flexshard.executors.lookahead.row_moves import RowMoves
 from flexshard.executors.state.checkpoints import load_checkpoint, save_checkpoint
 from flexshard.executors.state.norms import table_norms
 from flexshard.executors.stores import cached
+from flexshard.executors.stores.cached import CachedStore
+from flexshard.planner import Plan
 from flexshard.tables import OPTIMIZERS
 from tests.executors import lookahead_model as looking, ranks
 
@@ -269,6 +272,54 @@ def test_lookahead_follows_from_the_cache_and_is_the_same_on_every_rank() -> Non
     small, large, most, without = first
     assert 1 <= small < large < most == 200
     assert without == 1
+
+
+# -- caches that a plan asks for
+
+
+def with_caches() -> Plan:
+    """A plan that keeps rows on the host, since ranks have little memory."""
+    cluster = replace(looking.plan_for(1, 2).cluster, host_bytes_per_s=1e9)
+    generator = np.random.default_rng(0)
+    tables = [
+        flexshard.Table(name, rows, looking.DIM, looking._profile(rows, generator))
+        for name, rows in looking.ROWS.items()
+    ]
+    how: dict[str, Any] = {"batch_size": looking.SAMPLES, "index_dedup": False, "tiers": 1}
+    neutral = flexshard.solve(tables, cluster, **how).settings.budget_bytes
+    return flexshard.solve(tables, cluster, **how, budget=f"{0.95 * neutral!r} B", host_memory="1MiB")
+
+
+def as_planned(rank: int, plan: Plan, without: Plan) -> list[Any]:
+    """What differs from training without caches, their sizes, and what moving rows out of them says."""
+    outputs, _, parallel = train(rank, without, None, "rowwise_adagrad", stock=True)
+    expected = looking.everything(parallel)
+    logits, pipeline, parallel = train(rank, plan, None, "rowwise_adagrad")
+    differing = looking.differs(looking.everything(parallel), expected)
+    differing += [f"step {i}" for i, (a, b) in enumerate(zip(logits, outputs, strict=True)) if (a != b).any()]
+    sizes = {
+        table: group.store.cache_rows
+        for group in parallel.module.tables.groups
+        if isinstance(group.store, CachedStore)
+        for table in [parallel.module.tables.tables.names[group.tables.start]]
+    }
+    asked = replace(without, settings=replace(without.settings, host_memory=1e6))
+    text = message_of(lambda: reshard(parallel, asked, profiles=_profiles(), quiet=True))
+    return [differing, sizes, pipeline.lookahead, text]
+
+
+def test_a_plan_says_which_tables_have_caches() -> None:
+    plan = with_caches()
+    without = replace(plan, tables={name: replace(table, cache=None) for name, table in plan.tables.items()})
+    cached = {name: table.cache for name, table in plan.tables.items() if table.cache is not None}
+    assert cached
+    for differing, sizes, ahead, text in ranks.run(1, 2, as_planned, plan, without):
+        assert differing == []
+        assert sizes.keys() == cached.keys()
+        for name, cache in cached.items():
+            assert abs(sizes[name] - cache.rows) <= 1
+        assert ahead >= 1
+        assert "is behind a cache, and the plan has it without one" in text
 
 
 # -- faults

@@ -53,9 +53,11 @@ if TYPE_CHECKING:
     )
     from flexshard.costmodels.lookahead import (
         LookaheadReads as LookaheadReads,
+        cached_share as cached_share,
         longest_lookahead as longest_lookahead,
         lookahead_reads as lookahead_reads,
         lookahead_reads_of_stretches as lookahead_reads_of_stretches,
+        read_chance as read_chance,
     )
     from flexshard.costmodels.overlap import (
         Overlap as Overlap,
@@ -122,7 +124,14 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "lookup_bytes",
         ],
         "layout": ["Layout", "Piece", "PlacedTable", "rows_with_places"],
-        "lookahead": ["LookaheadReads", "longest_lookahead", "lookahead_reads", "lookahead_reads_of_stretches"],
+        "lookahead": [
+            "LookaheadReads",
+            "cached_share",
+            "longest_lookahead",
+            "lookahead_reads",
+            "lookahead_reads_of_stretches",
+            "read_chance",
+        ],
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "pooled": ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "PooledCosts", "PooledOption"],

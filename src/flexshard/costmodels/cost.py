@@ -60,7 +60,9 @@ class Collective:
     @property
     def moves_lookups(self) -> bool:
         """Whether it carries what a batch looks up, not gradients of copies."""
-        return self.kind == "all_to_all" or (self.content.startswith("pooled ") and self.content != "pooled replicas")
+        return self.kind in ("all_to_all", "host") or (
+            self.content.startswith("pooled ") and self.content != "pooled replicas"
+        )
 
     def link(self, world_size: int) -> int:
         """Group size of the level whose links it crosses: an all-to-all inside groups stays on those of its level, all

@@ -21,7 +21,16 @@ from flexshard.errors import JobError
 from flexshard.profiling import AccessProfile
 from flexshard.tables import expected_distinct
 
-__all__ = ["LookaheadReads", "longest_lookahead", "lookahead_reads", "lookahead_reads_of_stretches"]
+__all__ = [
+    "LookaheadReads",
+    "cached_share",
+    "longest_lookahead",
+    "lookahead_reads",
+    "lookahead_reads_of_stretches",
+    "read_chance",
+]
+
+FloatArray = npt.NDArray[np.float64]
 
 _MOST = 1 << 20
 
@@ -55,7 +64,7 @@ def lookahead_reads(profile: AccessProfile, samples: float, lookahead: int) -> L
         JobError: an argument that is out of range.
     """
     ahead = check_int(lookahead, "lookahead", JobError, least=0)
-    return _reads(_chance(profile, samples), profile.rows, ahead)
+    return _reads(read_chance(profile, samples), profile.rows, ahead)
 
 
 def lookahead_reads_of_stretches(
@@ -96,7 +105,7 @@ def longest_lookahead(profile: AccessProfile, samples: float, cache_rows: float)
     """The longest lookahead of which a cache of so many rows over all ranks has room in expectation, up to 2^20; None
     if it has none for one batch. Arguments as of :func:`lookahead_reads`.
     """
-    q, rows = _chance(profile, samples), profile.rows
+    q, rows = read_chance(profile, samples), profile.rows
     if _reads(q, rows, 0).cached > cache_rows:
         return None
     low, high = 0, _MOST + 1  # the cache holds more the longer it is
@@ -106,17 +115,23 @@ def longest_lookahead(profile: AccessProfile, samples: float, cache_rows: float)
     return low
 
 
-def _chance(profile: AccessProfile, samples: float) -> npt.NDArray[np.float64]:
-    """That a batch reads a row, of each distinct count."""
+def read_chance(profile: AccessProfile, samples: float) -> FloatArray:
+    """q: that a batch of so many samples of all ranks together reads a row, of each distinct count of a profile."""
     number = check_finite(samples, "samples", JobError)
     if number <= 0:
         raise JobError(f"samples must be above 0, found {number:g}")
     return np.asarray(expected_distinct(profile.sample_share, number))
 
 
-def _reads(q: npt.NDArray[np.float64], rows: npt.NDArray[np.int64], ahead: int) -> LookaheadReads:
+def cached_share(q: FloatArray, batches: float) -> tuple[FloatArray, FloatArray]:
+    """Of a row that a batch reads with probability q (any shape) and that stays in a cache for so many batches from
+    one that reads it, that one included: the share of time that it is there, 1 - (1-q)^n; and how often a batch
+    fetches it, q (1-q)^(n-1). With a lookahead of ℒ, n is at least ℒ + 1.
+    """
     unread = np.log1p(-np.minimum(q, 1.0 - 2**-53))  # of one batch
-    return LookaheadReads(
-        float(q @ rows), float((q * q) @ rows), float((q * np.exp(ahead * unread)) @ rows),
-        float(-np.expm1((ahead + 1) * unread) @ rows),
-    )  # fmt: skip
+    return np.asarray(-np.expm1(batches * unread)), np.asarray(q * np.exp((batches - 1) * unread))
+
+
+def _reads(q: FloatArray, rows: npt.NDArray[np.int64], ahead: int) -> LookaheadReads:
+    cached, fetched = cached_share(q, ahead + 1)
+    return LookaheadReads(float(q @ rows), float((q * q) @ rows), float(fetched @ rows), float(cached @ rows))

@@ -27,6 +27,8 @@ PHASES: Mapping[str, str] = {
     "replicas": "gradients",
     "touched": "gradients",
     "touched_rows": "gradients",
+    "cached fetches": "rows from the host",
+    "cached writes": "rows to the host",
     "pooled ids": "pooled ids",
     "pooled host reads": "pooled look up",
     "pooled sums": "pooled sums",
@@ -143,11 +145,11 @@ def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...
     found: list[Phase] = []
     if cost.index_dedup_seconds:
         found.append(Phase("find distinct ids", {"rank": cost.index_dedup_seconds}))
-    found += _of_collectives(cost, world_size, ("counts", "ids", "pooled ids", "pooled look up"))
+    found += _of_collectives(cost, world_size, ("counts", "ids", "rows from the host", "pooled ids", "pooled look up"))
     found.append(Phase("look up", {"rank": cost.look_up_seconds}))
     found += _of_collectives(cost, world_size, ("embeddings", "embeddings and gradients", "pooled sums"))
     found.append(Phase("dense", {"rank": work.dense_seconds}))
-    found += _of_collectives(cost, world_size, ("gradients", "pooled gradients", "pooled update"))
+    found += _of_collectives(cost, world_size, ("gradients", "rows to the host", "pooled gradients", "pooled update"))
     found.append(Phase("update", {"rank": cost.update_seconds}))
     return tuple(phase for phase in found if phase.seconds)
 

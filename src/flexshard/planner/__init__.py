@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         Alternative as Alternative,
         Plan as Plan,
         Settings as Settings,
+        TableCache as TableCache,
         TablePlan as TablePlan,
         Tier as Tier,
     )
@@ -94,7 +95,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "job_file": ["load_job", "save_job"],
         "marginal": ["MarginalCurve", "marginal_curve"],
         "methods": ["METHODS"],
-        "plan": ["Alternative", "Plan", "Settings", "TablePlan", "Tier"],
+        "plan": ["Alternative", "Plan", "Settings", "TableCache", "TablePlan", "Tier"],
         "plan_file": ["cost_document", "plan_document"],
         "pooled_plan": ["PooledAlternative", "PooledShard", "PooledTablePlan"],
         "problem": ["Problem"],

@@ -44,8 +44,9 @@ def pareto(
 ) -> ParetoCurve:
     """The frontier of memory per rank against exposed communication; a problem's budget and method are not looked at.
 
-    With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's. Where tables are pooled, the
-    points are plans at a dozen budgets, each with its bound, which take the problem's ``timeout_seconds`` all together.
+    With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's. Where tables are pooled, or
+    may take the host's memory, the points are plans at a dozen budgets, each with its bound; of pooled tables they take
+    the problem's ``timeout_seconds`` all together.
 
     Args:
         tables: a :class:`Problem`; or the tables of one.
@@ -58,7 +59,7 @@ def pareto(
         BudgetError: pooled tables do not fit the cluster's memory.
     """
     problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
-    if problem.pooled_tables:
+    if problem.pooled_tables or problem.host_memory is not None:
         return whole_frontier(problem)
     tiers, world = problem.tiers, problem.cluster.world_size
     prices = check_int(prices, "prices", JobError)

@@ -14,7 +14,7 @@ from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.tables import DATA_TYPES
 from flexshard.topologies import Cluster
 
-__all__ = ["Alternative", "Plan", "Settings", "TablePlan", "Tier"]
+__all__ = ["Alternative", "Plan", "Settings", "TableCache", "TablePlan", "Tier"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Settings:
         objective: what is least: "communication" or "step".
         dense_seconds: of a step besides its embeddings; None where it is not known.
         rates: of lookups and updates, where they were given.
-        host_memory: bytes of host memory per rank that pooled tables might take.
+        host_memory: bytes of host memory per rank that tables might take.
         gap: proven, that was asked for where there are pooled tables.
         constraints: what was asked of pooled tables, in words.
     """
@@ -118,6 +118,23 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class TableCache:
+    """What a rank holds of a table's rows without copies, which are in its host's memory.
+
+    Attributes:
+        load_factor: places for rows, as a share of those rows.
+        batches: for which a row stays in expectation, that which reads it included.
+        rows: places on each rank.
+        fetched: rows that come from the host in a step, per rank, in expectation; as many go back.
+    """
+
+    load_factor: float
+    batches: int
+    rows: float
+    fetched: float
+
+
+@dataclass(frozen=True)
 class TablePlan:
     """One table of a plan.
 
@@ -132,6 +149,7 @@ class TablePlan:
         alternatives: next best choices, cheapest first; empty for method "paper".
         dedup_factor: as in :class:`Table`.
         index_dedup: whether a batch's repeated ids are sent once per rank.
+        cache: of its rows without copies, where these are in the host's memory.
         undeduplicated: (group size, rows) of the tiers that the table would have without deduplication, hottest first;
             empty where no table of the plan is deduplicated.
     """
@@ -153,6 +171,7 @@ class TablePlan:
     dedup_factor: float = 1.0
     undeduplicated: tuple[tuple[int, int], ...] = ()
     index_dedup: bool = False
+    cache: TableCache | None = None
 
     @property
     def row_bytes(self) -> int:

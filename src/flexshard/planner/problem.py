@@ -92,8 +92,9 @@ class Problem:
             ``step`` is given) or "communication" (all collectives one after the other, the default otherwise).
         step: what else a step does; None where it is not known.
         constraints: what is asked of pooled tables, by name.
-        host_memory: bytes of host memory per rank that pooled tables may take ("200GiB"); None for none. Its kernels
-            run on CUDA alone.
+        host_memory: bytes of host memory per rank that tables may take ("200GiB"); None for none. Of pooled tables by
+            TorchRec's kernels, which run on CUDA alone; where no table is pooled, by rows without copies, behind a
+            cache of their owner (docs/lookahead.md).
         timeout_seconds: after which the search for pooled tables' options ends with the best plan so far. Where it is
             not reached, every process and machine finds the same plan.
         gap: proven, at which that search ends: 0.002 is at most 0.2 % above the optimum.
@@ -296,13 +297,13 @@ def _of_pooled(
         nbytes = check_finite(given, "host_memory", JobError)
         if not 0 < nbytes < float("inf"):
             raise JobError(f"host_memory is a number of bytes above 0, found {host_memory!r}")
-        if not pooled:
-            raise JobError("host_memory decides nothing where no table is pooled; leave it out")
         if cluster.host_bytes_per_s is None:
             raise JobError(
                 f"host_memory needs to know how fast ranks reach it, and cluster {cluster.name!r} does not say; give"
                 " the cluster a host_bandwidth"
             )
+        if not pooled:
+            _check_caches(values)
     check_constraints(constraints, tables, cluster, host_memory=nbytes is not None)
     if pooled and values["method"].tiers is not None:
         raise JobError(
@@ -318,6 +319,27 @@ def _of_pooled(
     if odd is not None:
         raise JobError(f"table {odd.name!r} is pooled, and TorchRec has no tables of {odd.dtype}; use float32 or less")
     return {"constraints": dict(constraints), "host_memory": nbytes}
+
+
+def _check_caches(values: Mapping[str, Any]) -> None:
+    """Whether tables without pooling can be planned behind caches.
+
+    Raises:
+        JobError: an option that is not known of them.
+    """
+    wanted = (
+        ("method", values["method"].name, "optimal"),
+        ("memory", values["memory"], "mean"),
+        ("objective", values["objective"], "communication"),
+    )
+    for name, found, known in wanted:
+        if found != known:
+            raise JobError(
+                f"{name} {found!r} is not known of rows behind caches, which host_memory asks for; take {known!r}, or"
+                " leave host_memory out"
+            )
+    if any(table.dedup_factor > 1 for table in values["tables"]):
+        raise JobError("host_memory is not known of deduplicated batches; leave host_memory or dedup_factor out")
 
 
 def _one_of(value: str, known: tuple[str, str], name: str) -> str:

@@ -126,6 +126,11 @@ def replan(
         BudgetError: with the newer profiles nothing fits.
     """
     plan.refusing_pooled("planning again with newer profiles")
+    if plan.settings.host_memory is not None:
+        raise PlanError(
+            "planning again with newer profiles is of rows in ranks' memory, and the plan may keep some on the host;"
+            " plan the job again, and compare both with diff"
+        )
     for name in newer:
         plan.table(name)
     old = {name: _older(table, (older or {}).get(name), Path(base)) for name, table in plan.tables.items()}

@@ -9,6 +9,7 @@ from typing import Unpack
 
 from flexshard import units
 from flexshard.errors import BudgetError
+from flexshard.planner.caching import plan_with_caches
 from flexshard.planner.deciding import decide
 from flexshard.planner.digest import job_digest
 from flexshard.planner.plan import Plan, TablePlan
@@ -37,6 +38,8 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
     problem = Problem.of(tables, cluster, options)
     if problem.pooled_tables:
         return plan_whole(problem)
+    if problem.host_memory is not None:
+        return plan_with_caches(problem)
     decision = decide(problem)
     placed, baselines = decision.table_plans(), decision.baselines()
     if problem.is_deduplicated:

@@ -26,7 +26,7 @@ from flexshard.executors.sharding.sharded_tables import GroupOptions, GroupTrait
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
-from flexshard.planner import FlexShardParameterSharding
+from flexshard.planner import FlexShardParameterSharding, TableCache
 from flexshard.tables import data_type_of_torchrec
 
 __all__ = ["PlannedRows", "RowSharding", "check_world", "placement_of"]
@@ -39,6 +39,8 @@ class PlannedTable(PlacedTable, Protocol):
     def dim(self) -> int: ...
     @property
     def optimizer(self) -> str: ...
+    @property
+    def cache(self) -> TableCache | None: ...
 
 
 class PlannedRows(Protocol):
@@ -191,11 +193,12 @@ class RowSharding:
             )
         given = data_type_of_torchrec(getattr(fused.get("output_dtype"), "name", ""))
         output = torch.float32 if given is None else getattr(torch, given.name)
-        load_factor = self.cache_load_factors.get(config.name)
+        planned = how.table.cache
+        load_factor = self.cache_load_factors.get(config.name, None if planned is None else planned.load_factor)
         if load_factor is not None and device.type != "cpu":
             raise TableError(
                 f"table {config.name!r}: caches of rows that are kept on the host work on CPUs so far, not on"
-                f" {device.type}; leave it out of cache_load_factors"
+                f" {device.type}; leave it out of cache_load_factors, or plan without host_memory"
             )
         return GroupTraits(config.embedding_dim, dtype, spec, output, load_factor)
 

@@ -42,7 +42,8 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             has no kernels.
         collectives: what carries tensors to other ranks.
         cache_load_factors: tables whose rows without copies are kept in the host's memory, behind a cache of so many of
-            them as a share (above 0, at most 1), as TorchRec's ``CacheParams.load_factor``. What leaves the cache and
+            them as a share (above 0, at most 1), as TorchRec's ``CacheParams.load_factor``; by default those of the
+            plan. What leaves the cache and
             what comes follows from the batches that are known ahead: train with :class:`LookaheadPipeline`. On CPUs
             only, so far.
     """
@@ -146,6 +147,7 @@ class _RowWiseTable:
     dim: int
     tiers: tuple[_AllRows]
     optimizer: str = ""
+    cache: None = None
 
 
 def _row_wise(config: EmbeddingBagConfig, world_size: int) -> _RowWiseTable:

@@ -19,7 +19,7 @@ from flexshard.executors.sharding.row_sharding import check_world, placement_of
 from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.state.rows_by_id import parts_of, transfer_of
-from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan, moving_seconds, row_moves
+from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan, TablePlan, moving_seconds, row_moves
 from flexshard.profiling import AccessProfile
 
 __all__ = ["Resharded", "reshard"]
@@ -142,8 +142,21 @@ def _check(modules: Mapping[str, ShardedFlexShardEmbeddingCollection], plan: Pla
             if not names:
                 raise PlanError(f"the plan has no table {table!r} of {name!r}; plan for all of the model's tables")
             known -= names
+            traits = module.tables.group_of(module.tables.names.index(table)).traits
+            _check_cache(plan, plan.tables[min(names)], traits.cache_load_factor)
     if known:
         raise PlanError(f"the plan has table {min(known)!r}, which the model has not; plan for this model")
+
+
+def _check_cache(plan: Plan, table: TablePlan, load_factor: float | None) -> None:
+    """Whether a plan leaves a table behind its cache, or without one: rows do not move between host and device."""
+    asked = plan.settings.host_memory is not None
+    if (table.cache is not None and load_factor is None) or (asked and table.cache is None and load_factor is not None):
+        now, then = ("without a cache", "behind one") if load_factor is None else ("behind a cache", "without one")
+        raise PlanError(
+            f"table {table.name!r} is {now}, and the plan has it {then}; save a checkpoint, and load it under the new"
+            " plan"
+        )
 
 
 def _plain_name(name: str) -> str:

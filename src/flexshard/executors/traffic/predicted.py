@@ -27,7 +27,8 @@ _TOGETHER = {"all_to_all": _ROWS, "all_reduce": ("replicas",), "all_gather": ("t
 
 def _of_rows(plan: Plan) -> list[Collective]:
     """What our sharder runs, and observes: not what TorchRec's do for pooled tables."""
-    return [one for one in plan.predicted.collectives if not one.content.startswith("pooled ")]
+    ours = (one for one in plan.predicted.collectives if one.kind != "host")  # which an observer does not see
+    return [one for one in ours if not one.content.startswith("pooled ")]
 
 
 def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None = None) -> dict[Key, float]:

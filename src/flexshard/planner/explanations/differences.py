@@ -11,7 +11,7 @@ from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.pooled_plan import PooledShard, PooledTablePlan
 
-__all__ = ["Move", "PlanDiff", "PooledMove", "diff"]
+__all__ = ["CacheChange", "Move", "PlanDiff", "PooledMove", "diff"]
 
 
 @renamed_parameters(first_rank="first_position")
@@ -53,6 +53,20 @@ class PooledMove:
 
 
 @dataclass(frozen=True)
+class CacheChange:
+    """A table whose rows without copies come to be behind a cache, or no longer, or behind another one.
+
+    Attributes:
+        table: its name.
+        source, target: places of the cache as a share of these rows; None for rows in the rank's own memory.
+    """
+
+    table: str
+    source: float | None
+    target: float | None
+
+
+@dataclass(frozen=True)
 class PlanDiff:
     """All moves between two plans.
 
@@ -60,17 +74,20 @@ class PlanDiff:
         moves: in order of tables and positions.
         reranked: tables whose profiles differ, so that equal positions may be other rows.
         pooled: moves of pooled tables.
+        caches: that are there, gone or of another size.
     """
 
     moves: tuple[Move, ...]
     reranked: tuple[str, ...]
     pooled: tuple[PooledMove, ...] = ()
+    caches: tuple[CacheChange, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As a mapping for machines, with the names of a plan's file."""
         document: dict[str, Any] = with_names(asdict(self), FIELDS)
-        if not self.pooled:
-            del document["pooled"]
+        for later in ("pooled", "caches"):
+            if not document[later]:
+                del document[later]
         return document | {"rows": self.rows, "nbytes": self.nbytes}
 
     @property
@@ -95,7 +112,13 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
         _pooled_move(name, before.pooled.get(name), after.pooled.get(name))
         for name in dict.fromkeys([*before.pooled, *after.pooled])
     ]
-    return PlanDiff(tuple(moves), tuple(reranked), tuple(move for move in pooled if move is not None))
+    shares = ((name, _share(before.tables[name]), _share(after.tables[name])) for name in both)
+    caches = tuple(CacheChange(name, source, target) for name, source, target in shares if source != target)
+    return PlanDiff(tuple(moves), tuple(reranked), tuple(move for move in pooled if move is not None), caches)
+
+
+def _share(table: TablePlan) -> float | None:
+    return None if table.cache is None else table.cache.load_factor
 
 
 def _pooled_move(name: str, before: PooledTablePlan | None, after: PooledTablePlan | None) -> PooledMove | None:

@@ -12,9 +12,10 @@ from flexshard import units
 from flexshard._internal import as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.explanations.pooled_text import pooled_grid
-from flexshard.planner.plan import Plan, TablePlan
+from flexshard.planner.plan import Plan, TablePlan, Tier
 
 __all__ = [
+    "cache_line",
     "calls_grid",
     "costs_grid",
     "phases_grid",
@@ -106,7 +107,7 @@ def _tiers_grid(plan: Plan) -> Grid:
         for index, tier in enumerate(table.tiers):
             cells = [
                 table.name if index == 0 else "",
-                tier.strategy,
+                tier.strategy + _behind(plan, table, tier),
                 str(tier.group_size),
                 f"{tier.rows:,}",
                 f"{tier.rows / table.rows:.2%}",
@@ -118,6 +119,12 @@ def _tiers_grid(plan: Plan) -> Grid:
     if len(plan.tables) > _MOST_TABLES:
         grid.caption = f"... and {len(plan.tables) - _MOST_TABLES} more tables; see 'flexshard explain'"
     return grid
+
+
+def _behind(plan: Plan, table: TablePlan, tier: Tier) -> str:
+    if table.cache is None or tier.group_size != plan.cluster.world_size:
+        return ""
+    return f", {table.cache.load_factor:.1%} in a cache"
 
 
 def costs_grid(plan: Plan) -> Grid:
@@ -200,7 +207,11 @@ def _proof(plan: Plan) -> list[Text]:
         least = f"less than {_exact(plan.lower_bound_seconds)} of exposed communication"
     proof = f"Proof: no plan within the budget has {least}; this one has {_exact(cost)} (relative gap {gap:.2g})."
     lines = [proof]
-    if plan.pooled:
+    if plan.settings.host_memory is not None and not plan.pooled:
+        show = units.format_bytes
+        taken = f"{show(plan.predicted.host_memory_bytes)} of {show(plan.settings.host_memory)}"
+        lines.append(f"Host's memory: {taken} per rank.")
+    if plan.pooled or (plan.settings.method == "optimal" and plan.next_gib_seconds is None):
         price = units.format_seconds(plan.memory_price_seconds_per_gib)
         worth = f"is worth about {price}" if plan.memory_price_seconds_per_gib else "is worth nothing"
         lines.append(f"Memory: at the bound's prices one more GiB per rank {worth} per iteration.")
@@ -236,6 +247,22 @@ def worth_of_memory(plan: Plan, saved_by_a_gib: float) -> str:
 
 def _exact(seconds: float) -> str:
     return f"{seconds * 1e3:.4f} ms"
+
+
+def cache_line(plan: Plan, table: TablePlan) -> str:
+    """What a table's cache holds and moves, in words."""
+    cache, bandwidth = table.cache, plan.cluster.host_bytes_per_s
+    assert cache is not None
+    assert bandwidth is not None
+    row_bytes, world = table.row_bytes * table.kappa_sharded, plan.cluster.world_size
+    rows = sum(tier.rows for tier in table.tiers if tier.group_size == world)
+    seconds = 2 * row_bytes * cache.fetched / bandwidth
+    return (
+        f"Rows without copies are in the host's memory ({units.format_bytes(row_bytes * rows / world)} per rank),"
+        f" behind a cache of {cache.rows:,.0f} of them on each rank ({cache.load_factor:.2%}), where a row stays for"
+        f" {cache.batches} batches: {cache.fetched:,.0f} rows come and go in a step,"
+        f" {units.format_seconds(seconds)} of the host's link."
+    )
 
 
 def table_heading(table: TablePlan) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 
 from flexshard import units
 from flexshard._internal import deprecated_attribute, with_names
-from flexshard.costmodels import RowWidths, idle_seconds, overlap_of, row_lines, strategy_name
+from flexshard.costmodels import RowWidths, cached_share, idle_seconds, overlap_of, row_lines, strategy_name
 from flexshard.errors import PlanError
-from flexshard.planner.explanations.plan_text import table_heading, worth_of_memory
+from flexshard.planner.explanations.plan_text import cache_line, table_heading, worth_of_memory
 from flexshard.planner.explanations.pooled_text import PooledExplanation, explain_pooled
 from flexshard.planner.plan import Alternative, Plan, TablePlan
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.problem import Problem
+from flexshard.planner.solver.cached_rows import SLACK
 from flexshard.planner.solving import solve
 from flexshard.tables import expected_distinct
 
@@ -115,6 +116,13 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
         w = float(expected_distinct(c, distinct)) if table.index_dedup else p * distinct
         memory = row_bytes * (lines.memory_fixed + lines.memory_per_read * w)
         seconds = row_bytes * (lines.comm_fixed + lines.comm_per_read * w)
+        if table.cache is not None:
+            row_wise = lines.group_sizes.index(cluster.world_size)
+            held = row_bytes * lines.memory_fixed[row_wise]
+            places, fetched = cached_share(expected_distinct(c, distinct * cluster.world_size), table.cache.batches)
+            memory[row_wise] -= held * (1.0 - min(float(places) * SLACK, 1.0))
+            assert cluster.host_bytes_per_s is not None  # there are caches in the plan
+            seconds[row_wise] += 2 * held * float(fetched) / cluster.host_bytes_per_s
         costs = [
             RowCost(strategy_name(size, cluster.world_size), size, float(m), float(c), float(c + price * m))
             for size, m, c in zip(lines.group_sizes, memory, seconds, strict=True)
@@ -148,6 +156,8 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
                     else "."
                 )
             )
+    if table.cache is not None:
+        lines.append(cache_line(plan, table))
     if plan.settings.method == "optimal" and plan.memory_price_seconds_per_gib == 0:
         lines.append("The budget does not bind: tiers end where the next one takes less time, whatever its memory.")
     elif plan.settings.method == "optimal":

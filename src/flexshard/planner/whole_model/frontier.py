@@ -1,4 +1,6 @@
-"""The frontier of a whole model: its plans within budgets between the least that fits and the most that helps."""
+"""The frontier of a whole model, or of tables that may be behind caches: plans within budgets between the least that
+fits and the most that helps.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import numpy as np
 from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError
 from flexshard.planner.budget import Limit, Neutral
+from flexshard.planner.caching import plan_with_caches
 from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
@@ -32,14 +35,16 @@ def whole_frontier(problem: Problem) -> ParetoCurve:
     seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + 3)
     each = replace(problem, objective="communication", step=None, timeout_seconds=seconds)
 
+    plan_of = plan_whole if problem.pooled_tables else plan_with_caches
+
     def within(nbytes: float) -> Plan:
-        return plan_whole(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))
+        return plan_of(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))
 
     roomy = within(cluster.hbm_bytes - cluster.reserve_bytes)
     plans = [roomy]
     most, low = roomy.predicted.memory_bytes, 0.0
     with suppress(BudgetError):  # of a cluster that row-wise does not fit
-        plans.append(plan_whole(replace(each, budget=Neutral())))
+        plans.append(plan_of(replace(each, budget=Neutral())))
     high = min(plan.predicted.memory_bytes for plan in plans)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -55,7 +60,8 @@ def whole_frontier(problem: Problem) -> ParetoCurve:
     marked = [replace(points[0], name="greatest_memory_saving"), replace(points[-1], name="communication_neutral")]
     marked += [replace(fitting[-1], name="memory_neutral")] if fitting else []
     sizes = cluster.group_sizes
-    marked += [_baseline(roomy.baselines[name], mark, sizes) for name, mark in _BASELINES.items()]
+    known = roomy.baselines
+    marked += [_baseline(known[name], mark, sizes) for name, mark in _BASELINES.items() if name in known]
     return ParetoCurve(sizes, tuple(points), tuple(marked), neutral)
 
 

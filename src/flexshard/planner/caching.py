@@ -1,0 +1,157 @@
+"""Plans that may keep rows in the host's memory, behind a cache of their owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard import units
+from flexshard.costmodels import Collective, Cost, read_chance
+from flexshard.errors import BudgetError, JobError
+from flexshard.planner.assembly import closed_form_baselines, table_plans, with_fullest_rank
+from flexshard.planner.deciding import limit_of, settings_of
+from flexshard.planner.digest import job_digest
+from flexshard.planner.plan import Plan, TableCache, TablePlan
+from flexshard.planner.problem import Problem
+from flexshard.planner.reductions import cost_with_reductions
+from flexshard.planner.solver.cached_rows import CachedSums, Options, Side
+from flexshard.planner.solver.cached_search import CachedChoice, Limits, bound_at, choose_cached, least_hbm_bytes
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.instance import Instance
+
+__all__ = ["plan_with_caches"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def plan_with_caches(problem: Problem) -> Plan:
+    """The plan of a problem of tables without pooling that says how much of the host's memory they may take.
+
+    The bound holds for all plans whose caches keep rows for one of :data:`BATCHES`.
+
+    Raises:
+        BudgetError: nothing fits; its ``least_bytes`` would.
+        JobError: an overlap under which other rows take longer to read than those without copies.
+    """
+    variants = Variants(problem)
+    limit = limit_of(problem, variants.plain)
+    best = _best(problem, variants, limit)
+    options, instance = best.choice.options, variants.of(best.choice.options.once)
+    sparse = problem.reduction.sparse_tiers(instance, options.allocation)
+    uncached = cost_with_reductions(instance, options.allocation, sparse)
+    predicted = _with_caches(problem, instance, options, uncached)
+    predicted = with_fullest_rank(predicted, instance, options.allocation, in_order=problem.in_order)
+    none = ((),) * len(problem.tables)
+    placed = table_plans(instance, options.allocation, sparse, none)
+    settings = settings_of(problem, limit)
+    return Plan(
+        cluster=problem.cluster,
+        settings=settings,
+        tables={
+            name: _cached(table, index, options, problem.cluster.world_size)
+            for index, (name, table) in enumerate(placed.items())
+        },
+        predicted=predicted,
+        baselines=closed_form_baselines(variants, limit, in_order=problem.in_order),
+        lower_bound_seconds=min(best.lower_bound_seconds, predicted.exposed_seconds),
+        memory_price_seconds_per_gib=best.choice.prices[0] * units.GIB,
+        next_gib_seconds=None,
+        job_digest=job_digest(variants.plain.tables, problem.cluster, settings),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Best:
+    """The best choice of all levels, its seconds with latencies, and a bound of all choices."""
+
+    choice: CachedChoice
+    seconds: float
+    lower_bound_seconds: float
+
+
+def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
+    instance = variants.plain
+    assert problem.host_memory is not None
+    limits, sides = Limits(limit_bytes, problem.host_memory), _sides(problem, variants)
+    found: _Best | None = None
+    bounds: list[float] = []
+    if instance.group_sizes[-1] != problem.cluster.world_size:
+        raise JobError(
+            "host_memory: rows without copies are not the slowest to read here, as the overlap has it, and caches need"
+            " them to be; leave host_memory or overlap out"
+        )
+    subsets = sorted(instance.level_subsets(problem.tiers), key=len, reverse=True)
+    for levels in subsets:
+        latency = float(instance.alpha_seconds[levels].sum()) + instance.always_seconds
+        if found is not None and latency + bound_at(sides, levels, limits, found.choice.prices) >= found.seconds:
+            continue
+        choice = choose_cached(sides, levels, limits)
+        if choice is None:
+            continue
+        bounds.append(choice.lower_bound_seconds + latency)
+        if found is None or choice.seconds + latency < found.seconds:
+            found = _Best(choice, choice.seconds + latency, bounds[-1])
+    if found is None:
+        least = min(least_hbm_bytes(sides, levels, limits.host_bytes) for levels in subsets)
+        raise BudgetError(
+            f"no placement fits {units.format_bytes(limit_bytes)} per rank and"
+            f" {units.format_bytes(limits.host_bytes)} of its host's memory; with so much of that the least is about"
+            f" {units.format_bytes(least)} ({np.ceil(least):,.0f} bytes): raise the budget or host_memory, use more"
+            " ranks, or a smaller batch",
+            least,
+        )
+    return replace(found, lower_bound_seconds=min(bounds))
+
+
+def _sides(problem: Problem, variants: Variants) -> list[Side]:
+    """Tables with every id sent, with a batch's sent once, or both where that is to be chosen."""
+    samples = [
+        float(table.distinct_samples(problem.batch_size * problem.cluster.world_size)) for table in problem.tables
+    ]
+    chances = np.concatenate(
+        [
+            np.append(found, 0.0) if table.rows > table.profile.rows_read else found
+            for table, number in zip(problem.tables, samples, strict=True)
+            for found in [read_chance(table.profile, number)]
+        ]
+    )
+    rate = problem.cluster.host_bytes_per_s
+    assert rate is not None
+    caches = CachedSums(variants.plain, chances, rate)
+    plain = Side(variants.plain, False, np.zeros(len(problem.tables)), caches)
+    once = Side(variants.once, True, variants.once.once_seconds, caches)
+    if variants.are_chosen:
+        return [plain, once]
+    return [once if problem.index_dedup is True else plain]
+
+
+def _with_caches(problem: Problem, instance: Instance, options: Options, cost: Cost) -> Cost:
+    """A placement's cost where some tables' rows are on the host."""
+    rank_bytes = instance.row_bytes * instance.table_memory_fixed[:, -1]
+    behind = np.where(options.batches > 0, options.allocation[:, -1], 0)
+    moved = float(rank_bytes @ options.fetched)
+    assert problem.cluster.host_bytes_per_s is not None
+    calls = tuple(
+        Collective("host", 1, 1, moved, 0.0, problem.cluster.host_bytes_per_s, content=content)
+        for content in ("cached fetches", "cached writes")
+    )
+    return replace(
+        cost,
+        static_memory_bytes=cost.static_memory_bytes - float(rank_bytes @ (behind - options.places)),
+        host_memory_bytes=cost.host_memory_bytes + float(rank_bytes @ behind),
+        collectives=cost.collectives + (calls if moved else ()),
+    )
+
+
+def _cached(table: TablePlan, index: int, options: Options, world_size: int) -> TablePlan:
+    batches, behind = int(options.batches[index]), int(options.allocation[index, -1])
+    if not batches:
+        return table
+    places, fetched = float(options.places[index]), float(options.fetched[index])
+    return replace(
+        table,
+        cache=TableCache(min(places / behind, 1.0), batches, places / world_size, fetched / world_size),
+    )

@@ -1,0 +1,365 @@
+"""Tables whose rows without copies may be kept in the host's memory, behind a cache of their owner.
+
+A row that stays in the cache for n batches from one that reads it needs its place there for a share of the time and is
+fetched now and then (:mod:`flexshard.costmodels.lookahead`); neither is a straight line in its reads. So a table's
+tiers are still ranges of its rows, but where the last one begins is found by trying every count: at prices of the
+rank's memory and of the host's, sums over the counts ahead and behind say what each costs. Every table with its
+cheapest option at some prices bounds all plans from below (Lagrange). The prices with the highest bound are the duals
+of a linear program over the options met so far, which is solved again with those that its prices ask for (column
+generation, as in Dantzig and Wolfe); then one option per table is chosen by a mixed-integer program.
+
+Legend: T tables, G levels, K counts, as of :mod:`flexshard.planner.solver.instance`; N options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import cached_share
+from flexshard.planner.solver.instance import Allocation, Instance
+from flexshard.planner.solver.thresholds import allocate, thresholds
+
+__all__ = ["BATCHES", "SLACK", "CachedSums", "Options", "Side", "cheapest", "hottest", "options_of"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+# Batches for which rows may stay, that which reads them included: at least two are known besides it.
+BATCHES = (3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513, 1_025, 4_097, 16_385)
+SLACK = 1.05  # places of a cache over those that are expected to be taken: batches differ
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What tables may have.
+
+    Attributes:
+        table: of each; shape (N,).
+        once: whether its ids are sent once per batch; shape (N,).
+        batches: for which its rows without copies stay in a cache, 0 where they have none; shape (N,).
+        allocation: rows per level; shape (N, G).
+        seconds: exposed communication but for latencies, with the link to the host; shape (N,).
+        hbm_bytes, host_bytes: of a rank; shape (N,).
+        places, fetched: rows over all ranks that caches have places for, and that are fetched in a step; shape (N,).
+    """
+
+    table: IntArray
+    once: npt.NDArray[np.bool_]
+    batches: IntArray
+    allocation: Allocation
+    seconds: FloatArray
+    hbm_bytes: FloatArray
+    host_bytes: FloatArray
+    places: FloatArray
+    fetched: FloatArray
+
+    def __getitem__(self, which: npt.NDArray[np.generic]) -> Options:
+        return Options(*(getattr(self, one.name)[which] for one in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Options]) -> Options:
+        """All of several."""
+        return cls(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)))
+
+    def distinct(self) -> Options:
+        """Each once."""
+        keys = np.column_stack([self.table, self.once, self.batches, self.allocation])
+        _, first = np.unique(keys, axis=0, return_index=True)
+        return self[np.sort(first)]
+
+
+@dataclass(frozen=True, eq=False)
+class CachedSums:
+    """Tables, and what caches hold and fetch of their rows.
+
+    Attributes:
+        instance: the tables; its last level is row-wise.
+        chances: q of the rows of each count, that a batch of all ranks reads them; shape (K,).
+        host_bytes_per_s: of the link between a rank and its host.
+        batches: for which rows may stay.
+    """
+
+    instance: Instance
+    chances: FloatArray
+    host_bytes_per_s: float
+    batches: tuple[int, ...] = BATCHES
+
+    @cached_property
+    def row_host_bytes(self) -> FloatArray:
+        """Weights and states of a rank's share of one row of each table; shape (T,)."""
+        return self.instance.row_bytes * self.instance.table_memory_fixed[:, -1]
+
+    @cached_property
+    def fetch_seconds(self) -> FloatArray:
+        """Time of one fetched row of each table that all ranks share, which is written back, too; shape (T,)."""
+        return 2.0 * self.row_host_bytes / self.host_bytes_per_s
+
+    def of_rows(self, batches: float, counts: slice | IntArray = slice(None)) -> tuple[FloatArray, FloatArray]:
+        """Places, and fetches per step, of one row of each count."""
+        cached, fetched = cached_share(self.chances[counts], batches)
+        return np.minimum(SLACK * cached, 1.0), fetched
+
+    @cached_property
+    def _sums(self) -> dict[int, tuple[FloatArray, FloatArray]]:
+        return {}
+
+    def sums(self, batches: int) -> tuple[FloatArray, FloatArray]:
+        """Places and fetches of the rows up to and including each count of its table; shape (K,) each."""
+        if batches not in self._sums:
+            places, fetched = self.of_rows(batches)
+            rows = self.instance.rows_of_count
+            self._sums[batches] = self._within(rows * places), self._within(rows * fetched)
+        return self._sums[batches]
+
+    def _within(self, values: FloatArray) -> FloatArray:
+        """Cumulative sums within each table; shape (K,)."""
+        sums, starts = np.cumsum(values), self.instance.starts
+        before = np.where(starts[:-1] > 0, sums[starts[:-1] - 1], 0.0)
+        sums -= np.repeat(before, np.diff(starts))
+        return sums
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Tables as they are looked up.
+
+    Attributes:
+        instance: of which every id is sent, or a batch's once.
+        once: which of both.
+        extra_seconds: what that takes of each table besides, wherever its rows are; shape (T,).
+        caches: of the tables, however they are looked up.
+    """
+
+    instance: Instance
+    once: bool
+    extra_seconds: FloatArray
+    caches: CachedSums
+
+    @cached_property
+    def nbytes(self) -> tuple[FloatArray, FloatArray]:
+        """Bytes of the weights of the rows of each count, and of what a step reads of them; shape (K,) each."""
+        instance = self.instance
+        nbytes = np.asarray(
+            instance.rows_of_count * np.repeat(instance.row_bytes, np.diff(instance.starts)), np.float64
+        )
+        return nbytes, nbytes * instance.reads
+
+
+def options_of(side: Side, table: IntArray, allocation: Allocation, batches: IntArray) -> Options:
+    """Options with these rows per level, shape (N, G), and these batches, shape (N,)."""
+    instance, last = side.instance, side.instance.group_sizes.size - 1
+    row_bytes, num_rows = instance.row_bytes[table], instance.num_rows[table]
+    reads = _tier_reads(instance, table, allocation)
+    kind = instance.table_class[table]
+    per_byte = (allocation * instance.comm_fixed[kind] + reads * instance.comm_per_read[kind]).sum(axis=1)
+    held = (allocation * instance.memory_fixed[kind]).sum(axis=1) + reads @ instance.memory_per_read
+    seconds = row_bytes * per_byte + side.extra_seconds[table]
+    hbm = row_bytes * held
+    places, fetched = np.zeros(table.size), np.zeros(table.size)
+    behind = allocation[:, last]
+    for number in np.unique(batches[batches > 0]).tolist():
+        of = np.flatnonzero((batches == number) & (behind > 0))
+        places[of], fetched[of] = _behind(side.caches, table[of], num_rows[of] - behind[of], number)
+    # A cache of all rows is none.
+    cached = (batches > 0) & (places < behind)
+    places, fetched = np.where(cached, places, 0.0), np.where(cached, fetched, 0.0)
+    host_bytes = np.where(cached, side.caches.row_host_bytes[table], 0.0)
+    hbm = hbm - host_bytes * (behind - places)
+    seconds = seconds + side.caches.fetch_seconds[table] * fetched
+    host = np.asarray(host_bytes * behind, np.float64)
+    return Options(
+        table,
+        np.full(table.size, side.once),
+        np.where(cached, batches, 0),
+        allocation,
+        seconds,
+        hbm,
+        host,
+        places,
+        fetched,
+    )
+
+
+def _tier_reads(instance: Instance, table: IntArray, allocation: Allocation) -> FloatArray:
+    """As :meth:`Instance.tier_reads`, of several options of a table; shape (N, G)."""
+    ends = np.cumsum(allocation, axis=1)
+    reads = np.column_stack([_up_to(instance, table, ends[:, level]) for level in range(ends.shape[1])])
+    return np.asarray(np.diff(reads, axis=1, prepend=0.0))
+
+
+def _up_to(instance: Instance, table: IntArray, rows: IntArray) -> FloatArray:
+    """Reads of a table's hottest rows; shape (N,)."""
+    whole, left = _counts_in(instance, table, rows)
+    start = instance.starts[table]
+    done = np.where(whole > 0, instance.cum_units[start + whole - 1], 0) * instance.unit_reads[table]
+    following = np.minimum(start + whole, instance.starts[table + 1] - 1)
+    return np.asarray(done + left * instance.reads[following], np.float64)
+
+
+def _counts_in(instance: Instance, table: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """How many counts of each table the hottest rows have in full, and how many rows are left; shape (N,) each."""
+    if np.array_equal(table, np.arange(len(instance.tables))):
+        whole = instance.groups_within(rows[:, None])[:, 0]
+    else:
+        whole = np.empty(table.size, np.int64)
+        for one in np.unique(table).tolist():
+            of = np.flatnonzero(table == one)
+            counts = instance.cum_rows[instance.starts[one] : instance.starts[one + 1]]
+            whole[of] = np.searchsorted(counts, rows[of], side="right")
+    done = np.where(whole > 0, instance.cum_rows[instance.starts[table] + whole - 1], 0)
+    return whole, rows - done
+
+
+def hottest(instance: Instance, options: Options) -> FloatArray:
+    """W of the first row of each level of options, 0 where there is none; shape (N, G)."""
+    first = np.cumsum(options.allocation, axis=1) - options.allocation
+    found = []
+    for level in range(first.shape[1]):
+        whole, _ = _counts_in(instance, options.table, first[:, level])
+        at = np.minimum(instance.starts[options.table] + whole, instance.reads.size - 1)
+        found.append(np.where(options.allocation[:, level] > 0, instance.reads[at], 0.0))
+    return np.column_stack(found)
+
+
+def _behind(caches: CachedSums, table: IntArray, first: IntArray, batches: int) -> tuple[FloatArray, FloatArray]:
+    """Places and fetches of the rows of tables from position ``first`` on; shape (N,) each."""
+    instance = caches.instance
+    whole, left = _counts_in(instance, table, first)
+    start, end = instance.starts[table], instance.starts[table + 1]
+    following = np.minimum(start + whole, end - 1)
+    found = []
+    for total, each in zip(caches.sums(batches), caches.of_rows(batches, following), strict=True):
+        before = np.where(whole > 0, total[start + whole - 1], 0.0)
+        found.append(np.maximum(total[end - 1] - before - left * each, 0.0))
+    return found[0], found[1]
+
+
+def cheapest(
+    sides: Sequence[Side], levels: IntArray, prices: tuple[float, float, float], batches: Sequence[int]
+) -> tuple[Options, FloatArray]:
+    """Of every table, looked up in each way, the best option without a cache, and with one, at prices of a second, of a
+    byte of a rank's memory and of one of its host's; and what they cost so, shape (N,).
+
+    Args:
+        sides: with the same caches.
+        levels: indices of the levels that may be used, ascending.
+        prices: the first is 1, or 0 to count memory alone.
+        batches: for which rows may stay; none where the last level is not the row-wise one, which caches are of.
+    """
+    weight, price, host_price = prices
+    tables = np.arange(len(sides[0].instance.tables))
+    found = []
+    for side in sides:
+        plain, _ = allocate(side.instance, levels, price if weight else np.inf)
+        found.append(options_of(side, tables, plain, np.zeros_like(tables)))
+    cuts = _best_cuts(sides, levels, prices, batches) if batches else []
+    for side, (number, cut) in zip(sides, cuts, strict=bool(batches)):
+        found.append(options_of(side, tables, _cut(side, levels, price if weight else np.inf, cut), number))
+    both = Options.joined(found)
+    return both, weight * both.seconds + price * both.hbm_bytes + host_price * both.host_bytes
+
+
+def _cut(side: Side, levels: IntArray, price: float, cut: IntArray) -> Allocation:
+    """Rows per level where the last one begins at ``cut``, shape (T,)."""
+    instance, copies = side.instance, levels[:-1]
+    result = np.zeros((cut.size, instance.group_sizes.size), np.int64)
+    result[:, levels[-1]] = instance.num_rows - cut
+    if copies.size:
+        marks = thresholds(instance, copies, price)[instance.table_class]
+        rows, _ = instance.of_groups(instance.groups_at_least(marks))
+        edges = np.minimum(np.concatenate([rows, instance.num_rows[:, None]], axis=1), cut[:, None])
+        result[:, copies] = np.diff(edges, axis=1, prepend=0)
+    return result
+
+
+def _best_cuts(
+    sides: Sequence[Side], levels: IntArray, prices: tuple[float, float, float], batches: Sequence[int]
+) -> list[tuple[IntArray, IntArray]]:
+    """For how many batches each table's rows stay at these prices, and how many rows have copies; shape (T,) each."""
+    caches, (weight, price, _) = sides[0].caches, prices
+    starts, ends = caches.instance.starts[:-1], caches.instance.starts[1:] - 1
+    place_price, fetch_price = (
+        _each(caches, price * caches.row_host_bytes),
+        _each(caches, weight * caches.fetch_seconds),
+    )
+    gains = [_gain_of_copies(side, levels, prices) for side in sides]
+    best = np.full((len(sides), starts.size), np.inf)
+    number = np.zeros(best.shape, np.int64)
+    for stays in batches:
+        places, fetched = caches.sums(stays)
+        behind = place_price * places
+        behind += fetch_price * fetched
+        for index, gain in enumerate(gains):
+            value = behind[ends]
+            if gain is not None:
+                ahead, before = gain
+                value = value + np.minimum(np.minimum.reduceat(ahead - behind, starts) - before, 0.0)
+            better = value < best[index]
+            best[index] = np.where(better, value, best[index])
+            number[index] = np.where(better, stays, number[index])
+    return [
+        (chosen, _cut_of(caches, gain, chosen, (place_price, fetch_price)))
+        for chosen, gain in zip(number, gains, strict=True)
+    ]
+
+
+def _each(caches: CachedSums, of_tables: FloatArray) -> FloatArray | float:
+    """A number of each table for each of its counts; one number if tables are alike."""
+    if np.all(of_tables == of_tables[0]):
+        return float(of_tables[0])
+    return np.repeat(of_tables, np.diff(caches.instance.starts))
+
+
+def _cut_of(
+    caches: CachedSums,
+    gain: tuple[FloatArray, FloatArray] | None,
+    number: IntArray,
+    unit_prices: tuple[FloatArray | float, FloatArray | float],
+) -> IntArray:
+    """Rows that had better have copies where those behind them stay in a cache for so many batches; shape (T,)."""
+    starts = caches.instance.starts[:-1]
+    if gain is None:
+        return np.zeros(starts.size, np.int64)
+    ahead, before = gain
+    moved, sizes = ahead.copy(), np.diff(caches.instance.starts)
+    for stays in np.unique(number).tolist():
+        mine = np.flatnonzero(np.repeat(number == stays, sizes))
+        for unit, sums in zip(unit_prices, caches.sums(stays), strict=True):
+            moved[mine] -= (unit if isinstance(unit, float) else unit[mine]) * sums[mine]
+    least = np.minimum.reduceat(moved, starts)
+    at = np.flatnonzero(moved == np.repeat(least, sizes))
+    first = at[np.searchsorted(at, starts)]
+    return np.where(least < before, caches.instance.cum_rows[first], 0)
+
+
+def _gain_of_copies(
+    side: Side, levels: IntArray, prices: tuple[float, float, float]
+) -> tuple[FloatArray, FloatArray] | None:
+    """What rows up to each count cost more with copies than behind a cache, but for the cache's places and fetches,
+    summed over all tables so far, shape (K,); and that sum before each table, shape (T,). None where there are no
+    copies.
+    """
+    if levels.size < 2:
+        return None
+    instance, (weight, price, host_price) = side.instance, prices
+    nbytes, reads = side.nbytes
+    sizes = np.diff(instance.starts)
+
+    def each(of_classes: FloatArray) -> FloatArray | float:
+        return float(of_classes[0]) if of_classes.size == 1 else np.repeat(of_classes[instance.table_class], sizes)
+
+    def line(level: int, fixed: FloatArray) -> FloatArray:
+        """What the rows of each count cost at a level, where a byte of weights costs ``fixed`` by class of tables."""
+        per_read = weight * instance.comm_per_read[:, level] + price * instance.memory_per_read[level]
+        return np.asarray(each(weight * instance.comm_fixed[:, level] + fixed) * nbytes + each(per_read) * reads)
+
+    last = int(levels[-1])
+    copied = [line(level, price * instance.memory_fixed[:, level]) for level in levels[:-1].tolist()]
+    ahead = np.minimum.reduce(copied) - line(last, host_price * instance.memory_fixed[:, last])
+    np.cumsum(ahead, out=ahead)
+    return ahead, np.where(instance.starts[:-1] > 0, ahead[instance.starts[:-1] - 1], 0.0)

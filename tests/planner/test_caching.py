@@ -1,0 +1,310 @@
+"""Plans that keep rows in the host's memory behind caches, against all that there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flexshard
+from flexshard.costmodels import lookahead_reads
+from flexshard.errors import BudgetError, JobError
+from flexshard.planner import Plan, Problem
+from flexshard.planner.solver import cached_search
+from flexshard.planner.solver.cached_rows import BATCHES, SLACK
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.instance import Instance
+from flexshard.topologies import Cluster, CollectiveRate, Level
+
+BATCH = 3
+
+
+def cluster_of(*, alpha: float = 1e-6, host_bytes_per_s: float = 2e9) -> Cluster:
+    """Two nodes of two ranks, slow between nodes."""
+    fast, slow = CollectiveRate(alpha, 4e9), CollectiveRate(2 * alpha, 1e9)
+    levels = (Level(1, None, slow), Level(2, fast, slow), Level(4, slow, None))
+    return replace(
+        Cluster("small", nodes=2, ranks_per_node=2, hbm_bytes=1 << 30, reserve_bytes=0, levels=levels),
+        host_bytes_per_s=host_bytes_per_s,
+    )
+
+
+def small_tables(generator: np.random.Generator, rows: int, number: int) -> list[flexshard.Table]:
+    """Rows of different counts, some never read."""
+    tables = []
+    for index in range(number):
+        counts = np.unique(np.geomspace(1, 3000, 40).astype(np.int64))
+        counts = generator.choice(counts, rows, replace=False) * (np.arange(rows) > 0)
+        profile = flexshard.AccessProfile.from_counts(counts, num_samples=3000, num_rows=rows)
+        dim = int(generator.choice([4, 16]))
+        tables.append(flexshard.Table(f"t{index}", rows, dim, profile))
+    return tables
+
+
+def placements(instance: Instance, tiers: int) -> list[list[np.ndarray]]:
+    """Every allocation of each table to at most so many levels, the same ones for all, by choice of levels."""
+    found = []
+    for levels in instance.level_subsets(tiers):
+        of_levels = []
+        for rows in instance.num_rows.tolist():
+            ends = [(*cuts, rows) for cuts in combinations_with_replacement(range(rows + 1), len(levels) - 1)]
+            allocation = np.zeros((len(ends), instance.group_sizes.size), np.int64)
+            allocation[:, levels] = np.diff(np.array(ends), axis=1, prepend=0)
+            of_levels.append(allocation)
+        found.append(of_levels)
+    return found
+
+
+def cache_of(problem: Problem, instance: Instance, index: int, first: int, batches: int) -> tuple[float, float]:
+    """Places and fetches of a table's rows from a position on, row by row from the closed forms."""
+    table = problem.tables[index]
+    cuts = table.profile.rows.cumsum()
+    places = fetched = 0.0
+    for position in range(first, table.rows):
+        group = int(np.searchsorted(cuts, position, side="right"))
+        if group == len(cuts):
+            continue
+        one = flexshard.AccessProfile.from_counts(
+            np.array([table.profile.counts[group]]), num_samples=table.profile.num_samples, num_rows=1
+        )
+        reads = lookahead_reads(one, problem.batch_size * problem.cluster.world_size, batches - 1)
+        places, fetched = places + min(SLACK * reads.cached, 1.0), fetched + reads.fetched
+    return places, fetched
+
+
+def brute_force(problem: Problem, hbm_bytes: float, host_bytes: float) -> float:
+    """Least exposed seconds of everything that fits."""
+    variants, cluster, best = Variants(problem), problem.cluster, np.inf
+    count = len(problem.tables)
+    caches: dict[Any, tuple[float, float]] = {}
+    for mask in product((False, True), repeat=count) if variants.are_chosen else [(False,) * count]:
+        instance = variants.of(np.array(mask))
+        rank_bytes = instance.row_bytes * instance.table_memory_fixed[:, -1]
+        for of_levels in placements(instance, problem.tiers):
+            for chosen in product(*of_levels):
+                allocation = np.stack(chosen)
+                seconds, memory = instance.exposed_seconds(allocation), instance.memory_bytes(allocation)
+                if seconds >= best:
+                    continue  # caches take no less time
+                for stays in product((0, *BATCHES), repeat=count):
+                    more = saved = host = 0.0
+                    for index, batches in enumerate(stays):
+                        behind = int(allocation[index, -1])
+                        if not batches or not behind:
+                            continue
+                        key = index, behind, batches
+                        if key not in caches:
+                            caches[key] = cache_of(
+                                problem, instance, index, int(instance.num_rows[index]) - behind, batches
+                            )
+                        places, fetched = caches[key]
+                        more += 2 * rank_bytes[index] * fetched / cluster.host_bytes_per_s  # type: ignore[operator]
+                        saved += rank_bytes[index] * (behind - places)
+                        host += rank_bytes[index] * behind
+                    if memory - saved <= hbm_bytes * (1 + 1e-12) and host <= host_bytes * (1 + 1e-12):
+                        best = min(best, seconds + more)
+    return best
+
+
+def problems(seed: int, number: int, rows: int) -> list[tuple[Problem, float, float]]:
+    generator = np.random.default_rng(seed)
+    found = []
+    for _ in range(number):
+        tables = small_tables(generator, rows, 2)
+        cluster = cluster_of(
+            alpha=float(generator.choice([0.0, 1e-7])), host_bytes_per_s=float(generator.choice([5e8, 4e9]))
+        )
+        how = {"index_dedup": bool(generator.integers(2)) and "auto", "tiers": int(generator.integers(1, 4))}
+        problem = Problem(tables, cluster, batch_size=BATCH, **how)
+        neutral = Variants(problem).plain.memory_bytes(Variants(problem).plain.uniform(4))
+        whole = sum(table.rows * table.row_bytes for table in tables) / 4 * 2
+        budget, host = float(neutral * generator.uniform(0.6, 1.1)), float(whole * generator.choice([0.3, 1.0, 10.0]))
+        found.append((replace(problem, budget=budget_of(budget), host_memory=host), budget, host))
+    return found
+
+
+def budget_of(nbytes: float) -> str:
+    return f"{nbytes!r} B"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_small_problems_are_solved_to_the_optimum(seed: int) -> None:
+    fitting = 0
+    for problem, budget, host in problems(seed, 6, 5):
+        best = brute_force(problem, budget, host)
+        if not np.isfinite(best):
+            with pytest.raises(BudgetError):
+                flexshard.solve(problem)
+            continue
+        plan = flexshard.solve(problem)
+        fitting += any(table.cache for table in plan.tables.values())
+        assert plan.predicted.exposed_seconds == pytest.approx(best, rel=1e-9)
+        assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds
+        assert plan.predicted.memory_bytes <= budget * (1 + 1e-9)
+        assert plan.predicted.host_memory_bytes <= host * (1 + 1e-9)
+    assert fitting > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_prices_ask_for_is_between_the_bound_and_little_more(seed: int) -> None:
+    """As of large problems, of which not every option can be tried: small ones, whose optimum is known."""
+    apart = []
+    with pytest.MonkeyPatch.context() as patch:
+        for problem, _, _ in problems(10 + seed, 12, 6):
+            try:
+                best = flexshard.solve(problem).predicted.exposed_seconds
+            except BudgetError:
+                continue
+            patch.setattr(cached_search, "_ALL_OPTIONS", 0)
+            plan = flexshard.solve(problem)
+            patch.undo()
+            assert plan.lower_bound_seconds <= best * (1 + 1e-9)
+            assert plan.predicted.exposed_seconds >= best * (1 - 1e-9)
+            apart.append(plan.predicted.exposed_seconds / best)
+    assert len(apart) > 6
+    assert np.median(apart) < 1.02
+
+
+def middling(number: int = 4, rows: int = 300_000) -> list[flexshard.Table]:
+    generator = np.random.default_rng(1)
+    tables = []
+    for index in range(number):
+        counts = np.floor(2e6 / (1 + np.arange(rows)) ** generator.uniform(0.8, 1.2)).astype(np.int64)
+        profile = flexshard.AccessProfile.from_counts(counts, num_samples=2_000_000, num_rows=rows)
+        tables.append(flexshard.Table(f"t{index}", rows, 32, profile))
+    return tables
+
+
+def budgets() -> tuple[list[flexshard.Table], Cluster, float]:
+    tables, cluster = middling(), Cluster.preset("dgx-a100", 2)
+    neutral = flexshard.solve(tables, cluster, batch_size=64).settings.budget_bytes
+    return tables, cluster, neutral
+
+
+def limit(cluster: Cluster, nbytes: float) -> str:
+    return f"{nbytes + cluster.reserve_bytes!r} B"
+
+
+def test_memory_buys_time_and_bounds_hold() -> None:
+    """The less memory, the longer it takes, never longer than without the host's, and the bound is close."""
+    tables, cluster, neutral = budgets()
+    seconds, places = [], []
+    for share in (1.0, 0.7, 0.5, 0.4):
+        how: dict[str, Any] = {"batch_size": 64, "budget": limit(cluster, share * neutral)}
+        plan = flexshard.solve(tables, cluster, **how, host_memory="8GiB")
+        assert plan.predicted.memory_bytes <= share * neutral * (1 + 1e-9)
+        assert 0 <= 1 - plan.lower_bound_seconds / plan.predicted.exposed_seconds < 5e-3
+        try:
+            without = flexshard.solve(tables, cluster, **how).predicted.exposed_seconds
+        except BudgetError:
+            without = np.inf
+        assert plan.predicted.exposed_seconds <= without * (1 + 1e-4)
+        seconds.append(plan.predicted.exposed_seconds)
+        caches = [table.cache for table in plan.tables.values() if table.cache]
+        places.append(sum(cache.rows for cache in caches))
+        host = sum(
+            table.row_bytes * table.kappa_sharded * table.tiers[-1].rows / 16
+            for table in plan.tables.values()
+            if table.cache
+        )
+        assert plan.predicted.host_memory_bytes == pytest.approx(host)
+        for table in plan.tables.values():
+            if table.cache is None:
+                continue
+            reads = lookahead_reads(table_named(tables, table.name).profile, 64 * 16, table.cache.batches - 1)
+            # Rows with copies are not among them.
+            assert table.cache.rows * 16 <= SLACK * reads.cached
+            assert table.cache.fetched * 16 <= reads.fetched * (1 + 1e-9)
+    assert seconds == sorted(seconds)
+    assert places[-1] > 0
+
+
+def table_named(tables: list[flexshard.Table], name: str) -> flexshard.Table:
+    return next(table for table in tables if table.name == name)
+
+
+def test_little_host_memory_is_kept_to() -> None:
+    tables, cluster, neutral = budgets()
+    how: dict[str, Any] = {"batch_size": 64, "budget": limit(cluster, 0.5 * neutral)}
+    roomy = flexshard.solve(tables, cluster, **how, host_memory="8GiB")
+    less = 0.9 * roomy.predicted.host_memory_bytes
+    tight = flexshard.solve(tables, cluster, **how, host_memory=less)
+    assert 0 < tight.predicted.host_memory_bytes <= less
+    assert tight.predicted.exposed_seconds >= roomy.predicted.exposed_seconds * (1 - 1e-6)
+    with pytest.raises(BudgetError, match=r"no placement fits .* per rank and .* of its host's memory") as caught:
+        flexshard.solve(tables, cluster, batch_size=64, budget=limit(cluster, 0.01 * neutral), host_memory="8GiB")
+    again = flexshard.solve(
+        tables, cluster, batch_size=64, budget=limit(cluster, 1.01 * caught.value.least_bytes), host_memory="8GiB"
+    )
+    assert again.predicted.memory_bytes <= 1.01 * caught.value.least_bytes
+
+
+def test_a_plan_with_caches_is_kept_and_explained(tmp_path: Path) -> None:
+    tables, cluster, neutral = budgets()
+    problem = Problem(tables, cluster, 64, limit(cluster, 0.4 * neutral), host_memory="8GiB")
+    plan = flexshard.solve(problem)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.fingerprint == plan.fingerprint == flexshard.solve(problem).fingerprint
+    assert again.tables == plan.tables
+    (name, cached) = next((name, table) for name, table in plan.tables.items() if table.cache)
+    text = flexshard.explain(again, name).text
+    assert cached.cache is not None
+    assert f"where a row stays for {cached.cache.batches} batches" in text
+    assert "in a cache" in str(again)
+    assert "one more GiB per rank is worth about" in str(again)
+    assert "Host's memory: " in str(again)
+    assert {one.content for one in plan.predicted.collectives if one.kind == "host"} == {
+        "cached fetches",
+        "cached writes",
+    }
+    changes = flexshard.diff(flexshard.solve(tables, cluster, batch_size=64), plan).caches
+    assert {(one.table, one.source) for one in changes} == {(n, None) for n, t in plan.tables.items() if t.cache}
+
+
+def test_boundaries_cost_the_same_on_both_sides() -> None:
+    """Where a table's last tier begins, the next row would cost as much with copies, at the price of memory."""
+    tables, cluster = middling(), Cluster.preset("dgx-a100", 2)
+    neutral = flexshard.solve(tables, cluster, batch_size=1024).settings.budget_bytes
+    plan = flexshard.solve(tables, cluster, batch_size=1024, budget=limit(cluster, 0.7 * neutral), host_memory="8GiB")
+    compared = 0
+    for table in plan.tables.values():
+        if table.cache is None or len(table.tiers) < 2:
+            continue
+        boundary = flexshard.explain(plan, table.name).boundaries[-2]
+        other = next(one for one in boundary.others if one.group_size == 16)
+        assert other.priced_seconds == pytest.approx(boundary.chosen.priced_seconds, rel=0.1)
+        compared += 1
+    assert compared > 0
+
+
+def test_the_frontier_shows_what_memory_buys() -> None:
+    tables, cluster = middling(2, 100_000), Cluster.preset("dgx-a100", 2)
+    curve = flexshard.pareto(Problem(tables, cluster, 64, host_memory="8GiB"))
+    memory = [point.memory_bytes for point in curve.points]
+    seconds = [point.exposed_seconds for point in curve.points]
+    assert memory == sorted(memory)
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(curve.points) > 4
+    neutral = flexshard.solve(tables, cluster, batch_size=64).settings.budget_bytes
+    assert memory[0] < 0.5 * neutral
+    assert neutral == pytest.approx(curve.neutral_bytes)
+
+
+def test_what_is_not_known_of_caches_is_refused() -> None:
+    tables, cluster, _ = budgets()
+    cases: dict[str, dict[str, Any]] = {
+        "method 'paper' is not known of rows behind caches": {"method": "paper"},
+        "objective 'step' is not known of rows behind caches": {"objective": "step"},
+        "rows without copies are not the slowest to read": {"overlap": {"all_to_all@16": 1.0}},
+        "host_memory is a number of bytes above 0": {"host_memory": 0},
+    }
+    for message, how in cases.items():
+        with pytest.raises(JobError, match=message):
+            flexshard.solve(tables, cluster, **({"batch_size": 64, "host_memory": "8GiB"} | how))
+    with pytest.raises(JobError, match="host_memory needs to know how fast ranks reach it"):
+        flexshard.solve(tables, replace(cluster, host_bytes_per_s=None), batch_size=64, host_memory="8GiB")
