@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import flexshard
 from flexshard.costmodels import lookahead_reads
@@ -264,6 +267,39 @@ def test_a_plan_with_caches_is_kept_and_explained(tmp_path: Path) -> None:
     }
     changes = flexshard.diff(flexshard.solve(tables, cluster, batch_size=64), plan).caches
     assert {(one.table, one.source) for one in changes} == {(n, None) for n, t in plan.tables.items() if t.cache}
+
+
+def test_job_files_and_commands_know_host_memory(tmp_path: Path) -> None:
+    (table,), cluster = middling(1, 200_000), Cluster.preset("dgx-a100", 2)
+    neutral = flexshard.solve([table], cluster, batch_size=64).settings.budget_bytes
+    table.profile.save(tmp_path / "t0.parquet")
+    job = {
+        "format": "flexshard.job",
+        "version": 1,
+        "cluster": "dgx-a100:2",
+        "batch_size": 64,
+        "budget": limit(cluster, 0.4 * neutral),
+        "host_memory": "8GiB",
+        "tables": [{"name": "t0", "dim": 32, "profile": "t0.parquet"}],
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flexshard.cli", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    for command in ("plan job.yaml -o plan.json", "explain plan.json", "pareto job.yaml -o frontier.png"):
+        result = run(*command.split())
+        assert (result.returncode, result.stderr) == (0, ""), command
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.tables["t0"].cache is not None
+    assert plan.settings.host_memory == 8 << 30
+    flexshard.solve([table], cluster, batch_size=64).save(tmp_path / "without.json")
+    shown = run("diff", "without.json", "plan.json").stdout
+    assert "t0: comes to be behind a cache" in " ".join(shown.split())
+    refused = run("replan", "plan.json", "t0.parquet")
+    assert refused.returncode == 2
+    assert "the plan may keep some on the host" in refused.stderr
 
 
 def test_boundaries_cost_the_same_on_both_sides() -> None:

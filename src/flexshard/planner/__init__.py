@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flexshard.planner.compression.decision_file import is_compression as is_compression
     from flexshard.planner.constraints import TableConstraints as TableConstraints
     from flexshard.planner.explanations.differences import (
+        CacheChange as CacheChange,
         Move as Move,
         PlanDiff as PlanDiff,
         PooledMove as PooledMove,
@@ -85,7 +86,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "compression.decision": ["CompressionPlan", "TTOption", "TableChoice", "TableOption"],
         "compression.decision_file": ["is_compression"],
         "constraints": ["TableConstraints"],
-        "explanations.differences": ["Move", "PlanDiff", "PooledMove", "diff"],
+        "explanations.differences": ["CacheChange", "Move", "PlanDiff", "PooledMove", "diff"],
         "explanations.plan_text": ["costs_grid", "plan_renderable"],
         "explanations.pooled_text": ["PooledExplanation"],
         "explanations.reasons": ["TableExplanation", "explain"],

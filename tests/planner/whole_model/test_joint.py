@@ -381,8 +381,6 @@ def test_data_types_are_options_where_they_are_listed(tmp_path: Path) -> None:
 
 
 def test_what_is_of_other_tables_alone_says_so() -> None:
-    with pytest.raises(JobError, match="host_memory decides nothing where no table is pooled"):
-        Problem(tables(2, 0, 1), cluster(), 64, host_memory="1GiB")
     with pytest.raises(JobError, match="how fast ranks reach it"):
         Problem(tables(2, 1, 0), cluster(host=None), 64, host_memory="1GiB")
     with pytest.raises(JobError, match="the best plan of whole tables is of tables without pooling"):

@@ -33,6 +33,7 @@ def diff_command(
         f"\n{name}: the two plans order rows by different profiles, so equal positions may be other rows."
         for name in changes.reranked
     )
+    note += "".join(f"\n{change.table}: {_cached(change)}." for change in changes.caches)
     grid.caption = f"{changes.rows:,} rows, {units.format_bytes(changes.nbytes)} move{note}"
     emit(changes.document(), as_json=as_json, text=grid)
 
@@ -40,3 +41,11 @@ def diff_command(
 def _ranks(ranks: tuple[int, ...]) -> str:
     distinct = sorted(set(ranks))
     return f"{len(distinct)} ranks" if len(distinct) > 4 else f"rank{'s' * (len(distinct) > 1)} {str(distinct)[1:-1]}"
+
+
+def _cached(change: planner.CacheChange) -> str:
+    if change.target is None:
+        return "is no longer behind a cache"
+    if change.source is None:
+        return f"comes to be behind a cache of {change.target:.2%} of its rows without copies"
+    return f"its cache has places for {change.target:.2%} of its rows without copies, not {change.source:.2%}"

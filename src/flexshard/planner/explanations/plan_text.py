@@ -13,6 +13,7 @@ from flexshard._internal import as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.explanations.pooled_text import pooled_grid
 from flexshard.planner.plan import Plan, TablePlan, Tier
+from flexshard.planner.solver.cached_rows import BATCHES
 
 __all__ = [
     "cache_line",
@@ -210,7 +211,10 @@ def _proof(plan: Plan) -> list[Text]:
     if plan.settings.host_memory is not None and not plan.pooled:
         show = units.format_bytes
         taken = f"{show(plan.predicted.host_memory_bytes)} of {show(plan.settings.host_memory)}"
-        lines.append(f"Host's memory: {taken} per rank.")
+        lines.append(
+            f"Host's memory: {taken} per rank. Rows stay in a cache for one of {len(BATCHES)} numbers of batches"
+            f" ({BATCHES[0]} to {BATCHES[-1]:,}), and the proof is of these."
+        )
     if plan.pooled or (plan.settings.method == "optimal" and plan.next_gib_seconds is None):
         price = units.format_seconds(plan.memory_price_seconds_per_gib)
         worth = f"is worth about {price}" if plan.memory_price_seconds_per_gib else "is worth nothing"
