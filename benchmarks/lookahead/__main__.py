@@ -1,4 +1,4 @@
-"""Where a lookahead cache should be, what deciding costs, and what steps cost with one.
+"""Where a lookahead cache should be, what deciding costs, what steps cost with one, and plans that have them.
 
 python -m benchmarks.lookahead [--clicks globo_clicks.parquet] [--lookups ecommerce_orm_busy.parquet] [placements ...]
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.lookahead import cached_step, forms, oracle, placements
+from benchmarks.lookahead import cached_step, forms, oracle, placements, planning
 from benchmarks.timing import machine
 
-PARTS = ("placements", "forms", "oracle", "step")
+PARTS = ("placements", "forms", "oracle", "step", "plans")
 
 
 def main() -> None:
@@ -33,6 +33,8 @@ def main() -> None:
         oracle.main()
     if "step" in parts:
         cached_step.main()
+    if "plans" in parts:
+        planning.main()
 
 
 if __name__ == "__main__":

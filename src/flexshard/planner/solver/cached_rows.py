@@ -22,15 +22,15 @@ import numpy.typing as npt
 
 from flexshard.costmodels import cached_share
 from flexshard.planner.solver.instance import Allocation, Instance
-from flexshard.planner.solver.thresholds import allocate, thresholds
 
-__all__ = ["BATCHES", "SLACK", "CachedSums", "Options", "Side", "cheapest", "hottest", "options_of"]
+__all__ = ["BATCHES", "SLACK", "CachedSums", "Cuts", "Options", "Side", "hottest", "options_of"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 # Batches for which rows may stay, that which reads them included: at least two are known besides it.
 BATCHES = (3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513, 1_025, 4_097, 16_385)
+_SOME_CUTS = 96
 SLACK = 1.05  # places of a cache over those that are expected to be taken: batches differ
 
 
@@ -74,6 +74,27 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
+class Cuts:
+    """Counts of every table behind which its last tier may begin.
+
+    Attributes:
+        counts: indices of counts, table by table; shape (P,).
+        starts: where each table's begin among them; shape (T,).
+        sizes: how many each table has; shape (T,).
+    """
+
+    counts: IntArray | slice
+    starts: IntArray
+    sizes: IntArray
+
+    def each(self, of_tables: FloatArray) -> FloatArray | float:
+        """A number of each table for each of its counts; one number if tables are alike."""
+        if np.all(of_tables == of_tables[0]):
+            return float(of_tables[0])
+        return np.repeat(of_tables, self.sizes)
+
+
+@dataclass(frozen=True, eq=False)
 class CachedSums:
     """Tables, and what caches hold and fetch of their rows.
 
@@ -105,7 +126,31 @@ class CachedSums:
         return np.minimum(SLACK * cached, 1.0), fetched
 
     @cached_property
+    def every_cut(self) -> Cuts:
+        """All counts."""
+        starts = self.instance.starts
+        return Cuts(slice(None), starts[:-1], np.diff(starts))
+
+    @cached_property
+    def some_cuts(self) -> Cuts:
+        """Some of each table, closer together where rows are read often."""
+        parts, sizes = [], np.diff(self.instance.starts)
+        for start, size in zip(self.instance.starts[:-1].tolist(), sizes.tolist(), strict=True):
+            ranks = (
+                np.unique(np.geomspace(1, size, _SOME_CUTS).astype(np.int64))
+                if size > _SOME_CUTS
+                else range(1, size + 1)
+            )
+            parts.append(start - 1 + np.asarray(ranks, np.int64))
+        chosen = np.array([part.size for part in parts])
+        return Cuts(np.concatenate(parts), np.cumsum(chosen) - chosen, chosen)
+
+    @cached_property
     def _sums(self) -> dict[int, tuple[FloatArray, FloatArray]]:
+        return {}
+
+    @cached_property
+    def _some_sums(self) -> dict[int, tuple[FloatArray, FloatArray]]:
         return {}
 
     def sums(self, batches: int) -> tuple[FloatArray, FloatArray]:
@@ -113,10 +158,19 @@ class CachedSums:
         if batches not in self._sums:
             places, fetched = self.of_rows(batches)
             rows = self.instance.rows_of_count
-            self._sums[batches] = self._within(rows * places), self._within(rows * fetched)
+            self._sums[batches] = self.within(rows * places), self.within(rows * fetched)
         return self._sums[batches]
 
-    def _within(self, values: FloatArray) -> FloatArray:
+    def sums_at(self, cuts: Cuts, batches: int) -> tuple[FloatArray, FloatArray]:
+        """The same at some counts; shape (P,) each."""
+        if cuts is self.every_cut:
+            return self.sums(batches)
+        if batches not in self._some_sums:
+            places, fetched = self.sums(batches)
+            self._some_sums[batches] = places[cuts.counts], fetched[cuts.counts]
+        return self._some_sums[batches]
+
+    def within(self, values: FloatArray) -> FloatArray:
         """Cumulative sums within each table; shape (K,)."""
         sums, starts = np.cumsum(values), self.instance.starts
         before = np.where(starts[:-1] > 0, sums[starts[:-1] - 1], 0.0)
@@ -141,13 +195,23 @@ class Side:
     caches: CachedSums
 
     @cached_property
-    def nbytes(self) -> tuple[FloatArray, FloatArray]:
-        """Bytes of the weights of the rows of each count, and of what a step reads of them; shape (K,) each."""
+    def _sums(self) -> tuple[FloatArray, FloatArray]:
         instance = self.instance
         nbytes = np.asarray(
             instance.rows_of_count * np.repeat(instance.row_bytes, np.diff(instance.starts)), np.float64
         )
-        return nbytes, nbytes * instance.reads
+        return self.caches.within(nbytes), self.caches.within(nbytes * instance.reads)
+
+    @cached_property
+    def _some_sums(self) -> tuple[FloatArray, FloatArray]:
+        nbytes, reads = self._sums
+        return nbytes[self.caches.some_cuts.counts], reads[self.caches.some_cuts.counts]
+
+    def sums_at(self, cuts: Cuts) -> tuple[FloatArray, FloatArray]:
+        """Bytes of weights, and of those that a step reads, of the rows up to and including some counts of their table;
+        shape (P,) each.
+        """
+        return self._sums if cuts is self.caches.every_cut else self._some_sums
 
 
 def options_of(side: Side, table: IntArray, allocation: Allocation, batches: IntArray) -> Options:
@@ -237,129 +301,3 @@ def _behind(caches: CachedSums, table: IntArray, first: IntArray, batches: int) 
         before = np.where(whole > 0, total[start + whole - 1], 0.0)
         found.append(np.maximum(total[end - 1] - before - left * each, 0.0))
     return found[0], found[1]
-
-
-def cheapest(
-    sides: Sequence[Side], levels: IntArray, prices: tuple[float, float, float], batches: Sequence[int]
-) -> tuple[Options, FloatArray]:
-    """Of every table, looked up in each way, the best option without a cache, and with one, at prices of a second, of a
-    byte of a rank's memory and of one of its host's; and what they cost so, shape (N,).
-
-    Args:
-        sides: with the same caches.
-        levels: indices of the levels that may be used, ascending.
-        prices: the first is 1, or 0 to count memory alone.
-        batches: for which rows may stay; none where the last level is not the row-wise one, which caches are of.
-    """
-    weight, price, host_price = prices
-    tables = np.arange(len(sides[0].instance.tables))
-    found = []
-    for side in sides:
-        plain, _ = allocate(side.instance, levels, price if weight else np.inf)
-        found.append(options_of(side, tables, plain, np.zeros_like(tables)))
-    cuts = _best_cuts(sides, levels, prices, batches) if batches else []
-    for side, (number, cut) in zip(sides, cuts, strict=bool(batches)):
-        found.append(options_of(side, tables, _cut(side, levels, price if weight else np.inf, cut), number))
-    both = Options.joined(found)
-    return both, weight * both.seconds + price * both.hbm_bytes + host_price * both.host_bytes
-
-
-def _cut(side: Side, levels: IntArray, price: float, cut: IntArray) -> Allocation:
-    """Rows per level where the last one begins at ``cut``, shape (T,)."""
-    instance, copies = side.instance, levels[:-1]
-    result = np.zeros((cut.size, instance.group_sizes.size), np.int64)
-    result[:, levels[-1]] = instance.num_rows - cut
-    if copies.size:
-        marks = thresholds(instance, copies, price)[instance.table_class]
-        rows, _ = instance.of_groups(instance.groups_at_least(marks))
-        edges = np.minimum(np.concatenate([rows, instance.num_rows[:, None]], axis=1), cut[:, None])
-        result[:, copies] = np.diff(edges, axis=1, prepend=0)
-    return result
-
-
-def _best_cuts(
-    sides: Sequence[Side], levels: IntArray, prices: tuple[float, float, float], batches: Sequence[int]
-) -> list[tuple[IntArray, IntArray]]:
-    """For how many batches each table's rows stay at these prices, and how many rows have copies; shape (T,) each."""
-    caches, (weight, price, _) = sides[0].caches, prices
-    starts, ends = caches.instance.starts[:-1], caches.instance.starts[1:] - 1
-    place_price, fetch_price = (
-        _each(caches, price * caches.row_host_bytes),
-        _each(caches, weight * caches.fetch_seconds),
-    )
-    gains = [_gain_of_copies(side, levels, prices) for side in sides]
-    best = np.full((len(sides), starts.size), np.inf)
-    number = np.zeros(best.shape, np.int64)
-    for stays in batches:
-        places, fetched = caches.sums(stays)
-        behind = place_price * places
-        behind += fetch_price * fetched
-        for index, gain in enumerate(gains):
-            value = behind[ends]
-            if gain is not None:
-                ahead, before = gain
-                value = value + np.minimum(np.minimum.reduceat(ahead - behind, starts) - before, 0.0)
-            better = value < best[index]
-            best[index] = np.where(better, value, best[index])
-            number[index] = np.where(better, stays, number[index])
-    return [
-        (chosen, _cut_of(caches, gain, chosen, (place_price, fetch_price)))
-        for chosen, gain in zip(number, gains, strict=True)
-    ]
-
-
-def _each(caches: CachedSums, of_tables: FloatArray) -> FloatArray | float:
-    """A number of each table for each of its counts; one number if tables are alike."""
-    if np.all(of_tables == of_tables[0]):
-        return float(of_tables[0])
-    return np.repeat(of_tables, np.diff(caches.instance.starts))
-
-
-def _cut_of(
-    caches: CachedSums,
-    gain: tuple[FloatArray, FloatArray] | None,
-    number: IntArray,
-    unit_prices: tuple[FloatArray | float, FloatArray | float],
-) -> IntArray:
-    """Rows that had better have copies where those behind them stay in a cache for so many batches; shape (T,)."""
-    starts = caches.instance.starts[:-1]
-    if gain is None:
-        return np.zeros(starts.size, np.int64)
-    ahead, before = gain
-    moved, sizes = ahead.copy(), np.diff(caches.instance.starts)
-    for stays in np.unique(number).tolist():
-        mine = np.flatnonzero(np.repeat(number == stays, sizes))
-        for unit, sums in zip(unit_prices, caches.sums(stays), strict=True):
-            moved[mine] -= (unit if isinstance(unit, float) else unit[mine]) * sums[mine]
-    least = np.minimum.reduceat(moved, starts)
-    at = np.flatnonzero(moved == np.repeat(least, sizes))
-    first = at[np.searchsorted(at, starts)]
-    return np.where(least < before, caches.instance.cum_rows[first], 0)
-
-
-def _gain_of_copies(
-    side: Side, levels: IntArray, prices: tuple[float, float, float]
-) -> tuple[FloatArray, FloatArray] | None:
-    """What rows up to each count cost more with copies than behind a cache, but for the cache's places and fetches,
-    summed over all tables so far, shape (K,); and that sum before each table, shape (T,). None where there are no
-    copies.
-    """
-    if levels.size < 2:
-        return None
-    instance, (weight, price, host_price) = side.instance, prices
-    nbytes, reads = side.nbytes
-    sizes = np.diff(instance.starts)
-
-    def each(of_classes: FloatArray) -> FloatArray | float:
-        return float(of_classes[0]) if of_classes.size == 1 else np.repeat(of_classes[instance.table_class], sizes)
-
-    def line(level: int, fixed: FloatArray) -> FloatArray:
-        """What the rows of each count cost at a level, where a byte of weights costs ``fixed`` by class of tables."""
-        per_read = weight * instance.comm_per_read[:, level] + price * instance.memory_per_read[level]
-        return np.asarray(each(weight * instance.comm_fixed[:, level] + fixed) * nbytes + each(per_read) * reads)
-
-    last = int(levels[-1])
-    copied = [line(level, price * instance.memory_fixed[:, level]) for level in levels[:-1].tolist()]
-    ahead = np.minimum.reduce(copied) - line(last, host_price * instance.memory_fixed[:, last])
-    np.cumsum(ahead, out=ahead)
-    return ahead, np.where(instance.starts[:-1] > 0, ahead[instance.starts[:-1] - 1], 0.0)

@@ -11,14 +11,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.planner.solver.cached_rows import Options, Side, cheapest, hottest, options_of
+from flexshard.planner.solver.cached_cuts import cheapest
+from flexshard.planner.solver.cached_rows import Cuts, Options, Side, hottest, options_of
 
 __all__ = ["CachedChoice", "Limits", "bound_at", "choose_cached", "least_hbm_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_ROUNDS, _CLOSE = 40, 1e-6
+_ROUNDS, _NEAR, _CLOSE = 40, 1e-4, 1e-5
+_ALL_OPTIONS = 40_000  # up to so many, every option there is is tried
+_FEW_TABLES, _STEPS = 60, 7
+_SECONDS = 10.0
+_SOME = 1e-9
+_EXTREMES = ((0.0, 1.0, 0.0), (0.0, 1.0, 1e6))  # with as much of the host's memory as helps, and without
+_HALVINGS, _WIDER = 14, 30.0
 _ALL_OPTIONS = 40_000  # up to so many, every option there is is tried
 _FEW_TABLES, _STEPS = 60, 7
 _SECONDS = 10.0
@@ -63,7 +70,9 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
 
 def bound_at(sides: Sequence[Side], levels: IntArray, limits: Limits, prices: tuple[float, float]) -> float:
     """No choice of these levels takes less, whatever the prices, without latencies."""
-    return _cheapest_of_all(sides, levels, limits, (1.0, *prices), _batches(sides, levels))[1]
+    return _cheapest_of_all(sides, levels, limits, (1.0, *prices), _batches(sides, levels), sides[0].caches.every_cut)[
+        1
+    ]
 
 
 def _batches(sides: Sequence[Side], levels: IntArray) -> tuple[int, ...]:
@@ -77,10 +86,11 @@ def _cheapest_of_all(
     limits: Limits,
     prices: tuple[float, float, float],
     batches: Sequence[int],
+    cuts: Cuts,
 ) -> tuple[Options, float]:
     """The best option of every table at some prices, and their Lagrangian bound."""
     instance = sides[0].instance
-    both, values = cheapest(sides, levels, prices, batches)
+    both, values = cheapest(sides, levels, prices, batches, cuts)
     order = np.lexsort((values, both.table))
     first = order[np.searchsorted(both.table[order], np.arange(len(instance.tables)))]
     room = limits.hbm_bytes - instance.held_bytes
@@ -91,7 +101,8 @@ def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) 
     """Least memory per rank of what fits its host's memory; where that is short, tables that save most per byte of it
     are kept there.
     """
-    both, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1])
+    cuts = sides[0].caches.every_cut
+    both, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1], cuts)
     count = len(sides[0].instance.tables)
     without, behind = np.full(count, np.inf), np.full(count, np.inf)
     needed = np.zeros(count)
@@ -129,38 +140,39 @@ def _every_option(sides: Sequence[Side], levels: IntArray) -> Options | None:
 
 def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple[Options, Limits, float]:
     """Options that some prices ask for, and the highest bound of these prices."""
-    instance, every = sides[0].instance, _batches(sides, levels)
+    instance, every, caches = sides[0].instance, _batches(sides, levels), sides[0].caches
     tables, room = len(instance.tables), limits.hbm_bytes - instance.held_bytes
 
-    def at(prices: tuple[float, float, float], batches: Sequence[int]) -> tuple[Options, float]:
-        return _cheapest_of_all(sides, levels, limits, prices, batches)
+    def at(prices: tuple[float, float, float], batches: Sequence[int], cuts: Cuts) -> tuple[Options, float]:
+        return _cheapest_of_all(sides, levels, limits, prices, batches, cuts)
 
-    parts = [at(prices, every[:1])[0] for prices in _EXTREMES]
-    unit = float(parts[0].seconds.sum()) / max(limits.hbm_bytes, 1.0)
-    parts += [at((1.0, share * unit, 0.0), every[::_COARSE])[0] for share in _START]
-    pool, best = Options.joined(parts).distinct(), -np.inf
+    parts = [at(prices, every[:1], caches.every_cut)[0] for prices in _EXTREMES]
+    # Without a price of the host's memory first: one that the budget is just met at, among some of the options.
+    price = float(parts[0].seconds.sum()) / max(limits.hbm_bytes, 1.0)
+    low, high = 0.0, np.inf
+    ends: dict[bool, Options] = {}
+    for _ in range(_HALVINGS):
+        options, _ = at((1.0, price, 0.0), every, caches.some_cuts)
+        fits = float(options.hbm_bytes.sum()) <= room
+        ends[fits] = options
+        low, high = (low, price) if fits else (price, high)
+        price = price * _WIDER if np.isinf(high) else high / _WIDER if low == 0.0 else float(np.sqrt(low * high))
+    pool, best = Options.joined([*parts, *ends.values()]).distinct(), -np.inf
     for _ in range(_ROUNDS):
         _, value, price, host_price = _mixture(pool, room, limits.host_bytes, tables)
         prices = (1.0, price, host_price)
-        # Most rounds look at caches near those that were asked for; what bounds all plans looks at all.
-        options, near_bound = at(prices, _near(every, pool.batches))
+        # Most rounds look at some cuts; what bounds all plans looks at all.
+        options, near_bound = at(prices, every, caches.some_cuts)
         size = pool.table.size
         pool = Options.joined([pool, options]).distinct()
-        if pool.table.size > size and near_bound < value - _CLOSE * abs(value):
+        if pool.table.size > size and near_bound < value - _NEAR * abs(value):
             continue
-        options, bound = at(prices, every)
+        options, bound = at(prices, every, caches.every_cut)
         best, size = max(best, bound), pool.table.size
         pool = Options.joined([pool, options]).distinct()
         if best >= value - _CLOSE * abs(value) or pool.table.size == size:
             break
     return pool, limits, best
-
-
-def _near(every: Sequence[int], asked: IntArray) -> list[int]:
-    """Those among all that stand beside one that was asked for last."""
-    places = np.searchsorted(every, np.unique(asked[asked > 0][-_LATEST:]))
-    beside = {place + step for place in places.tolist() for step in (-1, 0, 1)}
-    return [number for place, number in enumerate(every) if place in beside] or list(every[:1])
 
 
 def _between(sides: Sequence[Side], options: Options) -> Options:
