@@ -33,7 +33,7 @@ def test_the_longest_lookahead_is_the_last_that_fits() -> None:
 
 
 def test_caches_that_ran_hold_and_fetch_as_much() -> None:
-    """Independent draws; prefetches within 1 %, the cache within 4 % (the figures that the issue of caches names)."""
+    """Independent draws: fetches within 1 %, the cache within 4 %."""
     pytest.importorskip("numba")
     pytest.importorskip("torch")
     from flexshard.executors.lookahead.oracle import LookaheadOracle
@@ -102,3 +102,18 @@ def test_arguments_out_of_range(samples: float, ahead: int, text: str) -> None:
     profile = flexshard.AccessProfile.from_histogram([50], [4], num_samples=100)
     with pytest.raises(JobError, match=text):
         lookahead_reads(profile, samples, ahead)
+
+
+def test_a_profile_that_knows_its_order_is_asked_in_order() -> None:
+    """Each row is read for a while and never again: popularity alone would have every row come again."""
+    ids = np.repeat(np.arange(4_096), 16)
+    ids = ids.reshape(-1, 64 * 16).copy()
+    np.random.default_rng(0).permuted(ids, axis=1, out=ids)
+    profile = flexshard.AccessProfile.from_ids(ids.reshape(-1), num_rows=4_096)
+    shuffled, in_order = (lookahead_reads(profile, 1_024, 4, in_order=order) for order in (False, True))
+    assert shuffled.fetched > 5 * in_order.fetched
+    assert in_order.distinct == pytest.approx(64, rel=0.01)
+    assert in_order.fetched == pytest.approx(64, rel=0.05)
+    assert in_order.cached == pytest.approx(5 * 64, rel=0.05)
+    unknown = flexshard.AccessProfile.from_counts(np.bincount(ids.reshape(-1)), num_samples=65_536)
+    assert lookahead_reads(unknown, 1_024, 4, in_order=True) == lookahead_reads(unknown, 1_024, 4)

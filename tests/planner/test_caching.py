@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -344,3 +344,41 @@ def test_what_is_not_known_of_caches_is_refused() -> None:
             flexshard.solve(tables, cluster, **({"batch_size": 64, "host_memory": "8GiB"} | how))
     with pytest.raises(JobError, match="host_memory needs to know how fast ranks reach it"):
         flexshard.solve(tables, replace(cluster, host_bytes_per_s=None), batch_size=64, host_memory="8GiB")
+
+
+def drifting(steps: int, samples: int, rows: int) -> np.ndarray:
+    """Ids of one click a sample, most of them of rows that are new."""
+    generator = np.random.default_rng(3)
+    newest = np.arange(steps * samples) * rows // (steps * samples)
+    ids = newest - np.floor(generator.pareto(0.7, newest.size) * 20).astype(np.int64)
+    return np.where(ids >= 0, ids, generator.integers(0, rows, ids.size))
+
+
+@pytest.mark.parametrize("order", ["file", "shuffled"])
+def test_caches_that_run_fetch_what_the_plan_says(order: Literal["file", "shuffled"]) -> None:
+    """A log in its order, and the same shuffled: all ranks' caches together, least recently used rows leave first."""
+    pytest.importorskip("numba")
+    pytest.importorskip("torch")
+    from flexshard.executors.lookahead.oracle import LookaheadOracle
+
+    samples, steps, rows, ahead = 4 * 500, 300, 60_000, 2
+    ids = drifting(steps, samples, rows)
+    if order == "shuffled":
+        ids = np.random.default_rng(0).permutation(ids)
+    profile = flexshard.AccessProfile.from_ids(ids, num_rows=rows)
+    table = flexshard.Table("clicks", rows, 64, profile)
+    how: dict[str, Any] = {"batch_size": 500, "index_dedup": True, "tiers": 1, "sample_order": order}
+    neutral = flexshard.solve([table], cluster_of(), **how).settings.budget_bytes
+    plan = flexshard.solve([table], cluster_of(), **how, budget=budget_of(0.35 * neutral), host_memory="1GiB")
+    cache = plan.tables["clicks"].cache
+    assert cache is not None
+    oracle = LookaheadOracle(rows, int(cache.rows * 4))
+    fetched = []
+    for step, batch in enumerate(ids.reshape(steps, samples)):
+        while (admission := oracle.admit(batch)) is None:
+            oracle.retire()
+        fetched.append(admission.fetched.size)
+        if step >= ahead:
+            oracle.retire()
+    assert np.mean(fetched[steps // 4 :]) / 4 == pytest.approx(cache.fetched, rel=0.1)
+    assert cache.held_scale == pytest.approx(1.0, rel=0.05) if order == "shuffled" else cache.held_scale < 0.8

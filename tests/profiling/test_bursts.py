@@ -68,7 +68,7 @@ def test_batches_of_a_file_do_not_matter_and_files_do() -> None:
 
     assert found([], ["a"]) == found([70, 71, 1_500], ["a"] * 4)
     in_two = found([1_000], ["a", "b"])
-    assert [number for _, number, _ in in_two] == [30, 6]  # 15 and 3 of each, none across both
+    assert [number for _, number, *_ in in_two] == [30, 6]  # 15 and 3 of each, none across both
 
 
 def test_few_windows_of_long_data() -> None:
@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused() -> None:
     good = profile.bursts.encoded()
     assert Bursts.decoded(good, 300).encoded() == good
     assert Bursts.decoded([], 300).windows == ()
-    (size, number, packed), *_ = good
+    (size, number, packed, distinct), *_ = good
     for wrong in (
         [[True, number, packed]],
         [[10**400, number, packed]],
@@ -166,11 +166,51 @@ def test_what_cannot_be_is_refused() -> None:
         [[size, 0, packed]],
         [[size, number, packed[:-8]]],
         [[size, number + 1, packed]],
+        [[size, number, packed, distinct, distinct]],
+        [[size, number, packed, distinct[:-8]]],
     ):
         with pytest.raises((ValueError, zlib.error)):
             Bursts.decoded(wrong, 300)
     with pytest.raises(ValueError, match="outside the table"):
         Bursts.decoded(good, 5)
+
+
+def test_distinct_rows_of_windows() -> None:
+    ids, lengths = stream(3_000)
+    profile = AccessProfile.from_ids(ids, lengths=lengths, num_rows=300)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    assert profile.bursts is not None
+    for one in profile.bursts.windows:
+        parts = [ids[ends[w * one.size] : ends[(w + 1) * one.size]] for w in range(one.lengths.size)]
+        assert one.distinct is not None
+        assert one.distinct.tolist() == [np.unique(part).size for part in parts]
+    sizes, means = profile.bursts.distinct_rows()
+    assert sizes.tolist() == [64, 256, 1024]
+    assert np.all(np.diff(means) > 0)
+    # Of many ids a part is counted.
+    random = np.random.default_rng(0)
+    for most in (20_000, 10**7):
+        wide = random.integers(0, most, 262_144)
+        of_wide = AccessProfile.from_ids(wide, num_rows=most).bursts
+        assert of_wide is not None
+        last = of_wide.windows[-1]
+        assert last.distinct is not None
+        assert last.distinct[0] == pytest.approx(np.unique(wide).size, rel=0.02)
+        assert last.distinct[0] <= most
+
+
+def test_profiles_of_earlier_states_know_no_distinct_rows() -> None:
+    ids, lengths = stream(2_000)
+    profile = AccessProfile.from_ids(ids, lengths=lengths, num_rows=300)
+    assert profile.bursts is not None
+    earlier = Bursts.decoded([entry[:3] for entry in profile.bursts.encoded()], 300)
+    assert earlier.windows[0].distinct is None
+    assert earlier.distinct_rows()[0].size == 0
+    both = earlier.merged(profile.bursts, np.bincount(ids, minlength=300) * 2)
+    assert both.windows[0].distinct is None
+    assert both.windows[0].lengths.size == 2 * profile.bursts.windows[0].lengths.size
+    again = profile.bursts.merged(profile.bursts, np.bincount(ids, minlength=300) * 2)
+    assert again.windows[0].distinct is not None
 
 
 def test_a_short_profile_takes_no_bursts_away() -> None:

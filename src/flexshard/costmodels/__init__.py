@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from flexshard.costmodels.lookahead import (
         LookaheadReads as LookaheadReads,
         cached_share as cached_share,
+        distinct_of_stretches as distinct_of_stretches,
         longest_lookahead as longest_lookahead,
         lookahead_reads as lookahead_reads,
         lookahead_reads_of_stretches as lookahead_reads_of_stretches,
@@ -127,6 +128,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "lookahead": [
             "LookaheadReads",
             "cached_share",
+            "distinct_of_stretches",
             "longest_lookahead",
             "lookahead_reads",
             "lookahead_reads_of_stretches",

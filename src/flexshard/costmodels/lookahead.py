@@ -11,6 +11,7 @@ batch reads D(n), the cache has D((ℒ+1)n), of which D((ℒ+1)n) - D(ℒn) are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from flexshard.tables import expected_distinct
 __all__ = [
     "LookaheadReads",
     "cached_share",
+    "distinct_of_stretches",
     "longest_lookahead",
     "lookahead_reads",
     "lookahead_reads_of_stretches",
@@ -52,18 +54,26 @@ class LookaheadReads:
     cached: float
 
 
-def lookahead_reads(profile: AccessProfile, samples: float, lookahead: int) -> LookaheadReads:
+def lookahead_reads(
+    profile: AccessProfile, samples: float, lookahead: int, *, in_order: bool = False
+) -> LookaheadReads:
     """Of a table's rows, in expectation.
 
     Args:
         profile: of the table.
         samples: of all ranks together in one step, B·U.
         lookahead: ℒ, batches known beside the current one; at least 0.
+        in_order: whether samples come in the order that was profiled, with its bursts; as if each were drawn by itself
+            otherwise, or where the profile does not know its order.
 
     Raises:
         JobError: an argument that is out of range.
     """
     ahead = check_int(lookahead, "lookahead", JobError, least=0)
+    if in_order and profile.bursts is not None:
+        sizes, distinct = profile.bursts.distinct_rows()
+        if sizes.size > 1:
+            return lookahead_reads_of_stretches(sizes, distinct, samples, ahead)
     return _reads(read_chance(profile, samples), profile.rows, ahead)
 
 
@@ -84,7 +94,13 @@ def lookahead_reads_of_stretches(
         JobError: sizes that do not ascend, or fewer than two; an argument that is out of range.
     """
     ahead = check_int(lookahead, "lookahead", JobError, least=0)
-    number = check_finite(samples, "samples", JobError)
+    number, of = check_finite(samples, "samples", JobError), distinct_of_stretches(sizes, distinct)
+    one, cached = of(number), of((ahead + 1) * number)
+    return LookaheadReads(one, 2 * one - of(2 * number), cached - (of(ahead * number) if ahead else 0.0), cached)
+
+
+def distinct_of_stretches(sizes: npt.ArrayLike, distinct: npt.ArrayLike) -> Callable[[float], float]:
+    """D of any number of samples from that of some; arguments and errors as of :func:`lookahead_reads_of_stretches`."""
     n, d = np.asarray(sizes, np.float64), np.asarray(distinct, np.float64)
     if n.ndim != 1 or n.shape != d.shape or n.size < 2 or np.any(np.diff(n) <= 0) or n[0] <= 0 or np.any(d <= 0):
         raise JobError("sizes must be two or more above 0, ascending, with a number of distinct rows above 0 for each")
@@ -96,9 +112,7 @@ def lookahead_reads_of_stretches(
         piece = int(np.clip(np.searchsorted(x, at) - 1, 0, len(slopes) - 1))
         return float(np.exp(y[piece] + slopes[piece] * (at - x[piece])))
 
-    one = of(number)
-    cached = of((ahead + 1) * number)
-    return LookaheadReads(one, 2 * one - of(2 * number), cached - (of(ahead * number) if ahead else 0.0), cached)
+    return of
 
 
 def longest_lookahead(profile: AccessProfile, samples: float, cache_rows: float) -> int | None:

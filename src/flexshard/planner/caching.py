@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard.costmodels import Collective, Cost, read_chance
+from flexshard.costmodels import Collective, Cost, distinct_of_stretches, read_chance
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.assembly import closed_form_baselines, table_plans, with_fullest_rank
 from flexshard.planner.deciding import limit_of, settings_of
@@ -20,6 +21,7 @@ from flexshard.planner.solver.cached_rows import CachedSums, Options, Side
 from flexshard.planner.solver.cached_search import CachedChoice, Limits, bound_at, choose_cached, least_hbm_bytes
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance
+from flexshard.tables import Table
 
 __all__ = ["plan_with_caches"]
 
@@ -50,10 +52,7 @@ def plan_with_caches(problem: Problem) -> Plan:
     return Plan(
         cluster=problem.cluster,
         settings=settings,
-        tables={
-            name: _cached(table, index, options, problem.cluster.world_size)
-            for index, (name, table) in enumerate(placed.items())
-        },
+        tables={name: _cached(table, index, best) for index, (name, table) in enumerate(placed.items())},
         predicted=predicted,
         baselines=closed_form_baselines(variants, limit, in_order=problem.in_order),
         lower_bound_seconds=min(best.lower_bound_seconds, predicted.exposed_seconds),
@@ -65,11 +64,12 @@ def plan_with_caches(problem: Problem) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Best:
-    """The best choice of all levels, its seconds with latencies, and a bound of all choices."""
+    """The best choice of all levels, its seconds with latencies, a bound of all choices, and the tables' caches."""
 
     choice: CachedChoice
     seconds: float
     lower_bound_seconds: float
+    caches: CachedSums
 
 
 def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
@@ -93,7 +93,7 @@ def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
             continue
         bounds.append(choice.lower_bound_seconds + latency)
         if found is None or choice.seconds + latency < found.seconds:
-            found = _Best(choice, choice.seconds + latency, bounds[-1])
+            found = _Best(choice, choice.seconds + latency, bounds[-1], sides[0].caches)
     if found is None:
         least = min(least_hbm_bytes(sides, levels, limits.host_bytes) for levels in subsets)
         raise BudgetError(
@@ -120,12 +120,21 @@ def _sides(problem: Problem, variants: Variants) -> list[Side]:
     )
     rate = problem.cluster.host_bytes_per_s
     assert rate is not None
-    caches = CachedSums(variants.plain, chances, rate)
+    stretches = tuple(_stretches(table) if problem.in_order else None for table in problem.tables)
+    caches = CachedSums(variants.plain, chances, rate, np.array(samples), stretches)
     plain = Side(variants.plain, False, np.zeros(len(problem.tables)), caches)
     once = Side(variants.once, True, variants.once.once_seconds, caches)
     if variants.are_chosen:
         return [plain, once]
     return [once if problem.index_dedup is True else plain]
+
+
+def _stretches(table: Table) -> Callable[[float], float] | None:
+    """How many distinct rows of a table consecutive samples read, if its profile knows."""
+    if table.profile.bursts is None:
+        return None
+    sizes, distinct = table.profile.bursts.distinct_rows()
+    return distinct_of_stretches(sizes, distinct) if sizes.size > 1 and np.all(distinct > 0) else None
 
 
 def _with_caches(problem: Problem, instance: Instance, options: Options, cost: Cost) -> Cost:
@@ -146,12 +155,14 @@ def _with_caches(problem: Problem, instance: Instance, options: Options, cost: C
     )
 
 
-def _cached(table: TablePlan, index: int, options: Options, world_size: int) -> TablePlan:
+def _cached(table: TablePlan, index: int, best: _Best) -> TablePlan:
+    options, caches = best.choice.options, best.caches
     batches, behind = int(options.batches[index]), int(options.allocation[index, -1])
     if not batches:
         return table
+    world = caches.instance.cluster.world_size
     places, fetched = float(options.places[index]), float(options.fetched[index])
+    scales = tuple(float(one) for one in caches.scales(batches)[:, index])
     return replace(
-        table,
-        cache=TableCache(min(places / behind, 1.0), batches, places / world_size, fetched / world_size),
+        table, cache=TableCache(min(places / behind, 1.0), batches, places / world, fetched / world, *scales)
     )

@@ -126,12 +126,16 @@ class TableCache:
         batches: for which a row stays in expectation, that which reads it included.
         rows: places on each rank.
         fetched: rows that come from the host in a step, per rank, in expectation; as many go back.
+        held_scale, fetched_scale: by how much what it holds and fetches differs from what popularity alone says, as the
+            order of the profile's samples has it.
     """
 
     load_factor: float
     batches: int
     rows: float
     fetched: float
+    held_scale: float = 1.0
+    fetched_scale: float = 1.0
 
 
 @dataclass(frozen=True)

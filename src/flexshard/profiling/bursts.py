@@ -1,4 +1,4 @@
-"""How unevenly rows are read over time: the hottest rows of stretches of consecutive samples."""
+"""How unevenly rows are read over time: distinct and hottest rows of stretches of consecutive samples."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Windows:
             (n, TOP_ROWS).
         counts: how often it reads them; shape (n, TOP_ROWS).
         totals: how often all of the data read them; shape (n, TOP_ROWS).
+        distinct: rows that each reads, within about 1 % where it has very many ids; shape (n,). None in profiles of
+            earlier states.
     """
 
     size: int
@@ -37,13 +39,19 @@ class Windows:
     rows: IntArray
     counts: IntArray
     totals: IntArray
+    distinct: IntArray | None = None
 
     def thinned(self) -> Windows:
         """Every second one, fourth one, and so on, until they are few enough."""
         kept = self
         while kept.lengths.size > MOST_WINDOWS:
-            kept = replace(kept, **{name: getattr(kept, name)[::2] for name in _ARRAYS})
+            kept = replace(kept, **{name: getattr(kept, name)[::2] for name in kept.arrays})
         return kept
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of what is known of each."""
+        return _ARRAYS if self.distinct is None else (*_ARRAYS, "distinct")
 
     def with_totals(self, counts: IntArray) -> Windows:
         """With the counts of all rows, shape (E,), of the data."""
@@ -65,13 +73,24 @@ class Bursts:
         both = []
         for size in sorted(mine.keys() | theirs.keys()):
             parts = [of[size] for of in (mine, theirs) if size in of]
-            joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
+            known = min((part.arrays for part in parts), key=len)
+            joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in known}
             both.append(Windows(size, **joined).thinned().with_totals(counts))
         return Bursts(tuple(both))
 
+    def distinct_rows(self) -> tuple[IntArray, npt.NDArray[np.float64]]:
+        """Sizes of windows, and the mean of the rows that they read, as far as that is known; shape (k,) each."""
+        known = [one for one in self.windows if one.distinct is not None]
+        means = [float(one.distinct.mean()) for one in known if one.distinct is not None]
+        return np.array([one.size for one in known], np.int64), np.array(means)
+
     def encoded(self) -> list[list[Any]]:
         """As JSON holds it."""
-        return [[one.size, one.lengths.size, _packed([getattr(one, name) for name in _ARRAYS])] for one in self.windows]
+        return [
+            [one.size, one.lengths.size, _packed([getattr(one, name) for name in _ARRAYS])]
+            + ([] if one.distinct is None else [_packed([one.distinct])])
+            for one in self.windows
+        ]
 
     @classmethod
     def decoded(cls, value: Any, num_rows: int) -> Bursts:
@@ -81,18 +100,23 @@ class Bursts:
             ValueError: it did not give that, or not for a table of so many rows.
         """
         windows: list[Windows] = []
-        for size, number, packed in value:
+        for size, number, packed, *more in value:
             if type(size) is not int or type(number) is not int or not 0 < number <= MOST_WINDOWS:
                 raise ValueError("sizes and numbers of windows must be whole numbers above 0")
             if not (windows[-1].size if windows else 0) < size < 1 << 62:
                 raise ValueError("sizes of windows must ascend")
             shapes = [(number,), *[(number, TOP_ROWS)] * 3]
-            one = Windows(size, *_unpacked(packed, shapes))
+            if len(more) > 1:
+                raise ValueError("more of a window than is known of one")
+            distinct = [_unpacked(part, [(number,)])[0] for part in more]
+            one = Windows(size, *_unpacked(packed, shapes), *distinct)
             read = one.rows >= 0
             if np.any(one.rows >= num_rows) or np.any((one.counts <= 0) & read) or np.any(one.totals < 0):
                 raise ValueError("rows outside the table, or counts below 1")
             if np.any(one.counts > one.lengths[:, None]) or np.any(np.diff(one.counts, axis=1) > 0):
                 raise ValueError("counts above a window's ids, or in another order")
+            if one.distinct is not None and np.any((one.distinct < 0) | (one.distinct > num_rows)):
+                raise ValueError("more distinct rows than the table has")
             windows.append(one)
         return cls(tuple(windows))
 

@@ -120,9 +120,9 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
             row_wise = lines.group_sizes.index(cluster.world_size)
             held = row_bytes * lines.memory_fixed[row_wise]
             places, fetched = cached_share(expected_distinct(c, distinct * cluster.world_size), table.cache.batches)
-            memory[row_wise] -= held * (1.0 - min(float(places) * SLACK, 1.0))
+            memory[row_wise] -= held * (1.0 - min(float(places) * table.cache.held_scale * SLACK, 1.0))
             assert cluster.host_bytes_per_s is not None  # there are caches in the plan
-            seconds[row_wise] += 2 * held * float(fetched) / cluster.host_bytes_per_s
+            seconds[row_wise] += 2 * held * float(fetched) * table.cache.fetched_scale / cluster.host_bytes_per_s
         costs = [
             RowCost(strategy_name(size, cluster.world_size), size, float(m), float(c), float(c + price * m))
             for size, m, c in zip(lines.group_sizes, memory, seconds, strict=True)

@@ -13,7 +13,7 @@ Legend: T tables, G levels, K counts, as of :mod:`flexshard.planner.solver.insta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -102,12 +102,17 @@ class CachedSums:
         instance: the tables; its last level is row-wise.
         chances: q of the rows of each count, that a batch of all ranks reads them; shape (K,).
         host_bytes_per_s: of the link between a rank and its host.
+        samples: of a batch of all ranks, by table; shape (T,).
+        stretches: of each table, how many distinct rows so many consecutive samples read; None where samples come in
+            any order, or that is not known.
         batches: for which rows may stay.
     """
 
     instance: Instance
     chances: FloatArray
     host_bytes_per_s: float
+    samples: FloatArray
+    stretches: tuple[Callable[[float], float] | None, ...]
     batches: tuple[int, ...] = BATCHES
 
     @cached_property
@@ -123,7 +128,30 @@ class CachedSums:
     def of_rows(self, batches: float, counts: slice | IntArray = slice(None)) -> tuple[FloatArray, FloatArray]:
         """Places, and fetches per step, of one row of each count."""
         cached, fetched = cached_share(self.chances[counts], batches)
+        if any(self.stretches):
+            scales = self.scales(batches)[:, self.instance.table_of_count[counts]]
+            cached, fetched = cached * scales[0], np.minimum(fetched * scales[1], self.chances[counts])
         return np.minimum(SLACK * cached, 1.0), fetched
+
+    def scales(self, batches: float) -> FloatArray:
+        """By how much what a cache holds and fetches of each table differs from what popularity alone says, since rows
+        are read in bursts; shape (2, T).
+        """
+        if batches not in self._scales:
+            found, instance = np.ones((2, len(self.stretches))), self.instance
+            shares = cached_share(self.chances, batches)
+            alone = np.array([np.add.reduceat(instance.rows_of_count * one, instance.starts[:-1]) for one in shares])
+            for table, of in enumerate(self.stretches):
+                if of is not None and np.all(alone[:, table] > 0):
+                    held = of(batches * self.samples[table])
+                    new = held - of((batches - 1) * self.samples[table])
+                    found[:, table] = np.array([held, new]) / alone[:, table]
+            self._scales[batches] = found
+        return self._scales[batches]
+
+    @cached_property
+    def _scales(self) -> dict[float, FloatArray]:
+        return {}
 
     @cached_property
     def every_cut(self) -> Cuts:

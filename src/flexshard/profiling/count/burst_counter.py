@@ -1,4 +1,4 @@
-"""Finding the hottest rows of stretches of consecutive samples, while samples go by."""
+"""Finding distinct and hottest rows of stretches of consecutive samples, while samples go by."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _SIZES = tuple(64 * 4**power for power in range(7))  # to 262,144 samples
 _MOST_IDS, _FEW_WINDOWS = 1 << 22, 16
 # More ids than these are sorted only where their last 14 bits are among the most frequent.
 _SORTED_IDS, _BUCKETS, _HOT_BUCKETS = 1 << 13, 1 << 14, 64
+_HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its products' first bits are even (Knuth)
 
 
 class BurstCounter:
@@ -59,6 +60,14 @@ def _often(ids: IntArray) -> IntArray:
     return ids[(counts >= least)[bucket]]
 
 
+def _distinct(ids: IntArray) -> int:
+    """How many rows there are among ids: of many, those that a hash chooses are counted, some 8,000 or more."""
+    parts = max(ids.size // _SORTED_IDS, 1).bit_length() - 1
+    if parts:
+        ids = ids[(ids.astype(np.uint64) * _HASH) >> np.uint64(64 - parts) == 0]
+    return int(np.unique(ids).size << parts)
+
+
 class _OfSize:
     """Windows of one size: of those that are a multiple of a stride, the hottest rows."""
 
@@ -66,7 +75,7 @@ class _OfSize:
         self.size, self._stride = size, 1
         self._index = self._at = 0  # the present window, and how many of its samples have come
         self._pending: list[IntArray] = []
-        self._found: list[tuple[int, IntArray, IntArray]] = []
+        self._found: list[tuple[int, IntArray, IntArray, int]] = []
         self._gave_up, self._ids = False, 0
         self._before = np.zeros(0, np.int64), np.zeros(0, np.int64)  # rows and counts of the last window
 
@@ -111,17 +120,19 @@ class _OfSize:
         beyond[half] = counts.max(initial=0) + 1
         kept = np.argsort(-beyond, kind="stable")[:TOP_ROWS]
         kept = kept[np.lexsort((rows[kept], -counts[kept]))]
-        self._found.append((ids.size, rows[kept], counts[kept]))
+        self._found.append((ids.size, rows[kept], counts[kept], _distinct(ids)))
         self._ids += ids.size
         number = len(self._found)
         if number > 2 * MOST_WINDOWS or (number > _FEW_WINDOWS and self._ids > _MOST_IDS):
             self._found, self._stride = self._found[::2], 2 * self._stride
-            self._ids = sum(size for size, _, _ in self._found)
+            self._ids = sum(size for size, *_ in self._found)
 
     def windows(self, totals: IntArray) -> Windows:
         rows = np.full((len(self._found), TOP_ROWS), -1, np.int64)
         counts = np.zeros_like(rows)
-        for index, (_, hottest, often) in enumerate(self._found):
+        for index, (_, hottest, often, _) in enumerate(self._found):
             rows[index, : hottest.size], counts[index, : often.size] = hottest, often
-        lengths = np.array([length for length, _, _ in self._found], np.int64)
-        return Windows(self.size, lengths, rows, counts, counts).thinned().with_totals(totals)
+        lengths, distinct = (np.array([one[part] for one in self._found], np.int64) for part in (0, 3))
+        # An estimate may be above what there is.
+        distinct = np.minimum(distinct, np.minimum(lengths, totals.size))
+        return Windows(self.size, lengths, rows, counts, counts, distinct).thinned().with_totals(totals)
