@@ -1,8 +1,8 @@
 """What a cache holds and fetches, predicted beside caches that ran, which keep no row beyond the batches known.
 
 Of the tables of Criteo's sizes, from the probabilities that rows are drawn with; of recorded streams, from the first
-half for the second: from its profile, as if each batch were drawn by itself, and from the distinct rows of stretches of
-consecutive samples.
+half for the second: from its profile, as if each batch were drawn by itself and from the windows of samples that it
+keeps, and from the distinct rows of stretches of consecutive samples of just the sizes that matter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def recorded(name: str, source: Iterator[Batch], samples: int, aheads: tuple[int
     half = len(batches) // 2
     first = np.concatenate([batch.reshape(-1) for batch in batches[:half]])
     width, rows = batches[0].shape[1], int(max(batch.max() for batch in batches)) + 1
-    profile = flexshard.AccessProfile.from_counts(np.bincount(first), num_samples=samples * half)
+    profile = flexshard.AccessProfile.from_ids(first, lengths=np.full(samples * half, width), num_rows=rows)
     for ahead in aheads:
         if half < 4 * ahead:
             continue
@@ -70,6 +70,7 @@ def recorded(name: str, source: Iterator[Batch], samples: int, aheads: tuple[int
         kept = measured(batches[half:], rows, ahead, keep=True, slots=_slots(ran.cached, 4 * ran.distinct))
         print(f"{name}, {samples:,} samples, lookahead {ahead}")
         print(f"  popularity: {_errors(lookahead_reads(profile, samples, ahead), ran)}")
+        print(f"  profile in order: {_errors(lookahead_reads(profile, samples, ahead, in_order=True), ran)}")
         print(f"  stretches:  {_errors(lookahead_reads_of_stretches(sizes, distinct, samples, ahead), ran)}")
         print(f"  twice the slots: {kept.fetched:,.0f} fetched")
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         lookahead_reads as lookahead_reads,
         lookahead_reads_of_stretches as lookahead_reads_of_stretches,
         read_chance as read_chance,
+        stretches_of as stretches_of,
     )
     from flexshard.costmodels.overlap import (
         Overlap as Overlap,
@@ -133,6 +134,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "lookahead_reads",
             "lookahead_reads_of_stretches",
             "read_chance",
+            "stretches_of",
         ],
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],

@@ -30,6 +30,7 @@ __all__ = [
     "lookahead_reads",
     "lookahead_reads_of_stretches",
     "read_chance",
+    "stretches_of",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -70,10 +71,9 @@ def lookahead_reads(
         JobError: an argument that is out of range.
     """
     ahead = check_int(lookahead, "lookahead", JobError, least=0)
-    if in_order and profile.bursts is not None:
-        sizes, distinct = profile.bursts.distinct_rows()
-        if sizes.size > 1:
-            return lookahead_reads_of_stretches(sizes, distinct, samples, ahead)
+    known = stretches_of(profile) if in_order else None
+    if known is not None:
+        return lookahead_reads_of_stretches(*known, samples, ahead)
     return _reads(read_chance(profile, samples), profile.rows, ahead)
 
 
@@ -97,6 +97,20 @@ def lookahead_reads_of_stretches(
     number, of = check_finite(samples, "samples", JobError), distinct_of_stretches(sizes, distinct)
     one, cached = of(number), of((ahead + 1) * number)
     return LookaheadReads(one, 2 * one - of(2 * number), cached - (of(ahead * number) if ahead else 0.0), cached)
+
+
+def stretches_of(profile: AccessProfile) -> tuple[FloatArray, FloatArray] | None:
+    """Sizes of stretches of consecutive samples, all of the data the last, and how many distinct rows they read on
+    average; None of a profile that does not know its order.
+    """
+    if profile.bursts is None:
+        return None
+    sizes, distinct = profile.bursts.distinct_rows()
+    if sizes.size and profile.num_samples > sizes[-1]:
+        sizes, distinct = np.append(sizes, profile.num_samples), np.append(distinct, profile.rows_read)
+    if sizes.size < 2 or np.any(distinct <= 0):
+        return None
+    return sizes.astype(np.float64), distinct.astype(np.float64)
 
 
 def distinct_of_stretches(sizes: npt.ArrayLike, distinct: npt.ArrayLike) -> Callable[[float], float]:

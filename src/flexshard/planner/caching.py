@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard.costmodels import Collective, Cost, distinct_of_stretches, read_chance
+from flexshard.costmodels import Collective, Cost, distinct_of_stretches, read_chance, stretches_of
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.assembly import closed_form_baselines, table_plans, with_fullest_rank
 from flexshard.planner.deciding import limit_of, settings_of
@@ -131,10 +131,8 @@ def _sides(problem: Problem, variants: Variants) -> list[Side]:
 
 def _stretches(table: Table) -> Callable[[float], float] | None:
     """How many distinct rows of a table consecutive samples read, if its profile knows."""
-    if table.profile.bursts is None:
-        return None
-    sizes, distinct = table.profile.bursts.distinct_rows()
-    return distinct_of_stretches(sizes, distinct) if sizes.size > 1 and np.all(distinct > 0) else None
+    known = stretches_of(table.profile)
+    return None if known is None else distinct_of_stretches(*known)
 
 
 def _with_caches(problem: Problem, instance: Instance, options: Options, cost: Cost) -> Cost:
