@@ -6,10 +6,14 @@ import errno
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("torchrec")
@@ -17,12 +21,22 @@ pytest.importorskip("numba")
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 
 from flexshard.errors import CheckpointError, OutputError
-from flexshard.executors import LookaheadPipeline, load_checkpoint, save_checkpoint
+from flexshard.executors import (
+    FlexShardEmbeddingBagCollectionSharder,
+    LookaheadPipeline,
+    load_checkpoint,
+    save_checkpoint,
+)
 from flexshard.executors.lookahead.row_moves import RowMoves
 from flexshard.executors.stores.cached import CachedStore
-from tests.executors import lookahead_model as looking, ranks
+from flexshard.ingestion import IngestionClient, IngestionSpec, SessionBatch
+from tests.executors import lookahead_model as looking, models, ranks
 
 STEPS, EVERY = 12, 3
 FUSED = {"optimizer": "exact_row_wise_adagrad", "learning_rate": 0.2, "eps": 1e-8}
@@ -138,3 +152,88 @@ def test_positions_that_are_missing_or_no_numbers(tmp_path: Path) -> None:
     ((nothing, text),) = ranks.run(1, 1, odd_positions, looking.plan_for(1, 1), str(tmp_path / "saves"))
     assert nothing is None
     assert "position must be numbers and texts" in text
+
+
+# -- readers
+
+SAVED = 20
+
+
+def clicks(path: Path) -> None:
+    """Clicks of sessions, some items far more often than others."""
+    generator = np.random.default_rng(0)
+    rows = 24_000
+    columns = {
+        "session": np.arange(rows) // 6,
+        "time": np.arange(rows),
+        "item": (generator.random(rows) ** 3 * 5_000).astype(np.int64),
+        "user": (generator.random(rows) ** 2 * 900).astype(np.int64),
+        "label": (generator.random(rows) < 0.3).astype(np.float32),
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=500)
+
+
+class Clicks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"item": 5_000, "user": 900}
+        self.bags = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(name=f"{name}_ids", num_embeddings=rows, embedding_dim=8, feature_names=[name])
+                for name, rows in sizes.items()
+            ]
+        )
+        self.over = nn.Linear(16, 1)
+
+    def forward(self, batch: SessionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.over(self.bags(batch.sparse_features).values()).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.dense["label"]), logits
+
+
+def from_readers(rank: int, folder: str, kills: int, stop: int, resume: bool) -> dict[str, Any]:
+    """Train on what processes of readers give, of which some are killed, up to a batch; weights and states then."""
+    spec = IngestionSpec(
+        paths=f"{folder}/clicks.parquet", batch_size=60, features=["item", "user"], dense=["label"], session="session",
+        time="time", shuffle="sessions", seed=3,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model, factors = Clicks(), {"item_ids": 0.3, "user_ids": 0.5}
+    sharders = [FlexShardEmbeddingBagCollectionSharder(FUSED, cache_load_factors=factors)]
+    planner = EmbeddingShardingPlanner(Topology(2, "cpu"))
+    plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    optimizer = models.optimizer_of(parallel)
+    pipeline = LookaheadPipeline(parallel, optimizer, torch.device("cpu"), lookahead=3)
+    killed_at = {10 + 7 * number for number in range(kills)}
+    with IngestionClient(spec, rank=rank, world_size=2, workers=2) as client:
+        if resume:
+            position = load_checkpoint(f"{folder}/saves", parallel, optimizer)
+            assert position is not None
+            client.load_state_dict(position[str(rank)])
+        batches, trained, gone = iter(client), 0, []
+        with suppress(StopIteration):
+            while trained < stop:
+                pipeline.progress(batches)
+                trained += 1
+                if trained in killed_at:
+                    alive = [pid for pid in client._pool.pids if pid not in gone]
+                    gone += alive[:1]
+                    for pid in alive[:1]:
+                        os.kill(pid, signal.SIGKILL)
+        assert (len(gone) > 0) == (kills > 0)
+        if stop == SAVED:  # the batches that were read ahead are read again
+            states: list[Any] = [None, None]
+            torch.distributed.all_gather_object(states, client.state_dict(pipeline.last_batch))
+            save_checkpoint(f"{folder}/saves", parallel, optimizer, position=dict(zip("01", states, strict=True)))
+    found = looking.everything(parallel)
+    return found | {"steps": np.array(trained)}
+
+
+def test_killed_readers_change_nothing_and_a_job_goes_on_from_the_last_batch_trained(tmp_path: Path) -> None:
+    clicks(tmp_path / "clicks.parquet")
+    whole = ranks.run(1, 2, from_readers, str(tmp_path), 0, 50, False)[0]
+    assert whole.pop("steps") == 50
+    ranks.run(1, 2, from_readers, str(tmp_path), 2, SAVED, False)
+    again = ranks.run(1, 2, from_readers, str(tmp_path), 2, 50 - SAVED, True)[0]
+    assert again.pop("steps") == 50 - SAVED
+    assert looking.differs(again, whole) == []
