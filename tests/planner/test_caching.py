@@ -231,10 +231,15 @@ def table_named(tables: list[flexshard.Table], name: str) -> flexshard.Table:
 
 
 def test_little_host_memory_is_kept_to() -> None:
-    tables, cluster, neutral = budgets()
-    how: dict[str, Any] = {"batch_size": 64, "budget": limit(cluster, 0.5 * neutral)}
+    # Of tables of many sizes others are taken where the host has less.
+    tables = [
+        replace(middling(1, rows)[0], name=f"t{rows}") for rows in (40_000, 60_000, 90_000, 130_000, 190_000, 270_000)
+    ]
+    cluster = Cluster.preset("dgx-a100", 2)
+    neutral = flexshard.solve(tables, cluster, batch_size=64).settings.budget_bytes
+    how: dict[str, Any] = {"batch_size": 64, "budget": limit(cluster, 0.7 * neutral)}
     roomy = flexshard.solve(tables, cluster, **how, host_memory="8GiB")
-    less = 0.9 * roomy.predicted.host_memory_bytes
+    less = 0.85 * roomy.predicted.host_memory_bytes
     tight = flexshard.solve(tables, cluster, **how, host_memory=less)
     assert 0 < tight.predicted.host_memory_bytes <= less
     assert tight.predicted.exposed_seconds >= roomy.predicted.exposed_seconds * (1 - 1e-6)

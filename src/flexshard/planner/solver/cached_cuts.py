@@ -65,13 +65,12 @@ def _best_cuts(
     if not batches:
         return []
     tables, ends = cuts.starts.size, cuts.starts + cuts.sizes - 1
-    units = cuts.each(price * caches.row_host_bytes), cuts.each(weight * caches.fetch_seconds)
     gains = [_gain_of_caches(side, levels, prices, cuts) for side in sides]
     best, number = np.full((len(sides), tables), np.inf), np.zeros((len(sides), tables), np.int64)
     for stays in batches:
-        places, fetched = caches.sums_at(cuts, stays)
-        behind = units[0] * places
-        behind += units[1] * fetched
+        held, moved = caches.sums_at(cuts, stays)
+        behind = price * held
+        behind += weight * moved
         for index, gain in enumerate(gains):
             value = behind[ends]
             if gain is not None:
@@ -80,7 +79,8 @@ def _best_cuts(
             best[index] = np.where(better, value, best[index])
             number[index] = np.where(better, stays, number[index])
     return [
-        (chosen, _rows_ahead(caches, gain, chosen, units, cuts)) for chosen, gain in zip(number, gains, strict=True)
+        (chosen, _rows_ahead(caches, gain, chosen, (price, weight), cuts))
+        for chosen, gain in zip(number, gains, strict=True)
     ]
 
 
@@ -88,7 +88,7 @@ def _rows_ahead(
     caches: CachedSums,
     gain: FloatArray | None,
     number: IntArray,
-    units: tuple[FloatArray | float, FloatArray | float],
+    units: tuple[float, float],
     cuts: Cuts,
 ) -> IntArray:
     """Rows that had better have copies where those behind them stay in a cache for so many batches; shape (T,)."""
@@ -98,7 +98,7 @@ def _rows_ahead(
     for stays in np.unique(number).tolist():
         mine = np.flatnonzero(np.repeat(number == stays, cuts.sizes))
         for unit, sums in zip(units, caches.sums_at(cuts, stays), strict=True):
-            moved[mine] -= (unit if isinstance(unit, float) else unit[mine]) * sums[mine]
+            moved[mine] -= unit * sums[mine]
     least = np.minimum.reduceat(moved, cuts.starts)
     at = np.flatnonzero(moved == np.repeat(least, cuts.sizes))
     first = at[np.searchsorted(at, cuts.starts)]

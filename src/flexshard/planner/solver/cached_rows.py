@@ -182,12 +182,20 @@ class CachedSums:
         return {}
 
     def sums(self, batches: int) -> tuple[FloatArray, FloatArray]:
-        """Places and fetches of the rows up to and including each count of its table; shape (K,) each."""
+        """Bytes of a rank's places, and seconds of its fetches, for the rows up to and including each count of its
+        table; shape (K,) each.
+        """
         if batches not in self._sums:
             places, fetched = self.of_rows(batches)
-            rows = self.instance.rows_of_count
-            self._sums[batches] = self.within(rows * places), self.within(rows * fetched)
+            held, moved = self._of_counts
+            self._sums[batches] = self.within(held * places), self.within(moved * fetched)
         return self._sums[batches]
+
+    @cached_property
+    def _of_counts(self) -> tuple[FloatArray, FloatArray]:
+        """Bytes and seconds of the rows of each count, if all had places, and if all were fetched; shape (K,) each."""
+        rows, sizes = self.instance.rows_of_count.astype(np.float64), np.diff(self.instance.starts)
+        return rows * np.repeat(self.row_host_bytes, sizes), rows * np.repeat(self.fetch_seconds, sizes)
 
     def sums_at(self, cuts: Cuts, batches: int) -> tuple[FloatArray, FloatArray]:
         """The same at some counts; shape (P,) each."""
@@ -324,8 +332,8 @@ def _behind(caches: CachedSums, table: IntArray, first: IntArray, batches: int) 
     whole, left = _counts_in(instance, table, first)
     start, end = instance.starts[table], instance.starts[table + 1]
     following = np.minimum(start + whole, end - 1)
-    found = []
-    for total, each in zip(caches.sums(batches), caches.of_rows(batches, following), strict=True):
+    found, units = [], (caches.row_host_bytes[table], caches.fetch_seconds[table])
+    for total, each, unit in zip(caches.sums(batches), caches.of_rows(batches, following), units, strict=True):
         before = np.where(whole > 0, total[start + whole - 1], 0.0)
-        found.append(np.maximum(total[end - 1] - before - left * each, 0.0))
+        found.append(np.maximum((total[end - 1] - before) / unit - left * each, 0.0))
     return found[0], found[1]
