@@ -16,14 +16,28 @@ pytest.importorskip("numba")
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from flexshard.errors import FlexShardError
-from flexshard.executors import FlexShardEmbeddingBagCollectionSharder, LookaheadPipeline, full_state_dict, table_norms
+from flexshard.executors import (
+    FlexShardEmbeddingBagCollectionSharder,
+    FlexShardEmbeddingCollectionSharder,
+    LookaheadPipeline,
+    full_state_dict,
+    table_norms,
+)
 from flexshard.executors.sharding.row_sharding import RowSharding
 from flexshard.executors.state.checkpoints import load_checkpoint, save_checkpoint
 from flexshard.executors.stores.cached import CachedStore
@@ -356,3 +370,158 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         assert "no table 'shosp' is under the plan" in second
         assert "cache_load_factors of rank 1 are" in other
         assert "must be above 0 and at most 1" in share
+
+
+# -- what stands beside TorchRec's tables
+
+
+def beside_data_parallel(rank: int) -> list[float]:
+    """Largest difference to the unsharded model where TorchRec copies its tables to every rank, which the user's dense
+    optimizer steps; and how far they moved.
+    """
+    torch.manual_seed(3)
+    model = Model()
+    constraints = {name: ParameterConstraints(sharding_types=["data_parallel"]) for name in TABLES}
+    sharder = FlexShardEmbeddingBagCollectionSharder(fused("sgd"), cache_load_factors={"goods": 0.3, "shops": 0.5})
+    planner = EmbeddingShardingPlanner(Topology(2, "cpu"), batch_size=SAMPLES, constraints=constraints)
+    plan = planner.collective_plan(model, [sharder], torch.distributed.group.WORLD)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=HOST)
+    before = contents(parallel)
+    listed = {name.split(".")[-2] for name in models.optimizer_of(parallel).params if "embedding_bags" in name}
+    assert listed == set(TABLES)
+    parameters = dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    rates = {name: 0.2 if "embedding_bags" in name else models.DENSE_LEARNING_RATE for name in parameters}
+    dense = torch.optim.SGD([{"params": [one], "lr": rates[name]} for name, one in parameters.items()])
+    for step in range(STEPS):
+        dense.zero_grad()
+        parallel(batch_of(step, rank))[0].backward()
+        dense.step()
+    after = contents(parallel)
+    _, expected = unsharded(2)
+    tables_of = [name for name in expected if "embedding_bags" in name]
+    moved = min(float(np.abs(after[name] - before[name]).max()) for name in tables_of)
+    return [max(float(np.abs(after[name] - expected[name]).max()) for name in tables_of), moved]
+
+
+def test_tables_that_torchrec_copies_are_left_to_dense_optimizers() -> None:
+    for apart, moved in ranks.run(1, 2, beside_data_parallel):
+        assert apart < 5e-6
+        assert moved > 1e-3
+
+
+def after_refusals(rank: int) -> list[Any]:
+    """A first batch without a feature, a later one without it on one rank, and what good batches give after each."""
+    parallel, _ = shard({"goods": 0.5, "shops": 0.5}, "sgd")
+    plain = Model()
+
+    def without_shop(step: int) -> models.Batch:
+        batch = batch_of(step, rank)
+        kept = [feature for feature in FEATURES if feature != "shop"]
+        return models.Batch(KeyedJaggedTensor.from_jt_dict({f: batch.features[f] for f in kept}), batch.labels)
+
+    def apart() -> float:
+        features = batch_of(9, rank).features
+        with torch.no_grad():
+            found, expected = parallel.module.bags(features).to_dict(), plain.bags(features).to_dict()
+        return max(float((found[name] - values).abs().max()) for name, values in expected.items())
+
+    texts = [message_of(lambda: parallel(without_shop(0)))]
+    differing = [apart()]
+    texts.append(message_of(lambda: parallel(without_shop(1) if rank == 1 else batch_of(1, rank))))
+    return [texts, [*differing, apart()]]
+
+
+def test_refused_batches_leave_torchrecs_tables_as_they_were() -> None:
+    for texts, differing in ranks.run(1, 2, after_refusals):
+        assert all(text.startswith("DataError: ") for text in texts)
+        assert max(differing) < 1e-6
+
+
+def odd_inputs(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    # Weights that nobody asked for, none where they may be, and those that want gradients.
+    parallel, _ = shard({"goods": 0.5, "shops": 0.5}, "sgd")
+    weighted, bare = (batch_of(0, rank, weighted=given).features for given in (True, False))
+    bare = KeyedJaggedTensor(FEATURES, weighted.values(), lengths=weighted.lengths())
+    with torch.no_grad():
+        first, second = parallel.module.bags(weighted).values(), parallel.module.bags(bare).values()
+    found["weights ignored"] = bool(torch.equal(first, second))
+    parallel, _ = shard({"goods": 0.5, "shops": 0.5}, "sgd", weighted=True)
+    ones = KeyedJaggedTensor(FEATURES, bare.values(), torch.ones_like(weighted.weights()), lengths=bare.lengths())
+    with torch.no_grad():
+        first = parallel.module.bags(bare).to_dict()
+        second = parallel.module.bags(ones).to_dict()
+    found["ones"] = max(float((first[name] - second[name]).abs().max()) for name in second)
+    weights = weighted.weights().clone().requires_grad_()
+    asked = KeyedJaggedTensor(FEATURES, weighted.values(), weights, lengths=weighted.lengths())
+    parallel.module.bags(asked).values().sum().backward()
+    found["gradients"] = None if weights.grad is None else float(weights.grad.abs().sum())
+    # In two steps, as TorchRec's own module may be used.
+    context = parallel.module.bags.create_context()
+    ids = parallel.module.bags.input_dist(context, weighted).wait().wait()
+    rows = parallel.module.bags.compute(context, ids)
+    with torch.no_grad():
+        once = parallel.module.bags(weighted).to_dict()
+    twice = parallel.module.bags.output_dist(context, rows).to_dict()
+    found["two steps"] = max(float((once[name] - twice[name]).abs().max()) for name in once)
+    return found
+
+
+def test_weights_and_steps_as_of_torchrecs_module() -> None:
+    for found in ranks.run(1, 2, odd_inputs):
+        assert found == {"weights ignored": True, "ones": 0.0, "gradients": None, "two steps": 0.0}
+
+
+def feature_twice(rank: int) -> list[Any]:
+    found = []
+    for torchrec in (True, False):
+        torch.manual_seed(0)
+        bags = EmbeddingBagCollection(
+            [EmbeddingBagConfig(name="a", num_embeddings=50, embedding_dim=4, feature_names=["x", "x"], init_fn=start)]
+        )
+        sharder = (
+            EmbeddingBagCollectionSharder(fused("sgd"))
+            if torchrec
+            else FlexShardEmbeddingBagCollectionSharder(fused("sgd"), cache_load_factors={"a": 0.5})
+        )
+        plan = EmbeddingShardingPlanner(Topology(2, "cpu")).collective_plan(
+            bags, [sharder], torch.distributed.group.WORLD
+        )
+        parallel = DistributedModelParallel(bags, plan=plan, sharders=[sharder])
+        out = parallel(KeyedJaggedTensor(["x"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1])))
+        found.append((out.keys(), out.length_per_key(), out.values().detach().numpy()))
+    return found
+
+
+def test_a_feature_that_a_table_names_twice() -> None:
+    for theirs, ours in ranks.run(1, 2, feature_twice):
+        assert theirs[:2] == ours[:2]
+        np.testing.assert_allclose(theirs[2], ours[2], atol=1e-6)
+
+
+def unequal(rank: int) -> list[str]:
+    sequences = FlexShardEmbeddingCollectionSharder(fused("sgd"), cache_load_factors={"rows": 0.5})
+    lists = EmbeddingCollection(
+        tables=[EmbeddingConfig(name="rows", num_embeddings=50, embedding_dim=4, feature_names=["x"])]
+    )
+
+    def by_torchrec() -> None:
+        constraints = {"rows": ParameterConstraints(sharding_types=["row_wise"])}
+        planner = EmbeddingShardingPlanner(Topology(2, "cpu"), constraints=constraints)
+        plan = planner.collective_plan(lists, [sequences], torch.distributed.group.WORLD)
+        DistributedModelParallel(lists, plan=plan, sharders=[sequences])
+
+    return [
+        message_of(lambda: shard({"goods": 0.5} if rank == 0 else None, "sgd")),
+        message_of(lambda: shard({"goods": 0.5}, "adam")),
+        message_of(by_torchrec),
+        message_of(lambda: FlexShardEmbeddingBagCollectionSharder(cache_load_factors=["goods"])),  # type: ignore[arg-type]
+    ]
+
+
+def test_ranks_optimizers_and_plans_that_do_not_go_together_are_refused() -> None:
+    for differing, optimizer, plan, kind in ranks.run(1, 2, unequal):
+        assert "cache_load_factors of rank 1 are []" in differing
+        assert "FBGEMM has no adam for pooled tables on CPUs" in optimizer
+        assert "no FlexShard plan has it" in plan
+        assert "cache_load_factors must be shares by table" in kind

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding import EmbeddingCollectionContext
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.types import Awaitable, LazyAwaitable
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from flexshard.executors.sharding.joint import JointBatch
@@ -23,7 +24,7 @@ __all__ = [
     "SplitsAwaitable",
 ]
 
-Output = dict[str, JaggedTensor]
+Output = Any  # dict[str, JaggedTensor], or KeyedTensor of pooled tables
 
 
 @dataclass
@@ -33,11 +34,13 @@ class FlexShardContext(Multistreamable):
     Attributes:
         features: the batch.
         torchrec: context of the tables that TorchRec shards.
+        torchrec_output: what it looked up, where that is asked for in two steps.
         sharding_contexts: TorchRec's, one entry ahead of them for ours.
     """
 
     features: KeyedJaggedTensor | None = None
-    torchrec: EmbeddingCollectionContext | None = None
+    torchrec: EmbeddingCollectionContext | EmbeddingBagCollectionContext | None = None
+    torchrec_output: Any = None
     sharding_contexts: list[Any] = field(default_factory=list)
     early_releasable_inputs: list[Any] = field(default_factory=list)
 

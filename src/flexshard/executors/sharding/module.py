@@ -41,8 +41,6 @@ class _TableRows(nn.Module):
     def __init__(self, rows: nn.Parameter) -> None:
         super().__init__()
         self.weight = rows
-        if not hasattr(rows, "_in_backward_optimizers"):
-            self.weight._in_backward_optimizers = [EmptyFusedOptimizer()]
 
     def _load_from_state_dict(self, *_: Any) -> None:
         pass
@@ -89,6 +87,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         setattr(self, self.container, nn.ModuleDict())
         self._register_tables()
         self._lookups_of, self._torchrec_lookups = self._find_lookups()
+        self._torchrec_features = list(dict.fromkeys(feature for _, feature in self._torchrec_lookups))
         self._optimizer = FlexShardFusedOptimizer(self._logical)
 
     @property
@@ -107,7 +106,8 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         for config in self._configs:
             if config.name in planned:
                 rows = self.tables.parameter(planned[config.name])
-            else:
+                rows._in_backward_optimizers = [EmptyFusedOptimizer()]
+            else:  # marked by TorchRec, or stepped by an optimizer of the user's, as its data-parallel tables are
                 rows = getattr(self._torchrec[0], self.container)[config.name].weight
             getattr(self, self.container)[config.name] = _TableRows(rows)
 
@@ -163,19 +163,33 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         ctx.sharding_contexts = [None]
         for collection in self._torchrec:
             ctx.torchrec = collection.create_context()
-            try:  # it starts on every rank or on none, whatever is wrong with our part of the batch
-                request = collection.input_dist(ctx.torchrec, features)
+            try:
+                request = collection.input_dist(ctx.torchrec, self._of_torchrec(features, problem))
             except Exception:
-                if not isinstance(problem, BatchProblem):
-                    batch.begin()  # other ranks wait for it
-                    raise
-                break
+                batch.begin()  # other ranks wait for it
+                raise
             awaitables += request.awaitables
             ctx.sharding_contexts += ctx.torchrec.sharding_contexts
         return KJTListSplitsAwaitable(awaitables, ctx)
 
+    def _of_torchrec(self, features: KeyedJaggedTensor, problem: object) -> KeyedJaggedTensor:
+        """Features of the tables that TorchRec shards, in the same order in every batch, since it goes by that of the
+        first. If our part of the batch is refused, theirs is empty: it starts on every rank all the same.
+        """
+        keys = self._torchrec_features
+        if isinstance(problem, BatchProblem):
+            device = features.device()
+            lengths = torch.zeros(len(keys) * features.stride(), dtype=torch.int32, device=device)
+            ids = torch.zeros(0, dtype=features.values().dtype, device=device)
+            weights = None if features.weights_or_none() is None else torch.zeros(0, device=device)
+            return KeyedJaggedTensor(keys, ids, weights, lengths=lengths)
+        if features.keys() == keys:
+            return features
+        places = {key: place for place, key in enumerate(features.keys())}
+        return features.permute([places[key] for key in keys])
+
     def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: FlexShardContext | None = None) -> None:
-        """Of tables that TorchRec shards, what it keeps in a cache; rows under the plan have none to be fetched to."""
+        """Of tables that TorchRec shards, what it keeps in a cache; ours are told of batches by :meth:`announce`."""
         for collection in self._torchrec:
             theirs = KJTList(list(dist_input)[1:])
             collection.prefetch(theirs, forward_stream, None if ctx is None else ctx.torchrec)
@@ -189,9 +203,11 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     # -- output
 
-    def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:  # noqa: ARG002 - TorchRec's interface
+    def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:
         batch = dist_input[0].batch
         batch.look_up(self._index)
+        for collection in self._torchrec:
+            ctx.torchrec_output = collection.compute(ctx.torchrec, KJTList(list(dist_input)[1:]))
         return LookedUpRows(batch, self._index)
 
     def before_look_up(self, *, train: bool) -> None:
@@ -212,12 +228,16 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     def output_dist(self, ctx: FlexShardContext, output: LookedUpRows) -> LazyAwaitable[Any]:
         assert ctx.features is not None
-        return EmbeddingsAwaitable(output, partial(self._assemble, ctx.features, None))
+        others = None
+        for collection in self._torchrec:
+            others = collection.output_dist(ctx.torchrec, ctx.torchrec_output)
+        return EmbeddingsAwaitable(output, partial(self._assemble, ctx.features, others))
 
     def compute_and_output_dist(self, ctx: FlexShardContext, input: KJTList) -> LazyAwaitable[Any]:
         assert ctx.features is not None
-        rows = self.compute(ctx, input)
-        others = None
+        batch, others = input[0].batch, None
+        batch.look_up(self._index)
+        rows = LookedUpRows(batch, self._index)
         for collection in self._torchrec:
             others = collection.compute_and_output_dist(ctx.torchrec, KJTList(list(input)[1:]))
         return EmbeddingsAwaitable(rows, partial(self._assemble, ctx.features, others))

@@ -38,12 +38,28 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
             for config, of_table in zip(configs, names, strict=True)
             for name in of_table
         }
-        self._names = list(self._modes)
+        self._names = [name for of_table in names for name in of_table]
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
         return EmbeddingBagCollection
+
+    def _of_torchrec(self, features: KeyedJaggedTensor, problem: object) -> KeyedJaggedTensor:
+        given = super()._of_torchrec(features, problem)
+        if self._is_weighted or given.weights_or_none() is None:
+            return given
+        # TorchRec's kernels would use weights that the unsharded collection does not look at.
+        strides = given.stride_per_key_per_rank() if given.variable_stride_per_key() else None
+        inverse = given.inverse_indices_or_none()
+        return KeyedJaggedTensor(
+            given.keys(),
+            given.values(),
+            lengths=given.lengths(),
+            stride=None if strides is not None else given.stride(),
+            stride_per_key_per_rank=strides,
+            inverse_indices=inverse,
+        )
 
     def _assemble(
         self, features: KeyedJaggedTensor, others: LazyAwaitable[KeyedTensor] | None, rows: Sequence[torch.Tensor]
@@ -65,7 +81,9 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
     def _pooled(self, rows: torch.Tensor, jagged: JaggedTensor, mode: str) -> torch.Tensor:
         """Sums or means of a feature's rows, (n, D), by bag; shape (bags, D)."""
         each = torch.arange(rows.shape[0], device=rows.device)
-        weights = jagged.weights().to(rows.dtype) if self._is_weighted else None
+        # Without weights all count once; they get no gradients, as they get none behind TorchRec's exchange.
+        given = jagged.weights_or_none() if self._is_weighted else None
+        weights = None if given is None else given.detach().to(rows.dtype)
         offsets = jagged.offsets().to(each.dtype)
         return nn.functional.embedding_bag(
             each, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True

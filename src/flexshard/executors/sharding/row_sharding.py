@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +74,8 @@ class RowSharding:
     ) -> None:
         self._sharded_store, self._collectives = sharded_store, collectives or Collectives()
         self._translated_ids = translated_ids
+        if not isinstance(cache_load_factors or {}, Mapping):
+            raise TableError(f"cache_load_factors must be shares by table, found {cache_load_factors!r}")
         self.cache_load_factors = {
             name: check_finite(factor, f"cache_load_factors: {name!r}", TableError)
             for name, factor in (cache_load_factors or {}).items()
@@ -133,16 +135,19 @@ class RowSharding:
         tables = ShardedTables(layout, [traits[name] for name in names], bijections, options)
         _initialise(tables, [configs[name] for name in names], [weights[name] for name in names])
         fingerprint = next(iter(planned.values())).fingerprint
-        joint = self._joint_of(env, (device, fingerprint), module_fqn)
+        joint = self._joint_of(env, (device, fingerprint), module_fqn, planned)
         return {"tables": tables, "fingerprint": fingerprint, "device": device, "joint": joint}
 
-    def _joint_of(self, env: ShardingEnv, alike: tuple[Any, ...], module_fqn: str | None) -> JointModules:
+    def _joint_of(
+        self, env: ShardingEnv, alike: tuple[Any, ...], module_fqn: str | None, planned: Collection[str]
+    ) -> JointModules:
         """With which a module's batches may be exchanged: those of the same model, which has one environment.
 
         Args:
             env: the model's.
             alike: what they must have in common.
             module_fqn: where the module stands in its model; None for one by itself.
+            planned: the module's tables; by itself, it has no others.
         """
         if self._latest is not None and module_fqn is not None:
             known_env, known_alike, names, known = self._latest
@@ -150,7 +155,8 @@ class RowSharding:
             if joint is not None and known_env is env and known_alike == alike and module_fqn not in names:
                 names.add(module_fqn)
                 return joint
-        joint = JointModules(self.cache_load_factors)
+        expected = self.cache_load_factors.keys()
+        joint = JointModules(expected if module_fqn is not None else expected & set(planned))
         self._latest = None if module_fqn is None else (env, alike, {module_fqn}, weakref.ref(joint))
         return joint
 
@@ -166,7 +172,7 @@ class RowSharding:
         dtype = None if kind is None else getattr(torch, kind.name)
         if dtype not in (torch.float32, torch.float16):
             raise TableError(
-                f"table {config.name!r}: FBGEMM has no kernels that train sequence embeddings of"
+                f"table {config.name!r}: FBGEMM has no kernels that train rows of"
                 f" {config.data_type.name}, on CPUs or on CUDA; use FP32 or FP16"
             )
         assert how.table is not None

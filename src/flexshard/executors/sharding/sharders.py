@@ -21,6 +21,7 @@ from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.sharding.pooled import ShardedFlexShardEmbeddingBagCollection
 from flexshard.executors.sharding.row_sharding import RowSharding, check_world
 from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingCollection
+from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.planner import FlexShardParameterSharding, bag_part_of, part_of
@@ -100,6 +101,12 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         """
         planned = {name: how for name, how in params.items() if isinstance(how, FlexShardParameterSharding)}
         if not planned:
+            asked = [name for name in params if name in self._rows.cache_load_factors]
+            if asked:
+                raise PlanError(
+                    f"table {asked[0]!r} is named in cache_load_factors, and no FlexShard plan has it; plan with"
+                    " FlexShardPlanner"
+                )
             return self._torchrec_sharder.shard(module, dict(params), env, device, module_fqn)
         device = torch.device("cpu") if device is None else device
         check_world(planned, env.process_group, module_fqn)
@@ -127,6 +134,17 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             module_sharding_plan=dict(params),
             **shared,
         )
+
+
+def _check_stock_optimizer(tables: ShardedTables, other: str, device: torch.device) -> None:
+    """Whether FBGEMM has the optimizer for pooled tables too, which only the ranks that have some would find out."""
+    for group in tables.groups:
+        optimizer = group.traits.spec
+        if device.type == "cpu" and not optimizer.optimizer.on_cpu:
+            raise TableError(
+                f"table {other!r}: FBGEMM has no {optimizer.name} for pooled tables on CPUs; name it in"
+                " cache_load_factors too, or take another optimizer"
+            )
 
 
 @dataclass(frozen=True)
@@ -212,10 +230,6 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         factors = self._rows.cache_load_factors
         configs = {config.name: config for config in module.embedding_bag_configs()}
         cached = [name for name in configs if name in factors]
-        self._unknown -= set(cached)
-        if not cached:
-            stock = super().shard(module, params, env, device, module_fqn)
-            return self._checked(stock) if self._unknown else stock
         fingerprint = repr(sorted(factors.items()))
         words, different = differing_ranks(fingerprint, env.process_group)
         if different:
@@ -223,6 +237,10 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 f"cache_load_factors of rank {different[0]} are {words[different[0]]}, of rank 0 {words[0]}; give every"
                 " rank the same"
             )
+        self._unknown -= set(cached)
+        if not cached:
+            stock = super().shard(module, params, env, device, module_fqn)
+            return self._checked(stock) if self._unknown else stock
         for name in cached:
             if module.is_weighted() and configs[name].pooling == PoolingType.MEAN:
                 raise TableError(
@@ -243,6 +261,7 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         )
         others, part = [config for name, config in configs.items() if name not in planned], None
         if others:
+            _check_stock_optimizer(shared["tables"], others[0].name, device)
             theirs = {config.name: params[config.name] for config in others}
             part = super().shard(bag_part_of(module, others), theirs, env, device, module_fqn)
         return ShardedFlexShardEmbeddingBagCollection(
