@@ -17,7 +17,7 @@ import flexshard
 from flexshard.costmodels import lookahead_reads
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner import Plan, Problem
-from flexshard.planner.solver import cached_search
+from flexshard.planner.solver import cached_rows, cached_search
 from flexshard.planner.solver.cached_rows import BATCHES, SLACK
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance
@@ -66,7 +66,7 @@ def cache_of(problem: Problem, instance: Instance, index: int, first: int, batch
     """Places and fetches of a table's rows from a position on, row by row from the closed forms."""
     table = problem.tables[index]
     cuts = table.profile.rows.cumsum()
-    places = fetched = 0.0
+    places = fetched = read = 0.0
     for position in range(first, table.rows):
         group = int(np.searchsorted(cuts, position, side="right"))
         if group == len(cuts):
@@ -76,7 +76,9 @@ def cache_of(problem: Problem, instance: Instance, index: int, first: int, batch
         )
         reads = lookahead_reads(one, problem.batch_size * problem.cluster.world_size, batches - 1)
         places, fetched = places + min(SLACK * reads.cached, 1.0), fetched + reads.fetched
-    return places, fetched
+        read += reads.distinct
+    ranks = problem.cluster.world_size
+    return max(places, read + ranks * cached_rows.SIGMAS * (np.sqrt(read / ranks) + 1)), fetched
 
 
 def brute_force(problem: Problem, hbm_bytes: float, host_bytes: float) -> float:
@@ -105,6 +107,8 @@ def brute_force(problem: Problem, hbm_bytes: float, host_bytes: float) -> float:
                                 problem, instance, index, int(instance.num_rows[index]) - behind, batches
                             )
                         places, fetched = caches[key]
+                        if places >= behind:
+                            continue
                         more += 2 * rank_bytes[index] * fetched / cluster.host_bytes_per_s  # type: ignore[operator]
                         saved += rank_bytes[index] * (behind - places)
                         host += rank_bytes[index] * behind
@@ -125,7 +129,7 @@ def problems(seed: int, number: int, rows: int) -> list[tuple[Problem, float, fl
         problem = Problem(tables, cluster, batch_size=BATCH, **how)
         neutral = Variants(problem).plain.memory_bytes(Variants(problem).plain.uniform(4))
         whole = sum(table.rows * table.row_bytes for table in tables) / 4 * 2
-        budget, host = float(neutral * generator.uniform(0.6, 1.1)), float(whole * generator.choice([0.3, 1.0, 10.0]))
+        budget, host = float(neutral * generator.uniform(0.5, 0.95)), float(whole * generator.choice([0.3, 1.0, 10.0]))
         found.append((replace(problem, budget=budget_of(budget), host_memory=host), budget, host))
     return found
 
@@ -134,6 +138,13 @@ def budget_of(nbytes: float) -> str:
     return f"{nbytes!r} B"
 
 
+@pytest.fixture
+def no_spare_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of a few rows have no room for more than what a batch is expected to read."""
+    monkeypatch.setattr(cached_rows, "SIGMAS", 0.0)
+
+
+@pytest.mark.usefixtures("no_spare_places")
 @pytest.mark.parametrize("seed", range(3))
 def test_small_problems_are_solved_to_the_optimum(seed: int) -> None:
     fitting = 0
@@ -152,12 +163,13 @@ def test_small_problems_are_solved_to_the_optimum(seed: int) -> None:
     assert fitting > 0
 
 
+@pytest.mark.usefixtures("no_spare_places")
 @pytest.mark.parametrize("seed", range(2))
 def test_what_prices_ask_for_is_between_the_bound_and_little_more(seed: int) -> None:
     """As of large problems, of which not every option can be tried: small ones, whose optimum is known."""
     apart = []
     with pytest.MonkeyPatch.context() as patch:
-        for problem, _, _ in problems(10 + seed, 12, 6):
+        for problem, _, _ in problems(10 + seed, 24, 6):
             try:
                 best = flexshard.solve(problem).predicted.exposed_seconds
             except BudgetError:
@@ -168,8 +180,47 @@ def test_what_prices_ask_for_is_between_the_bound_and_little_more(seed: int) -> 
             assert plan.lower_bound_seconds <= best * (1 + 1e-9)
             assert plan.predicted.exposed_seconds >= best * (1 - 1e-9)
             apart.append(plan.predicted.exposed_seconds / best)
-    assert len(apart) > 6
+    assert len(apart) > 5
     assert np.median(apart) < 1.02
+
+
+def test_tiers_memory_and_what_is_better_without(capfd: pytest.CaptureFixture[str]) -> None:
+    """Random models of a few tables: no more group sizes than asked for, no byte too much, never worse for having
+    caches to choose from, and nothing printed.
+    """
+    generator, caches = np.random.default_rng(5), 0
+    for _ in range(25):
+        tables = []
+        for index in range(int(generator.integers(2, 6))):
+            rows = int(generator.integers(2, 60_000))
+            counts = np.floor(1e5 / (1 + np.arange(rows)) ** generator.uniform(0.7, 1.3)).astype(np.int64)
+            profile = flexshard.AccessProfile.from_counts(counts, num_samples=200_000, num_rows=rows)
+            tables.append(flexshard.Table(f"t{index}", rows, int(generator.choice([16, 64])), profile))
+        cluster = cluster_of(alpha=float(generator.choice([0.0, 1e-5, 1e-3])))
+        how: dict[str, Any] = {
+            "batch_size": int(generator.integers(16, 512)),
+            "tiers": int(generator.integers(1, 4)),
+            "index_dedup": bool(generator.integers(2)) and "auto",
+        }
+        neutral = flexshard.solve(tables, cluster, **how).settings.budget_bytes
+        nbytes = neutral * float(generator.uniform(0.5, 1.3))
+        try:
+            without = flexshard.solve(tables, cluster, **how, budget=budget_of(nbytes)).predicted.exposed_seconds
+        except BudgetError:
+            without = np.inf
+        try:
+            plan = flexshard.solve(tables, cluster, **how, budget=budget_of(nbytes), host_memory="1GiB")
+        except BudgetError:
+            assert without == np.inf
+            continue
+        assert len({tier.group_size for table in plan.tables.values() for tier in table.tiers}) <= how["tiers"]
+        assert plan.predicted.memory_bytes <= nbytes * (1 + 1e-11)
+        assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds <= without * (1 + 1e-9)
+        for table in plan.tables.values():
+            assert table.cache is None or table.cache.rows >= 1
+            caches += table.cache is not None
+    assert caches > 5
+    assert capfd.readouterr().out == ""
 
 
 def middling(number: int = 4, rows: int = 300_000) -> list[flexshard.Table]:
@@ -220,7 +271,8 @@ def test_memory_buys_time_and_bounds_hold() -> None:
                 continue
             reads = lookahead_reads(table_named(tables, table.name).profile, 64 * 16, table.cache.batches - 1)
             # Rows with copies are not among them.
-            assert table.cache.rows * 16 <= SLACK * reads.cached
+            enough = reads.distinct + 16 * 4 * (np.sqrt(reads.distinct / 16) + 1)
+            assert table.cache.rows * 16 <= max(SLACK * reads.cached, enough)
             assert table.cache.fetched * 16 <= reads.fetched * (1 + 1e-9)
     assert seconds == sorted(seconds)
     assert places[-1] > 0

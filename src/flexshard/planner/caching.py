@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +17,8 @@ from flexshard.planner.digest import job_digest
 from flexshard.planner.plan import Plan, TableCache, TablePlan
 from flexshard.planner.problem import Problem
 from flexshard.planner.reductions import cost_with_reductions
-from flexshard.planner.solver.cached_rows import CachedSums, Options, Side
-from flexshard.planner.solver.cached_search import CachedChoice, Limits, bound_at, choose_cached, least_hbm_bytes
+from flexshard.planner.solver.cached_rows import CachedSums, Options, Side, options_of
+from flexshard.planner.solver.cached_search import Limits, are_few, bound_at, choose_cached, least_hbm_bytes
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance
 from flexshard.tables import Table
@@ -41,7 +41,7 @@ def plan_with_caches(problem: Problem) -> Plan:
     variants = Variants(problem)
     limit = limit_of(problem, variants.plain)
     best = _best(problem, variants, limit)
-    options, instance = best.choice.options, variants.of(best.choice.options.once)
+    options, instance = best.options, variants.of(best.options.once)
     sparse = problem.reduction.sparse_tiers(instance, options.allocation)
     uncached = cost_with_reductions(instance, options.allocation, sparse)
     predicted = _with_caches(problem, instance, options, uncached)
@@ -56,7 +56,7 @@ def plan_with_caches(problem: Problem) -> Plan:
         predicted=predicted,
         baselines=closed_form_baselines(variants, limit, in_order=problem.in_order),
         lower_bound_seconds=min(best.lower_bound_seconds, predicted.exposed_seconds),
-        memory_price_seconds_per_gib=best.choice.prices[0] * units.GIB,
+        memory_price_seconds_per_gib=best.price * units.GIB,
         next_gib_seconds=None,
         job_digest=job_digest(variants.plain.tables, problem.cluster, settings),
     )
@@ -64,10 +64,11 @@ def plan_with_caches(problem: Problem) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Best:
-    """The best choice of all levels, its seconds with latencies, a bound of all choices, and the tables' caches."""
+    """An option of every table, what they take with latencies, the price of a byte; a bound of all, and the caches."""
 
-    choice: CachedChoice
+    options: Options
     seconds: float
+    price: float
     lower_bound_seconds: float
     caches: CachedSums
 
@@ -75,25 +76,29 @@ class _Best:
 def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
     instance = variants.plain
     assert problem.host_memory is not None
-    limits, sides = Limits(limit_bytes, problem.host_memory), _sides(problem, variants)
-    found: _Best | None = None
-    bounds: list[float] = []
     if instance.group_sizes[-1] != problem.cluster.world_size:
         raise JobError(
-            "host_memory: rows without copies are not the slowest to read here, as the overlap has it, and caches need"
-            " them to be; leave host_memory or overlap out"
+            "host_memory: rows without copies are not the slowest to read on this cluster with this overlap, and caches"
+            " need them to be; leave host_memory out"
         )
+    limits = Limits(limit_bytes, problem.host_memory, problem.timeout_seconds)
+    sides = _sides(problem, variants)
     subsets = sorted(instance.level_subsets(problem.tiers), key=len, reverse=True)
+    found = None if are_few(sides, subsets[0]) else _without_caches(problem, variants, limit_bytes, sides)
+    bounds: list[float] = []
+    prices: tuple[float, float] | None = None
     for levels in subsets:
         latency = float(instance.alpha_seconds[levels].sum()) + instance.always_seconds
-        if found is not None and latency + bound_at(sides, levels, limits, found.choice.prices) >= found.seconds:
-            continue
+        if prices is not None and found is not None:
+            bound = latency + bound_at(sides, levels, limits, prices)
+            if bound >= found.seconds:
+                continue
         choice = choose_cached(sides, levels, limits)
-        if choice is None:
-            continue
-        bounds.append(choice.lower_bound_seconds + latency)
-        if found is None or choice.seconds + latency < found.seconds:
-            found = _Best(choice, choice.seconds + latency, bounds[-1], sides[0].caches)
+        prices = choice.prices
+        bounds.append(choice.chosen.lower_bound_seconds + latency)
+        options, seconds = choice.chosen.options, choice.chosen.seconds + latency
+        if options is not None and (found is None or seconds < found.seconds):
+            found = _Best(options, seconds, choice.prices[0], 0.0, sides[0].caches)
     if found is None:
         least = min(least_hbm_bytes(sides, levels, limits.host_bytes) for levels in subsets)
         raise BudgetError(
@@ -103,7 +108,23 @@ def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
             " ranks, or a smaller batch",
             least,
         )
-    return replace(found, lower_bound_seconds=min(bounds))
+    return replace(found, lower_bound_seconds=min([found.seconds, *bounds]))
+
+
+def _without_caches(problem: Problem, variants: Variants, limit_bytes: float, sides: Sequence[Side]) -> _Best | None:
+    """The best plan that has none, which knows more of ranks that wait for the owner of a hot row."""
+    try:
+        instance, plain = variants.solve(limit_bytes, problem.tiers)
+    except BudgetError:
+        return None
+    tables = np.arange(len(problem.tables))
+    parts = [
+        options_of(side, of, plain.allocation[of], np.zeros_like(of))
+        for side in sides
+        for of in [tables[instance.deduplicated == side.once]]
+    ]
+    options = Options.joined(parts)
+    return _Best(options[np.argsort(options.table)], plain.seconds, plain.price, 0.0, sides[0].caches)
 
 
 def _sides(problem: Problem, variants: Variants) -> list[Side]:
@@ -154,7 +175,7 @@ def _with_caches(problem: Problem, instance: Instance, options: Options, cost: C
 
 
 def _cached(table: TablePlan, index: int, best: _Best) -> TablePlan:
-    options, caches = best.choice.options, best.caches
+    options, caches = best.options, best.caches
     batches, behind = int(options.batches[index]), int(options.allocation[index, -1])
     if not batches:
         return table

@@ -34,6 +34,7 @@ class FrontierOptions(TypedDict, total=False):
     index_dedup: bool | Literal["auto"]
     index_dedup_seconds_per_id: float
     translation: str | Translation
+    host_memory: str | float | None
 
 
 class PlannerOptions(FrontierOptions, total=False):
@@ -46,7 +47,6 @@ class PlannerOptions(FrontierOptions, total=False):
     sample_order: Literal["file", "shuffled"]
     objective: Literal["communication", "step"] | None
     step: StepWork | None
-    host_memory: str | float | None
     timeout_seconds: float
     gap: float
 

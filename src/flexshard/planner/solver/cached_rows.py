@@ -23,7 +23,7 @@ import numpy.typing as npt
 from flexshard.costmodels import cached_share
 from flexshard.planner.solver.instance import Allocation, Instance
 
-__all__ = ["BATCHES", "SLACK", "CachedSums", "Cuts", "Options", "Side", "hottest", "options_of"]
+__all__ = ["BATCHES", "SIGMAS", "SLACK", "CachedSums", "Cuts", "Options", "Side", "hottest", "options_of"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -31,6 +31,7 @@ IntArray = npt.NDArray[np.int64]
 # Batches for which rows may stay, that which reads them included: at least two are known besides it.
 BATCHES = (3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513, 1_025, 4_097, 16_385)
 _SOME_CUTS = 96
+SIGMAS = 4.0  # of the rows that a rank's part of a batch reads
 SLACK = 1.05  # places of a cache over those that are expected to be taken: batches differ
 
 
@@ -144,7 +145,7 @@ class CachedSums:
             for table, of in enumerate(self.stretches):
                 if of is not None and np.all(alone[:, table] > 0):
                     held = of(batches * self.samples[table])
-                    new = held - of((batches - 1) * self.samples[table])
+                    new = held - of((batches - 1) * self.samples[table]) if batches > 1 else held
                     found[:, table] = np.array([held, new]) / alone[:, table]
             self._scales[batches] = found
         return self._scales[batches]
@@ -265,6 +266,10 @@ def options_of(side: Side, table: IntArray, allocation: Allocation, batches: Int
     for number in np.unique(batches[batches > 0]).tolist():
         of = np.flatnonzero((batches == number) & (behind > 0))
         places[of], fetched[of] = _behind(side.caches, table[of], num_rows[of] - behind[of], number)
+        # Rows of a batch have to fit, whatever else is there: some more than a rank is expected to read.
+        _, read = _behind(side.caches, table[of], num_rows[of] - behind[of], 1)
+        ranks = instance.cluster.world_size
+        places[of] = np.maximum(places[of], read + ranks * SIGMAS * (np.sqrt(read / ranks) + 1.0))
     # A cache of all rows is none.
     cached = (batches > 0) & (places < behind)
     places, fetched = np.where(cached, places, 0.0), np.where(cached, fetched, 0.0)
