@@ -89,10 +89,9 @@ def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
     prices: tuple[float, float] | None = None
     for levels in subsets:
         latency = float(instance.alpha_seconds[levels].sum()) + instance.always_seconds
-        if prices is not None and found is not None:
-            bound = latency + bound_at(sides, levels, limits, prices)
-            if bound >= found.seconds:
-                continue
+        known = -np.inf if found is None or prices is None else latency + bound_at(sides, levels, limits, prices)
+        if found is not None and known >= found.seconds:
+            continue
         choice = choose_cached(sides, levels, limits)
         prices = choice.prices
         bounds.append(choice.chosen.lower_bound_seconds + latency)

@@ -21,17 +21,11 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _ROUNDS, _NEAR, _CLOSE = 40, 1e-4, 1e-5
-_ALL_OPTIONS = 40_000  # up to so many, every option there is is tried
-_FEW_TABLES, _STEPS = 60, 7
-_SOME = 1e-9
-_EXTREMES = ((0.0, 1.0, 0.0), (0.0, 1.0, 1e6))  # with as much of the host's memory as helps, and without
 _HALVINGS, _WIDER = 14, 30.0
 _ALL_OPTIONS = 40_000  # up to so many, every option there is is tried
 _FEW_TABLES, _STEPS = 60, 7
 _SOME = 1e-9
 _EXTREMES = ((0.0, 1.0, 0.0), (0.0, 1.0, 1e6))  # with as much of the host's memory as helps, and without
-_START = (0.0, 0.1, 1.0)
-_COARSE, _LATEST = 4, 2_000
 
 
 @dataclass(frozen=True)
@@ -83,9 +77,9 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
 
 def bound_at(sides: Sequence[Side], levels: IntArray, limits: Limits, prices: tuple[float, float]) -> float:
     """No choice of these levels takes less, whatever the prices, without latencies."""
-    return _cheapest_of_all(sides, levels, limits, (1.0, *prices), _batches(sides, levels), sides[0].caches.every_cut)[
-        1
-    ]
+    batches, cuts = _batches(sides, levels), sides[0].caches.every_cut
+    _, bound = _cheapest_of_all(sides, levels, limits, (1.0, *prices), batches, cuts)
+    return bound
 
 
 def _batches(sides: Sequence[Side], levels: IntArray) -> tuple[int, ...]:
@@ -191,6 +185,8 @@ def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple
         pool = Options.joined([pool, options]).distinct()
         if best >= value - _CLOSE * abs(value) or pool.table.size == size:
             break
+    else:
+        best = max(best, at((1.0, *best_mixture(pool, room).prices), every, caches.every_cut)[1])
     return pool, best
 
 
