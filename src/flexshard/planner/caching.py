@@ -20,7 +20,6 @@ from flexshard.planner.reductions import cost_with_reductions
 from flexshard.planner.solver.cached_rows import CachedSums, Options, Side, options_of
 from flexshard.planner.solver.cached_search import Limits, are_few, bound_at, choose_cached, least_hbm_bytes
 from flexshard.planner.solver.deduplication import Variants
-from flexshard.planner.solver.instance import Instance
 from flexshard.tables import Table
 
 __all__ = ["plan_with_caches"]
@@ -44,7 +43,7 @@ def plan_with_caches(problem: Problem) -> Plan:
     options, instance = best.options, variants.of(best.options.once)
     sparse = problem.reduction.sparse_tiers(instance, options.allocation)
     uncached = cost_with_reductions(instance, options.allocation, sparse)
-    predicted = _with_caches(problem, instance, options, uncached)
+    predicted = _with_caches(best, uncached)
     predicted = with_fullest_rank(predicted, instance, options.allocation, in_order=problem.in_order)
     none = ((),) * len(problem.tables)
     placed = table_plans(instance, options.allocation, sparse, none)
@@ -155,14 +154,13 @@ def _stretches(table: Table) -> Callable[[float], float] | None:
     return None if known is None else distinct_of_stretches(*known)
 
 
-def _with_caches(problem: Problem, instance: Instance, options: Options, cost: Cost) -> Cost:
+def _with_caches(best: _Best, cost: Cost) -> Cost:
     """A placement's cost where some tables' rows are on the host."""
-    rank_bytes = instance.row_bytes * instance.table_memory_fixed[:, -1]
+    options, rank_bytes = best.options, best.caches.row_host_bytes
     behind = np.where(options.batches > 0, options.allocation[:, -1], 0)
     moved = float(rank_bytes @ options.fetched)
-    assert problem.cluster.host_bytes_per_s is not None
     calls = tuple(
-        Collective("host", 1, 1, moved, 0.0, problem.cluster.host_bytes_per_s, content=content)
+        Collective("host", 1, 1, moved, 0.0, best.caches.host_bytes_per_s, content=content)
         for content in ("cached fetches", "cached writes")
     )
     return replace(

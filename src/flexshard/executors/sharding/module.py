@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -261,6 +261,14 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         for lookup in self._lookups_of:
             yield lookup, features[lookup.feature], next(parts[lookup.group])
 
+    def _of_others(self, others: LazyAwaitable[Any] | None, as_dict: Callable[[Any], Any]) -> dict[str, Any]:
+        """Outputs of the tables that TorchRec shards, by name; ``as_dict`` of what its collection gives."""
+        if others is None:
+            return {}
+        known = as_dict(others.wait())
+        # Without our tables, a feature that they share with TorchRec's goes by its own name.
+        return {name: known[name if name in known else feature] for name, feature in self._torchrec_lookups}
+
     # -- ahead of the module
 
     def translator(self) -> Translator:
@@ -363,13 +371,11 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     def _load_tables(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Take what is there out of the mapping; which keys were missing."""
-        missing = []
-        for index, table in enumerate(self.tables.names):
-            key = prefix + self._logical.parameter_name(table)
-            if key in state_dict:
+        keys = [prefix + self._logical.parameter_name(table) for table in self.tables.names]
+        missing = [key for key in keys if key not in state_dict]
+        for index, key in enumerate(keys):
+            if key not in missing:
                 self._logical.take(index, "weight", state_dict.pop(key))
-            else:
-                missing.append(key)
         return missing
 
     def _load_from_state_dict(
@@ -388,8 +394,6 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         except CheckpointError as error:
             error_msgs.append(str(error))
         for collection in self._torchrec:
-            theirs = {
-                name: state_dict[prefix + name] for name in collection.state_dict() if prefix + name in state_dict
-            }
+            theirs = {key: state_dict[prefix + key] for key in collection.state_dict() if prefix + key in state_dict}
             missing = collection.load_state_dict(theirs, strict=False).missing_keys
             missing_keys += [prefix + name for name in missing]

@@ -71,11 +71,7 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
         for lookup, jagged, values in self._per_lookup(features, rows):
             pooled = self._pooled(values, jagged, self._modes[lookup.name])
             sums[lookup.name] = pooled if samples is None else pooled.index_select(0, samples[lookup.feature])
-        if others is not None:
-            known = others.wait().to_dict()
-            for name, feature in self._torchrec_lookups:
-                # Without our tables, a feature that they share with TorchRec's goes by its own name.
-                sums[name] = known[name] if name in known else known[feature]
+        sums |= self._of_others(others, KeyedTensor.to_dict)
         return KeyedTensor(self._names, self._dims, torch.cat([sums[name] for name in self._names], 1))
 
     def _pooled(self, rows: torch.Tensor, jagged: JaggedTensor, mode: str) -> torch.Tensor:

@@ -54,9 +54,4 @@ class ShardedFlexShardEmbeddingCollection(ShardedRowsModule):
                     ids, _ = jagged_index_select(ids, lengths, shared)
                 values, lengths = jagged_index_select(values, lengths, shared)
             output[lookup.name] = JaggedTensor(values=values, lengths=lengths, weights=ids)
-        if others is not None:
-            known = others.wait()
-            for name, feature in self._torchrec_lookups:
-                # Without our tables, a feature that they share with TorchRec's goes by its own name.
-                output[name] = known[name] if name in known else known[feature]
-        return output
+        return output | self._of_others(others, dict)

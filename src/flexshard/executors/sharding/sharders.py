@@ -44,9 +44,8 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         collectives: what carries tensors to other ranks.
         cache_load_factors: tables whose rows without copies are kept in the host's memory, behind a cache of so many of
             them as a share (above 0, at most 1), as TorchRec's ``CacheParams.load_factor``; by default those of the
-            plan. What leaves the cache and
-            what comes follows from the batches that are known ahead: train with :class:`LookaheadPipeline`. On CPUs
-            only, so far.
+            plan. What leaves the cache and what comes follows from the batches that are known ahead: train with
+            :class:`LookaheadPipeline`. On CPUs only, so far.
     """
 
     def __init__(

@@ -100,8 +100,8 @@ def _cheapest_of_all(
     both, values = cheapest(sides, levels, prices, batches, cuts)
     order = np.lexsort((values, both.table))
     first = order[np.searchsorted(both.table[order], np.arange(len(instance.tables)))]
-    room = limits.hbm_bytes - instance.held_bytes
-    return both[first], float(values[first].sum()) - prices[1] * room - prices[2] * limits.host_bytes
+    room = limits.room(instance)
+    return both[first], float(values[first].sum()) - prices[1] * room.hbm_bytes - prices[2] * room.host_bytes
 
 
 def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) -> float:

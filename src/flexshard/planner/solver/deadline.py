@@ -1,4 +1,8 @@
-"""When searches that only make a placement or its bound a little better are to end; never, unless somebody says so."""
+"""When searches that only make a placement or its bound a little better are to end; never, unless somebody says so.
+
+By the clock they end where the user's timeout is over; by the work that they have done where they are not worth more,
+since a plan must not depend on how busy a machine is.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,43 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
-__all__ = ["ended_at", "time_is_up"]
+__all__ = ["ended_at", "is_enough"]
 
-_UNTIL: ContextVar[float] = ContextVar("_UNTIL", default=float("inf"))
+
+@dataclass
+class _Left:
+    """What is left: until a time of ``time.monotonic()``, and work."""
+
+    until: float = float("inf")
+    work: float = float("inf")
+
+
+_LEFT: ContextVar[_Left | None] = ContextVar("_LEFT", default=None)
 
 
 @contextmanager
-def ended_at(until: float) -> Iterator[None]:
-    """End such searches of this thread at a time of ``time.monotonic()``; what is found then is a placement, and its
-    bound holds.
+def ended_at(until: float, work: float = float("inf")) -> Iterator[None]:
+    """End such searches of this thread at a time of ``time.monotonic()``, or once they have done so much work; what is
+    found then is a placement, and its bound holds.
     """
-    token = _UNTIL.set(until)
+    token = _LEFT.set(_Left(until, work))
     try:
         yield
     finally:
-        _UNTIL.reset(token)
+        _LEFT.reset(token)
 
 
-def time_is_up() -> bool:
-    """Whether they are to end now."""
-    return time.monotonic() >= _UNTIL.get()
+def is_enough(work: float = 0.0) -> bool:
+    """Whether they are to end now.
+
+    Args:
+        work: what is about to be done, in microseconds that it took where its rate was measured.
+    """
+    left = _LEFT.get()
+    if left is None:
+        return False
+    ended = left.work <= 0 or time.monotonic() >= left.until
+    left.work -= work
+    return ended

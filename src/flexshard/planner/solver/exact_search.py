@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.planner.solver.deadline import time_is_up
+from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.instance import Allocation, Instance
 
 __all__ = ["polish"]
@@ -24,6 +24,7 @@ _MOST_COUNTS = 2_000
 _MOST_OPTIONS = 1_000
 _MOST_STATES = 5_000
 _WORTHWHILE = 1e-9
+_WORK_OF_COUNT, _WORK_OF_STATE = 100.0, 0.2  # microseconds
 
 
 def polish(
@@ -72,10 +73,10 @@ def _search(
     history: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[dict[int, int]], int]] = []
     core = np.flatnonzero((np.sort(reduced, axis=1)[:, 1] if levels.size > 1 else np.full(home.size, np.inf)) < gap)
     for count in core.tolist():
-        if time_is_up():
-            return None
         options = _options(reduced[count], int(home[count]), int(rows[count]), gap)
         if options is None or len(options) * states_memory.size > 20 * _MOST_STATES:
+            return None
+        if is_enough(_WORK_OF_COUNT + _WORK_OF_STATE * len(options) * states_memory.size):
             return None
         extra = [
             (

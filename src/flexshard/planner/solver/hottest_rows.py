@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.planner.solver.deadline import time_is_up
+from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solver.solution import Solution
 
@@ -25,6 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 FEW_COUNTS = 200
 _MOST_TRIES, _MOST_TRIES_OF_MANY = 400, 12
 _CLOSE, _CLOSE_OF_MANY = 1e-12, 1e-5
+_WORK_OF_TRY, _WORK_OF_COUNT = 1_000.0, 0.1  # microseconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution |
     shape = instance.group_sizes.size
     waits = instance.excess_seconds(best.allocation)
     open_intervals = [_Interval(np.full(shape, -1.0), np.full(shape, np.inf), best, waits)]
-    while tries and not time_is_up():
+    while tries and not is_enough(_WORK_OF_TRY + _WORK_OF_COUNT * instance.reads.size):
         open_intervals.sort(key=lambda one: one.bound, reverse=True)
         lowest = open_intervals.pop()
         level = lowest.widest

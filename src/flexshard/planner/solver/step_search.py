@@ -26,7 +26,7 @@ from flexshard.costmodels import (
     step_seconds,
 )
 from flexshard.planner.solver.build import ToPlan
-from flexshard.planner.solver.deadline import time_is_up
+from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solver.solution import Solution
@@ -91,7 +91,7 @@ def solve_step(
     if sizes:
         weights[:, -1] = 1.0
     for _ in range(_ROUNDS if len(sizes) > 1 else 0):
-        if bounds and time_is_up():
+        if bounds and is_enough():
             break
         weights = _in_order(exposed, weights)
         view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)

@@ -24,7 +24,7 @@ from flexshard.planner.whole_model.program import solve_menus_program
 __all__ = ["Bound", "Column", "Sequences", "first_columns"]
 
 _FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
-_LONGEST = 0.5  # seconds that may go into making one placement of the sequences exact
+_MOST_WORK = 500_000.0  # microseconds that may go into making one placement of the sequences exact
 _CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
 _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
 
@@ -67,7 +67,7 @@ class Sequences:
         if limit not in self._known:
             solve = self._step if self.problem.objective == "step" else self._communication
             # What takes longest is to prove the last millionth of one placement.
-            with ended_at(min(self._until, time.monotonic() + _LONGEST)):
+            with ended_at(self._until, _MOST_WORK):
                 self._known[limit] = Column(limit, *solve(limit))
         return self._known[limit]
 
