@@ -63,11 +63,12 @@ def train(
     ahead: int | None = None,
     stock: bool = False,
     steps: range = range(STEPS),
+    **how: Any,
 ) -> tuple[list[torch.Tensor], Any, Any]:
     """Logits of every step, the pipeline, and the model."""
     parallel, optim = looking.shard(plan, factors, fused(optimizer))
     kind = TrainPipelineSparseDist if stock else LookaheadPipeline
-    pipeline = kind(parallel, optim, HOST, **({} if stock else {"lookahead": ahead}))
+    pipeline = kind(parallel, optim, HOST, **({} if stock else {"lookahead": ahead} | how))
     batches = looking.batches(rank, steps)
     return [pipeline.progress(batches).detach() for _ in steps], pipeline, parallel
 
@@ -180,12 +181,12 @@ def test_mutants_are_noticed() -> None:
 # -- around steps
 
 
-def interrupted(rank: int, plan: Any, other: Any, folder: str) -> list[str]:
+def interrupted(rank: int, plan: Any, other: Any, folder: str, **how: Any) -> list[str]:
     """Evaluation, checkpoints, loading and resharding with a warm cache and batches under way; what differs."""
     finals = []
     for factor in (None, 0.3):
         parallel, optim = looking.shard(plan, factor, fused("rowwise_adagrad"))
-        pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=3)
+        pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=3, **(how if factor else {}))
         batches, seen = looking.batches(rank, range(40)), []
         seen += [pipeline.progress(batches).detach() for _ in range(4)]
         # In between: the model by itself, on what the pipeline has not come to.
@@ -206,7 +207,7 @@ def interrupted(rank: int, plan: Any, other: Any, folder: str) -> list[str]:
         seen += [pipeline.progress(iter(())).detach() for _ in range(len(pipeline.batches))]
         reshard(parallel, other, profiles=_profiles(), quiet=True)
         states.append(looking.everything(parallel))
-        again = LookaheadPipeline(parallel, optim, HOST, lookahead=2)
+        again = LookaheadPipeline(parallel, optim, HOST, lookahead=2, **(how if factor else {}))
         more = looking.batches(rank, range(50, 55))
         seen += [again.progress(more).detach() for _ in range(5)]
         states.append(looking.everything(parallel))
@@ -342,7 +343,7 @@ def test_a_cache_too_small_for_a_batch_names_the_least_size() -> None:
     assert text.startswith("CacheError: rank 0, tables goods, shops: the cache has 19 rows, one batch reads 4")
 
 
-def without_room(rank: int, plan: Any) -> list[Any]:
+def without_room(rank: int, plan: Any, **how: Any) -> list[Any]:
     """Losses of a dozen batches at once, forward passes beside a pipeline whose batches fill the cache, and in eval()
     with gradients: trained where the rows are.
     """
@@ -353,7 +354,7 @@ def without_room(rank: int, plan: Any) -> list[Any]:
         losses = [parallel(looking.batch_of(step, rank))[0] for step in range(12)]
         torch.stack(losses).sum().backward()
         optim.step()
-        pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=16)
+        pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=16, **(how if factor else {}))
         batches = looking.batches(rank, range(20, 50))
         for step in range(4):
             seen.append(pipeline.progress(batches).detach())

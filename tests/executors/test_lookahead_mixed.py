@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -99,7 +100,9 @@ class Model(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits
 
 
-def train(rank: int, plan: Any, *, cached: bool) -> tuple[list[np.ndarray], dict[str, np.ndarray], list[Any]]:
+def train(
+    rank: int, plan: Any, *, cached: bool, **how: Any
+) -> tuple[list[np.ndarray], dict[str, np.ndarray], list[Any]]:
     """Logits, weights and states, and the caches' traffic."""
     model, _ = compress(Model(), {"words.words": {"tt_ranks": 4}})
     given = fused("rowwise_adagrad")
@@ -116,7 +119,7 @@ def train(rank: int, plan: Any, *, cached: bool) -> tuple[list[np.ndarray], dict
     parallel = DistributedModelParallel(model, plan=whole, sharders=sharders, device=HOST)
     optimizer = models.optimizer_of(parallel)
     pipeline = (
-        LookaheadPipeline(parallel, optimizer, HOST, lookahead=2)
+        LookaheadPipeline(parallel, optimizer, HOST, lookahead=2, **how)
         if cached
         else TrainPipelineSparseDist(parallel, optimizer, HOST)
     )
@@ -128,10 +131,10 @@ def train(rank: int, plan: Any, *, cached: bool) -> tuple[list[np.ndarray], dict
     return logits, state, [group.store.traffic for group in groups if isinstance(group.store, CachedStore)]
 
 
-def beside_everything(rank: int, plan: Any) -> list[str]:
+def beside_everything(rank: int, plan: Any, **how: Any) -> list[str]:
     with mock.patch.object(RowSharding, "_traits", _uncached):
         expected, weights, without = train(rank, plan, cached=False)
-    logits, state, traffic = train(rank, plan, cached=True)
+    logits, state, traffic = train(rank, plan, cached=True, **how)
     assert without == []
     assert [one.batches for one in traffic] == [STEPS, STEPS]
     assert [one.beside for one in traffic] == [0, 0]
@@ -140,5 +143,6 @@ def beside_everything(rank: int, plan: Any) -> list[str]:
     return differing + [name for name, values in weights.items() if not np.array_equal(values, state[name])]
 
 
-def test_caches_beside_everything_else_change_no_bit() -> None:
-    assert ranks.run(2, 2, beside_everything, flex_plan()) == [[]] * 4
+@pytest.mark.parametrize("delayed_sync", [False, True])
+def test_caches_beside_everything_else_change_no_bit(delayed_sync: bool) -> None:
+    assert ranks.run(2, 2, partial(beside_everything, delayed_sync=delayed_sync), flex_plan()) == [[]] * 4

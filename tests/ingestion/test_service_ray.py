@@ -92,6 +92,7 @@ def test_a_client_that_died_goes_on_with_the_same_workers(folder: Path) -> None:
         assert seen + [batch_hash(batch) for batch in again] == expected(spec)
 
 
+@pytest.mark.slow  # processes that hang are in test_service
 def test_an_actor_that_hangs_is_started_again(folder: Path) -> None:
     spec = spec_of(folder)
     with IngestionClient(spec, workers=1, backend="ray", hang_seconds=4.0) as client:
@@ -118,6 +119,7 @@ def test_workers_are_taken_away_where_the_trainer_does_not_wait(folder: Path, mo
         assert client.stats.restarts == 0  # a worker that goes reads what it was given
 
 
+@pytest.mark.slow
 def test_one_rank_that_leaves_does_not_end_the_others(folder: Path) -> None:
     spec = spec_of(folder)
     first, second = (

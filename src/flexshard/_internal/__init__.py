@@ -77,7 +77,11 @@ if TYPE_CHECKING:
         one_array as one_array,
         read_chunks as read_chunks,
     )
-    from flexshard._internal.process_groups import LevelGroups as LevelGroups, level_groups as level_groups
+    from flexshard._internal.process_groups import (
+        LevelGroups as LevelGroups,
+        group_behind as group_behind,
+        level_groups as level_groups,
+    )
     from flexshard._internal.streams import (
         continued_on as continued_on,
         current_stream as current_stream,
@@ -115,7 +119,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "one_array",
             "read_chunks",
         ],
-        "process_groups": ["LevelGroups", "level_groups"],
+        "process_groups": ["LevelGroups", "group_behind", "level_groups"],
         "streams": ["continued_on", "current_stream", "used_here"],
         "text_tables": ["as_text", "new_grid"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],

@@ -15,7 +15,7 @@ from flexshard.errors import CommunicationError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["LevelGroups", "level_groups"]
+__all__ = ["LevelGroups", "group_behind", "level_groups"]
 
 
 @renamed_parameters(position="local_rank")
@@ -94,6 +94,25 @@ def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | 
                 rank // size,
             )
     return {size: known[size] for size in group_sizes}
+
+
+_behind: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def group_behind(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks, made once, for what nobody waits for: the first one's collectives do not stand
+    behind it. Every rank must call it alike; raises as :func:`level_groups`.
+    """
+    import torch.distributed as dist
+
+    if process_group not in _behind:
+        ranks, everybody = dist.get_process_group_ranks(process_group), dist.get_world_size()
+        if len(ranks) < everybody:
+            _check_names(process_group)
+        local = len(ranks) < everybody
+        made = dist.new_group(ranks, timeout=_timeout(process_group), use_local_synchronization=local)
+        _behind[process_group] = made
+    return _behind[process_group]
 
 
 def _check_names(parent: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import torch
 import flexshard
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag
 from flexshard.errors import DataError, TableError
+from tests.slow import first
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad", "rowwise_adagrad"])
@@ -170,7 +171,7 @@ def test_a_row_that_stays_hot_keeps_what_torchs_optimizer_remembers_of_it() -> N
     assert moved[0] < 1e-6
 
 
-@pytest.mark.parametrize("source", ["lookups", "profile"])
+@pytest.mark.parametrize("source", first(1, ["profile", "lookups"]))
 def test_folding_protects_rows_by_how_often_they_are_read(source: str) -> None:
     """Of 20,000 rows 1,000 are ever read; rows drawn uniformly would nearly all be others, which nobody misses."""
     torch.manual_seed(0)

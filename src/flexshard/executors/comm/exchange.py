@@ -8,8 +8,7 @@ keys are sent: a slot says which table it belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,59 +17,21 @@ import numpy.typing as npt
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from flexshard._internal import HostCopy, LevelGroups, host_waits_for, spread_on, used_here
-from flexshard.costmodels import Layout, StepCollective
+from flexshard._internal import HostCopy, host_waits_for, spread_on, used_here
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
-from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
-from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of
+from flexshard.executors.comm.collectives import Label, PendingCollective
+from flexshard.executors.comm.context import ExchangeContext
+from flexshard.executors.comm.delayed import DelayedRows
+from flexshard.executors.comm.delayed_sync import DelayedSync
+from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, send_rows
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.stores.base import LookedUp, RowStore
-from flexshard.executors.stores.replicas import ReplicaReduction
+from flexshard.executors.stores.base import AnnouncedRows, LookedUp
 from flexshard.executors.stores.touched_rows import TouchedCounts
 
-__all__ = ["Exchange", "ExchangeContext"]
+__all__ = ["Exchange"]
 
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class ExchangeContext:
-    """Where tables are, and how they are reached.
-
-    Attributes:
-        layout: where every row lives.
-        collectives: of a step, as started.
-        groups: process groups by group size.
-        stores: this rank's rows, of each class of tables.
-        class_slots: first slot of each class, and the number of a rank's slots.
-        modules: classes of each module.
-        replicas: what sums gradients over copies of some modules' rows, of each level; None for one without copies.
-        transport: what carries tensors.
-        forward, backward: in what form rows and gradients travel.
-        output_dtypes: of the rows that the model gets, of each class.
-        on_update: called with a module before its rows are updated.
-    """
-
-    layout: Layout
-    collectives: Sequence[StepCollective]
-    groups: dict[int, LevelGroups]
-    stores: Sequence[RowStore]
-    class_slots: tuple[int, ...]
-    modules: Sequence[range]
-    replicas: Callable[[tuple[int, ...]], Sequence[ReplicaReduction | None]]
-    transport: Collectives
-    forward: Wire
-    backward: Wire
-    output_dtypes: Sequence[torch.dtype]
-    on_update: Callable[[int], None]
-
-    @cached_property
-    def bundles(self) -> list[tuple[int, ...]]:
-        """Classes whose rows travel in one buffer; each by itself where rows do not travel."""
-        rows = [collective for collective in self.collectives if collective.content == "embeddings"]
-        found = [collective.classes for collective in rows if collective.group_size == rows[0].group_size]
-        return found or [(index,) for index in range(len(self.stores))]
 
 
 class Exchange:
@@ -79,8 +40,17 @@ class Exchange:
     takes those that others send.
     """
 
-    def __init__(self, context: ExchangeContext, batch: BucketizedIds, splits: Splits) -> None:
+    def __init__(
+        self,
+        context: ExchangeContext,
+        batch: BucketizedIds,
+        splits: Splits,
+        members: tuple[int, ...] = (0,),
+        sync: DelayedSync | None = None,
+    ) -> None:
+        """``members``: the modules, as their model counts them; ``sync`` of the model's batches."""
         self._context, self._batch, self._splits = context, batch, splits
+        self._members, self._sync = members, sync or DelayedSync()
         layout = context.layout
         self._levels = range(len(layout.group_sizes))
         self._segments = [slice(*pair) for pair in pairwise(layout.first_bucket)]
@@ -99,7 +69,9 @@ class Exchange:
             self._pending.append(self._all_to_all(level, "ids", asked, own, back.tolist(), out.tolist()))
             self._asked.append(asked)
         self._slots: list[list[torch.Tensor]] = []
-        self._announced: list[Callable[[], LookedUp]] = []
+        self._announced: list[AnnouncedRows] = []
+        self._delayed: DelayedRows | None = None
+        self._parts: DelayedRows | None = None  # the same, where they are trained
         self._updates: list[Callable[[torch.Tensor], None]] = []
         self._answers: list[RowsBuffer] = []
         self._gradients: list[list[RowsBuffer]] = []
@@ -127,13 +99,21 @@ class Exchange:
             pending.wait()
 
     def announce(self) -> None:
-        """Tell the stores, once, which rows without copies other ranks ask for, before they are looked up."""
-        stores, sizes = self._context.stores, self._context.layout.group_sizes
-        top = len(sizes) - 1
-        if self._announced or sizes[top] < self._context.layout.world_size or not any(store.ahead for store in stores):
+        """Tell the stores, once, which rows without copies other ranks ask for, before they are looked up; and the
+        batch before, where rows are to be sent in parts.
+        """
+        context, stores, top = self._context, self._context.stores, len(self._levels) - 1
+        if self._announced or context.layout.group_sizes[top] < context.layout.world_size:
+            return
+        if not (self._sync.on or any(store.ahead for store in stores)):
             return
         self.wait_for_ids()
         self._announced = [store.announce(at) for store, at in zip(stores, self._slots_of(top), strict=True)]
+        if self._sync.on:
+            asked, segments = self._asked[top], self._segments[top]
+            rows = DelayedRows(context, segments, self._splits, asked, self._announced, self._members, self._sync.group)
+            self._delayed = rows
+            self._sync.announced(rows, context.layout.num_slots)
 
     def tensors(self) -> list[torch.Tensor]:
         """What was made on the stream of the data distribution."""
@@ -155,13 +135,18 @@ class Exchange:
 
     def look_up(self) -> None:
         """Look up what other ranks ask for and send it; the largest group first, since it takes longest."""
-        wire = self._context.forward
+        wire, train = self._context.forward, torch.is_grad_enabled()
+        early = self._sync.before_look_up(self._members, self._delayed, train=train)
+        self._parts = self._delayed if train else None
         self._slots = [self._slots_of(level) for level in self._levels]
         self._answers = [
             RowsBuffer.make(wire.plain, bundle, self._splits.sent, self._device) for bundle in self._context.bundles
         ]
         self._arrivals = [[] for _ in self._answers]
         for level in reversed(self._levels):
+            if self._parts is not None and level == self._levels[-1]:
+                self._arrivals = self._parts.start(self._answers, early=early)
+                continue
             rows = self._rows_of(level)
             for answers, arrivals in zip(self._answers, self._arrivals, strict=True):
                 part = answers.part(self._segments[level])
@@ -214,7 +199,9 @@ class Exchange:
         stores, slots = self._context.stores, self._slots[level]
         if self._context.layout.group_sizes[level] < self._context.layout.world_size:
             return [store.values.index_select(0, at) for store, at in zip(stores, slots, strict=True)]
-        look_ups = self._announced or [partial(store.look_up, at) for store, at in zip(stores, slots, strict=True)]
+        look_ups: Sequence[Callable[[], LookedUp]] = self._announced or [
+            partial(store.look_up, at) for store, at in zip(stores, slots, strict=True)
+        ]
         found = [look_up() for look_up in look_ups]
         self._announced = []
         self._updates = [one.update for one in found]
@@ -248,15 +235,7 @@ class Exchange:
 
     def _send(self, level: int, content: str, wire: Wire, held: RowsBuffer, target: RowsBuffer) -> Arrival:
         """Send rows, in the wire's form, to where ``target`` is filled with them."""
-        coded, arrived = held, target
-        if wire.codec is not None:
-            coded, arrived = held.room(wire), target.room(wire)
-            for index in held.classes:
-                coded.put(index, wire.encode(held.get(index), index))
-        pending = self._all_to_all(
-            level, content, arrived.buffer, coded.buffer, arrived.frame.splits, coded.frame.splits
-        )
-        return Arrival(pending, arrived, target)
+        return send_rows(wire, held, target, partial(self._all_to_all, level, content))
 
     # -- backward
 
@@ -291,6 +270,9 @@ class Exchange:
         self._gradients = [[] for _ in self._levels]
         self._arrivals = [[] for _ in self._levels]
         for level in reversed(self._levels):
+            if self._parts is not None and level == self._levels[-1]:
+                self._parts.scatter(sent, has)
+                continue
             for rows in sent:
                 part = rows.part(self._segments[level])
                 if self._context.layout.group_sizes[level] > 1:
@@ -305,6 +287,7 @@ class Exchange:
         others are updated.
         """
         context, trained = self._context, self._trained
+        self._sync.before_update(self._members, self._parts)
         for module in trained:
             context.on_update(module)
         reductions = context.replicas(tuple(trained))
@@ -313,6 +296,10 @@ class Exchange:
         scale = 1.0 / self._context.layout.world_size if get_gradient_division() else 1.0
         most = self._most_touched()
         for level in self._levels:
+            if self._parts is not None and level == self._levels[-1]:
+                if self._parts.update(classes, scale):
+                    self._sync.updated(self._parts)
+                continue
             for arrival in self._arrivals[level]:
                 arrival.take()
             gradients: list[Any] = [None] * len(context.stores)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from flexshard.costmodels import Frame
 from flexshard.executors.comm.collectives import PendingCollective
 from flexshard.executors.comm.wire import Wire
 
-__all__ = ["Arrival", "RowsBuffer", "buffer_of"]
+__all__ = ["Arrival", "RowsBuffer", "buffer_of", "send_rows"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -64,16 +64,17 @@ class RowsBuffer:
     def get(self, index: int) -> torch.Tensor:
         """Rows of a class, segment after segment."""
         view = self.view(index)
-        return view if self.frame.packed else view.index_select(0, self._positions(index))
+        return view if self.frame.packed else view.index_select(0, self.positions(index))
 
     def put(self, index: int, rows: torch.Tensor) -> None:
         """Set rows of a class, segment after segment."""
         if self.frame.packed:
             self.view(index).copy_(rows)
         else:
-            self.view(index).index_copy_(0, self._positions(index), rows)
+            self.view(index).index_copy_(0, self.positions(index), rows)
 
-    def _positions(self, index: int) -> torch.Tensor:
+    def positions(self, index: int) -> torch.Tensor:
+        """Of rows of a class in :meth:`view`, segment after segment."""
         at = self.classes.index(index)
         return spread_on(self.frame.first_rows[:, at], self.frame.counts[:, at], self.buffer.device)
 
@@ -92,6 +93,23 @@ class Arrival:
         if self.coded is not self.target:
             for index in self.target.classes:
                 self.target.put(index, self.coded.wire.decode(self.coded.get(index), index))
+
+
+def send_rows(
+    wire: Wire,
+    held: RowsBuffer,
+    target: RowsBuffer,
+    send: Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], PendingCollective],
+) -> Arrival:
+    """Send rows, in the wire's form, to where ``target`` is filled with them; ``send`` takes what is received and what
+    is sent, and the bytes from and to each rank.
+    """
+    coded, arrived = held, target
+    if wire.codec is not None:
+        coded, arrived = held.room(wire), target.room(wire)
+        for index in held.classes:
+            coded.put(index, wire.encode(held.get(index), index))
+    return Arrival(send(arrived.buffer, coded.buffer, arrived.frame.splits, coded.frame.splits), arrived, target)
 
 
 def buffer_of(wire: Wire, classes: tuple[int, ...], counts: IntArray, rows: Sequence[torch.Tensor]) -> RowsBuffer:

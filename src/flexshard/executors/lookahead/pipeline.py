@@ -14,6 +14,7 @@ from flexshard._internal import check_int, differing_ranks
 from flexshard.errors import CacheError
 from flexshard.executors.comm.collectives import Label
 from flexshard.executors.lookahead.row_moves import CacheTraffic
+from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.module import ShardedRowsModule
 from flexshard.executors.stores.cached import CachedStore
 
@@ -41,6 +42,11 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         model, optimizer, device: as of ``TrainPipelineSparseDist``.
         lookahead: batches known beside the current one, at least 1; the same on every rank. By default as many as the
             caches of every rank have room for when training begins, less two, up to 200; 1 without caches.
+        delayed_sync: send rows of the next batch beside the current step's backward pass, but for those that the
+            current batch trains, and gradients beside the next step's forward pass, but for those of rows that its
+            batch reads (BagPipe, section 3.3). The weights are the same to the last bit. Gradients of the last batch
+            may be under way between two calls: whatever goes through the model or its ``state_dict`` takes them first,
+            what reads ``parameters()`` directly does not see them. On CPUs only, so far.
         options: the others of ``TrainPipelineSparseDist``.
 
     Raises:
@@ -54,6 +60,7 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         device: torch.device,
         *,
         lookahead: int | None = None,
+        delayed_sync: bool = False,
         **options: Any,
     ) -> None:
         for name in ("enqueue_batch_after_forward", "clear_data_dist_inputs"):
@@ -64,7 +71,12 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
                 "LookaheadPipeline: execute_all_batches=False would leave out as many batches as are known ahead;"
                 " leave it out"
             )
+        if delayed_sync and device.type != "cpu":
+            raise CacheError(
+                f"LookaheadPipeline: delayed_sync works on CPUs so far, not on {device.type}; leave it out"
+            )
         super().__init__(model, optimizer, device, **options)
+        self._delayed_sync = delayed_sync
         self._lookahead = None if lookahead is None else check_int(lookahead, "lookahead", CacheError)
         self._begun = 0
         self._rewritten = self._compared = False
@@ -85,6 +97,10 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
     def _ours(self) -> list[ShardedRowsModule]:
         modules: Any = self._pipelined_modules
         return [module for module in modules if isinstance(module, ShardedRowsModule)]
+
+    def _joint(self) -> list[JointModules]:
+        """The modules by those whose batches are exchanged together."""
+        return list(dict.fromkeys(module.joint for module in self._ours()))
 
     def _begin(self) -> None:
         """Tell how many ids of the oldest batch will come whose do not yet."""
@@ -135,12 +151,14 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         if not self._ours():
             return
         group = self._ours()[0].tables.process_group
-        given, different = differing_ranks(str(self._lookahead), group)
+        given, different = differing_ranks(f"lookahead={self._lookahead}, delayed_sync={self._delayed_sync}", group)
         if different:
             raise CacheError(
-                f"LookaheadPipeline: rank {different[0]} has lookahead={given[different[0]]}, rank 0 {given[0]}; give"
-                " every rank the same"
+                f"LookaheadPipeline: rank {different[0]} has {given[different[0]]}, rank 0 {given[0]}; give every rank"
+                " the same"
             )
+        for joint in self._joint() if self._delayed_sync else ():
+            joint.delay_sync()
 
     def _room_everywhere(self) -> bool:
         """Whether the caches of every rank have room for all batches that are under way; not where there are none."""
@@ -181,6 +199,8 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         if begins is not None:
             self.wait_sparse_data_dist(self.contexts[begins])
         if self._model.training:
+            for joint in self._joint():
+                joint.sync.send_early()
             self._backward(losses)
             self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])
             self._optimizer_step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,17 @@ from flexshard.executors.comm.splits import Status
 from flexshard.executors.sharding.translation import LocationTable, extremes_of, outside_message, outside_of
 from flexshard.executors.state.live_tensors import STALE
 
-__all__ = ["BAD_IDS", "CACHE_FAILED", "BatchProblem", "Lookup", "OutsideIds", "error_of", "ids_of_tables"]
+__all__ = [
+    "BAD_IDS",
+    "CACHE_FAILED",
+    "BatchPart",
+    "BatchProblem",
+    "Lookup",
+    "OutsideIds",
+    "RowsOwner",
+    "error_of",
+    "ids_of_tables",
+]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -74,6 +85,46 @@ class OutsideIds:
 
     table: torch.Tensor
     problem: Callable[[], BatchProblem | None]
+
+
+class RowsOwner(Protocol):
+    """A module, as far as a batch goes."""
+
+    training: bool
+
+    def written(self) -> int:
+        """Whether somebody wrote to its ``state_dict``, and to a current one."""
+
+    def finish_writes(self) -> None:
+        """Take that over; every rank must call it."""
+
+    def before_look_up(self, *, train: bool) -> None:
+        """Its rows are looked up next, to be updated perhaps if ``train``."""
+
+    def looked_up(self, *, train: bool) -> None:
+        """They will be, or will not."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A module's part of a batch.
+
+    Attributes:
+        owner: the module.
+        locations: of its lookups, as its own tables have them; shape (lookups,).
+        lookups: how many each of its groups has.
+        once: how many each of its tables has, with whether its repeated ids are sent once.
+        problem: what is wrong with it on this rank, or may be.
+        features: the batch as the module got it. A pipeline may begin one batch while a module outside of it looks up
+            the batch before: only modules that are given the very same object go together.
+    """
+
+    owner: RowsOwner
+    locations: torch.Tensor
+    lookups: Sequence[int]
+    once: Sequence[tuple[int, bool]]
+    problem: BatchProblem | OutsideIds | None
+    features: object
 
 
 def ids_of_tables(

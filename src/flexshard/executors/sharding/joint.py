@@ -11,64 +11,26 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from flexshard._internal import group_behind
 from flexshard.costmodels import Layout, RowWidths, TableClass, step_collectives
 from flexshard.errors import CommunicationError, FlexShardError, PlanError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
-from flexshard.executors.comm.exchange import Exchange, ExchangeContext
+from flexshard.executors.comm.context import ExchangeContext
+from flexshard.executors.comm.delayed_sync import DelayedSync
+from flexshard.executors.comm.exchange import Exchange
 from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.sharding.batches import BAD_IDS, BatchProblem, OutsideIds, error_of
+from flexshard.executors.sharding.batches import BAD_IDS, BatchPart, BatchProblem, OutsideIds, error_of
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
 
-__all__ = ["BatchPart", "JointBatch", "JointModules", "JointTables", "RowsOwner"]
-
-
-class RowsOwner(Protocol):
-    """A module, as far as a batch goes."""
-
-    training: bool
-
-    def written(self) -> int:
-        """Whether somebody wrote to its ``state_dict``, and to a current one."""
-
-    def finish_writes(self) -> None:
-        """Take that over; every rank must call it."""
-
-    def before_look_up(self, *, train: bool) -> None:
-        """Its rows are looked up next, to be updated perhaps if ``train``."""
-
-    def looked_up(self, *, train: bool) -> None:
-        """They will be, or will not."""
-
-
-@dataclass(frozen=True)
-class BatchPart:
-    """A module's part of a batch.
-
-    Attributes:
-        owner: the module.
-        locations: of its lookups, as its own tables have them; shape (lookups,).
-        lookups: how many each of its groups has.
-        once: how many each of its tables has, with whether its repeated ids are sent once.
-        problem: what is wrong with it on this rank, or may be.
-        features: the batch as the module got it. A pipeline may begin one batch while a module outside of it looks up
-            the batch before: only modules that are given the very same object go together.
-    """
-
-    owner: RowsOwner
-    locations: torch.Tensor
-    lookups: Sequence[int]
-    once: Sequence[tuple[int, bool]]
-    problem: BatchProblem | OutsideIds | None
-    features: object
+__all__ = ["JointBatch", "JointModules", "JointTables"]
 
 
 class JointTables:
@@ -80,7 +42,8 @@ class JointTables:
         first_table: of each module.
     """
 
-    def __init__(self, modules: Sequence[ShardedTables]) -> None:
+    def __init__(self, modules: Sequence[ShardedTables], members: tuple[int, ...], sync: DelayedSync) -> None:
+        """``members``: the modules, as their model counts them."""
         self._modules, self._options = modules, modules[0].options
         self.layout = Layout.joined([module.layout for module in modules])
         self.first_table = list(accumulate((len(module.names) for module in modules), initial=0))[:-1]
@@ -122,6 +85,7 @@ class JointTables:
             [group.traits.output_dtype for group in groups],
             self._before_update,
         )
+        self._members, self._sync = members, sync
 
     def _before_update(self, module: int) -> None:
         self._modules[module].on_update()
@@ -165,7 +129,7 @@ class JointTables:
 
     def exchange(self, batch: BucketizedIds, splits: Splits) -> Exchange:
         """Send the ids."""
-        return Exchange(self._context, batch, splits)
+        return Exchange(self._context, batch, splits, self._members, self._sync)
 
     def error_of(self, status: Sequence[Status], problem: BatchProblem | None) -> FlexShardError | None:
         """What this rank raises after every rank has given its word."""
@@ -183,6 +147,7 @@ class JointModules:
     def __init__(self, cached: Iterable[str] = ()) -> None:
         """``cached``: tables whose rows are to be behind caches; all of them have to be there when a batch comes."""
         self._cached = set(cached)
+        self.sync = DelayedSync()
         self._tables: list[ShardedTables] = []
         self._joint: dict[tuple[int, ...], JointTables] = {}
         self._open: JointBatch | None = None
@@ -196,12 +161,28 @@ class JointModules:
     def replace(self, index: int, tables: ShardedTables) -> None:
         """A module's tables have another layout."""
         self._tables[index] = tables
+        self.sync.rows_replaced()
+        self._settle_in(tables)
         self._joint.clear()
+
+    def delay_sync(self) -> None:
+        """From now on, send rows early and some gradients late, where batches are announced; every rank must call it
+        alike.
+        """
+        process_group = self._tables[0].process_group
+        if self._tables[0].layout.world_size > 1 and not self.sync.on:
+            self.sync.group = group_behind(process_group)
+            for tables in self._tables:
+                self._settle_in(tables)
+
+    def _settle_in(self, tables: ShardedTables) -> None:
+        for group in tables.groups if self.sync.on else ():
+            group.store.settle = self.sync.settle
 
     def tables_of(self, members: tuple[int, ...]) -> JointTables:
         """Of some of the modules."""
         if members not in self._joint:
-            self._joint[members] = JointTables([self._tables[index] for index in members])
+            self._joint[members] = JointTables([self._tables[index] for index in members], members, self.sync)
         return self._joint[members]
 
     def join(self, index: int, part: BatchPart) -> JointBatch:
@@ -314,6 +295,7 @@ class JointBatch:
         if any(word.written for word in splits.status):
             for part in self.parts.values():
                 part.owner.finish_writes()
+            self._modules.sync.rows_replaced()
         self._exchange = self._tables.exchange(self._batch, splits)
         self._modules.sent(self)
 

@@ -22,8 +22,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import CACHE_FAILED, BatchProblem, Lookup, ids_of_tables
-from flexshard.executors.sharding.joint import BatchPart, JointModules
+from flexshard.executors.sharding.batches import CACHE_FAILED, BatchPart, BatchProblem, Lookup, ids_of_tables
+from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
 from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer
@@ -61,6 +61,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         container: the unsharded module's attribute that holds its tables.
         tables: those under the plan.
         fingerprint: of the plan.
+        joint: with which modules its batches are exchanged.
     """
 
     container: ClassVar[str]
@@ -83,7 +84,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         self._configs = list(configs)
         self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
         self._logical = LogicalTables(tables, self.container)
-        self._joint, self._index = joint, joint.add(tables)
+        self.joint, self._index = joint, joint.add(tables)
         setattr(self, self.container, nn.ModuleDict())
         self._register_tables()
         self._lookups_of, self._torchrec_lookups = self._find_lookups()
@@ -158,7 +159,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
             if failed is not None:
                 problem = BatchProblem(CACHE_FAILED, *failed)
             part = BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
-            batch = self._joint.join(self._index, part)
+            batch = self.joint.join(self._index, part)
         awaitables: list[Any] = [SplitsAwaitable(batch)]
         ctx.sharding_contexts = [None]
         for collection in self._torchrec:
@@ -198,17 +199,17 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         """Tell the caches of rows which rows those batches will read whose ids are on their way; whether there was room
         for all of them on this rank.
         """
-        self._joint.announce()
+        self.joint.announce()
         return all(group.store.drained() for group in self.groups)
 
     # -- output
 
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:
-        batch = dist_input[0].batch
-        batch.look_up(self._index)
+        rows = LookedUpRows(dist_input[0].batch, self._index)
+        rows.batch.look_up(self._index)
         for collection in self._torchrec:
             ctx.torchrec_output = collection.compute(ctx.torchrec, KJTList(list(dist_input)[1:]))
-        return LookedUpRows(batch, self._index)
+        return rows
 
     def before_look_up(self, *, train: bool) -> None:
         """The rows are looked up next, to be updated perhaps if ``train``."""
@@ -235,9 +236,8 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     def compute_and_output_dist(self, ctx: FlexShardContext, input: KJTList) -> LazyAwaitable[Any]:
         assert ctx.features is not None
-        batch, others = input[0].batch, None
-        batch.look_up(self._index)
-        rows = LookedUpRows(batch, self._index)
+        rows, others = LookedUpRows(input[0].batch, self._index), None
+        rows.batch.look_up(self._index)
         for collection in self._torchrec:
             others = collection.compute_and_output_dist(ctx.torchrec, KJTList(list(input)[1:]))
         return EmbeddingsAwaitable(rows, partial(self._assemble, ctx.features, others))
@@ -301,7 +301,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
     def replace_tables(self, tables: ShardedTables, fingerprint: str) -> None:
         """Put the same tables in another layout in the present ones' place."""
         self.tables = self._logical.tables = tables
-        self._joint.replace(self._index, tables)
+        self.joint.replace(self._index, tables)
         self._register_tables()
         self.fingerprint = fingerprint
         self._optimizer.reset_rows()
@@ -376,6 +376,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         for index, key in enumerate(keys):
             if key not in missing:
                 self._logical.take(index, "weight", state_dict.pop(key))
+        self.joint.sync.rows_replaced()
         return missing
 
     def _load_from_state_dict(

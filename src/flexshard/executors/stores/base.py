@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from flexshard._internal import has_triton
 from flexshard.errors import FlexShardError
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update
 
-__all__ = ["LookedUp", "RowStore"]
+__all__ = ["AnnouncedRows", "LookedUp", "RowStore"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,37 @@ class LookedUp:
     update: Callable[[torch.Tensor], None]
 
 
+class AnnouncedRows:
+    """Rows that a batch will read, and perhaps train: all at once, or some of its lookups after others."""
+
+    def __init__(self, store: RowStore, slots: torch.Tensor) -> None:
+        """``slots`` of its lookups; shape (R,), int64."""
+        self._store, self._slots = store, slots
+
+    def __call__(self) -> LookedUp:
+        """Look them up, all at once."""
+        return self._store.look_up(self._slots)
+
+    def begin(self) -> None:
+        """They are looked up now, to be trained, though some may have been read before."""
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        """Rows of some lookups (indices, shape (n,)) as they are now, in the weights' type; shape (n, D)."""
+        return self._store.values.index_select(0, self._slots.index_select(0, which))
+
+    def update(self, which: torch.Tensor, gradient: torch.Tensor, moment: tuple[int, float]) -> None:
+        """Update the rows of some lookups by their gradients, shape (n, D), float32; no other lookup may have the same.
+
+        Args:
+            moment: of which step's the update is one, and its learning rate.
+        """
+        with self._store.as_of(*moment), torch.enable_grad():
+            self._store.look_up(self._slots.index_select(0, which)).update(gradient)
+
+    def finish(self, *, trained: bool) -> None:
+        """All updates are over, or none will come."""
+
+
 class RowStore(nn.Module, abc.ABC):
     """This rank's rows of tables of one dimension, type and optimizer, with their optimizer states.
 
@@ -37,9 +69,11 @@ class RowStore(nn.Module, abc.ABC):
         spec: their optimizer.
         dim: D.
         ahead: whether it makes use of hearing of batches before they are looked up.
+        settle: takes updates that are still under way.
     """
 
     ahead = False
+    settle: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, spec: OptimizerSpec, dim: int) -> None:
         super().__init__()
@@ -59,9 +93,9 @@ class RowStore(nn.Module, abc.ABC):
     def look_up(self, slots: torch.Tensor) -> LookedUp:
         """Rows at slots (shape (R,), int64), which this rank alone updates."""
 
-    def announce(self, slots: torch.Tensor) -> Callable[[], LookedUp]:
+    def announce(self, slots: torch.Tensor) -> AnnouncedRows:
         """Rows that a batch will read, perhaps to be trained, before it is looked up; what looks them up then."""
-        return lambda: self.look_up(slots)
+        return AnnouncedRows(self, slots)
 
     def rows_written(self) -> None:
         """Somebody wrote to what :meth:`part` gave."""
@@ -88,6 +122,7 @@ class RowStore(nn.Module, abc.ABC):
         """Weights ("weight") or a state by its name, as they are now; writing changes it, if :meth:`rows_written` is
         called then.
         """
+        self.settle()
         return self.values if name == "weight" else self.states()[name]
 
     def release(self) -> None:
@@ -107,6 +142,23 @@ class RowStore(nn.Module, abc.ABC):
     def begin_step(self, step: int) -> None:
         """The rows that are looked up next will be updated for the ``step``-th time (1 for the first)."""
         self._step = step
+
+    @contextmanager
+    def as_of(self, step: int, learning_rate: float) -> Iterator[None]:
+        """Updates inside are those of another step."""
+        now = self._step, self._learning_rate
+        try:
+            self.set_learning_rate(learning_rate)
+            self.begin_step(step)
+            yield
+        finally:
+            self.begin_step(now[0])
+            self.set_learning_rate(now[1])
+
+    @property
+    def moment(self) -> tuple[int, float]:
+        """The step that updates are those of now, and its learning rate."""
+        return self._step, self._learning_rate
 
     @torch.no_grad()
     def update_rows(

@@ -12,7 +12,7 @@ import torch
 from flexshard.errors import CacheError
 from flexshard.executors.lookahead.oracle import LookaheadOracle
 from flexshard.executors.lookahead.row_moves import AnnouncedBatch, CacheTraffic, RowMoves
-from flexshard.executors.stores.base import LookedUp, RowStore
+from flexshard.executors.stores.base import AnnouncedRows, LookedUp, RowStore
 from flexshard.executors.stores.memory import MemoryStore
 from flexshard.executors.stores.updates import OptimizerSpec
 
@@ -81,6 +81,7 @@ class CachedStore(MemoryStore):
 
     def flush(self) -> None:
         """Let the host's rows be as new as the cache's."""
+        self.settle()
         self._take_writes()
         self._moves.flush()
 
@@ -99,7 +100,7 @@ class CachedStore(MemoryStore):
         super().begin_step(step)
         self._cache.begin_step(step)
 
-    def announce(self, slots: torch.Tensor) -> Callable[[], LookedUp]:
+    def announce(self, slots: torch.Tensor) -> AnnouncedRows:
         with suppress(CacheError):  # every rank hears of it with the next batch
             self._take_writes()
         return _Announced(self, slots)
@@ -133,22 +134,22 @@ class CachedStore(MemoryStore):
         raise CacheError(f"{self._label}: a table behind a cache cannot be copied; copy what state_dict() gives")
 
 
-class _Announced:
+class _Announced(AnnouncedRows):
     """A batch's rows, on their way to the cache. When nobody has it any more, they need not stay there."""
 
+    _store: CachedStore
+
     def __init__(self, store: CachedStore, slots: torch.Tensor) -> None:
-        self._store, self._slots, self._found = store, slots, LookedUp(slots, lambda _: None)
+        super().__init__(store, slots)
+        self._found = LookedUp(slots, lambda _: None)
         self._looked_up = False
+        self._places: torch.Tensor | None = None  # in the cache, of lookups in parts
         self._batch = store._moves.announce(slots.numpy())
         weakref.finalize(self, _drop, self._batch)
 
     def __call__(self) -> LookedUp:
-        """Look the rows up, once."""
         store, moves = self._store, self._store._moves
-        if self._looked_up:
-            raise CacheError(f"{store._label}: a batch is looked up twice; give the model each batch once")
-        self._looked_up = True
-        store._take_writes()
+        self._only_once()
         slots = moves.slots_of(self._batch) if torch.is_grad_enabled() or self._batch.slots.done() else None
         if slots is None:  # nothing has to come into the cache to be looked at
             self._batch.dropped = True
@@ -158,6 +159,13 @@ class _Announced:
             return LookedUp(self._found.rows, self._update)  # which keeps this batch, and so its rows in the cache
         moves.finish(self._batch, trained=False)
         return self._found
+
+    def _only_once(self) -> None:
+        """Every batch is looked up once."""
+        if self._looked_up:
+            raise CacheError(f"{self._store._label}: a batch is looked up twice; give the model each batch once")
+        self._looked_up = True
+        self._store._take_writes()
 
     def _update(self, gradient: torch.Tensor) -> None:
         batch = self._batch
@@ -171,6 +179,31 @@ class _Announced:
             self._found.update(gradient)
         finally:
             self._store._moves.finish(batch, trained=True)
+
+    # -- in parts
+
+    def begin(self) -> None:
+        self._only_once()
+        self._places = self._store._moves.slots_of(self._batch)
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        slots = self._batch.slots
+        if slots.done() and not self._batch.dropped:
+            return self._store._cache.values.index_select(0, slots.result().index_select(0, which))
+        return self._store._moves.read(self._slots.index_select(0, which).numpy(), "weight")
+
+    def update(self, which: torch.Tensor, gradient: torch.Tensor, moment: tuple[int, float]) -> None:
+        store = self._store
+        with store.as_of(*moment), torch.enable_grad():
+            if self._places is None:
+                store._train_beside(self._slots.index_select(0, which), gradient)
+            else:
+                self._batch.kept = True
+                store._cache.look_up(self._places.index_select(0, which)).update(gradient)
+
+    def finish(self, *, trained: bool) -> None:
+        if self._places is not None:
+            self._store._moves.finish(self._batch, trained=trained)
 
 
 def _drop(batch: AnnouncedBatch) -> None:

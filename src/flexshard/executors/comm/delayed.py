@@ -1,0 +1,332 @@
+"""Rows without copies whose exchange is spread over two steps, where the next batch is known (BagPipe, section 3.3).
+
+Of a batch's rows, those that the batch before does not train are as they will be before that one's gradients have come:
+they are sent while it is under way. Of its gradients, those of rows that the next batch reads are sent first and waited
+for; the others travel during the next step. TorchRec's "prioritized embedding communication" does the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from flexshard._internal import spread_on
+from flexshard.errors import CacheError
+from flexshard.executors.comm.collectives import Label, PendingCollective
+from flexshard.executors.comm.context import ExchangeContext
+from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, send_rows
+from flexshard.executors.comm.splits import Splits
+from flexshard.executors.stores.base import AnnouncedRows
+
+__all__ = ["DelayedRows"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some lookups of every class.
+
+    Attributes:
+        which: their indices among the class's; shape (n,) each.
+        counts: of each segment (rank) and class; shape (g, K).
+    """
+
+    which: list[torch.Tensor]
+    counts: IntArray
+
+
+def _whole(counts: IntArray) -> _Part:
+    """All lookups; ``counts`` of each segment and class, shape (g, K)."""
+    return _Part([torch.arange(number) for number in counts.sum(axis=0).tolist()], counts)
+
+
+def _parts(chosen: torch.Tensor, counts: IntArray) -> tuple[_Part, _Part]:
+    """Lookups that are chosen, and the others.
+
+    Args:
+        chosen: whether each is, segment after segment and class after class; shape (n,).
+        counts: of each segment and class; shape (g, K).
+    """
+    ends = np.concatenate([[0], np.cumsum(counts.ravel())])
+    before = np.concatenate([[0], np.cumsum(chosen.numpy())])
+    number = np.diff(before[ends]).reshape(counts.shape)
+    first, ours, others = ends[:-1].reshape(counts.shape), [], []
+    for index in range(counts.shape[1]):
+        own = chosen
+        if counts.shape[1] > 1:
+            own = chosen.index_select(0, spread_on(first[:, index], counts[:, index], chosen.device))
+        ours.append(own.nonzero().view(-1))
+        others.append(own.logical_not().nonzero().view(-1))
+    return _Part(ours, number), _Part(others, counts - number)
+
+
+@dataclass
+class _Word:
+    """Which of a batch's rows another batch shares: what the holders found, on its way to those that ask.
+
+    Attributes:
+        held: whether each lookup is of such a row, as a holder has them; shape (lookups,), bool.
+        asked: the same as who asks has them, once ``pending`` is over; uint8.
+        counts: of the holder's lookups, and of those asked for, of each rank and class; shape (g, K).
+    """
+
+    held: torch.Tensor
+    asked: torch.Tensor
+    pending: PendingCollective
+    counts: tuple[IntArray, IntArray]
+
+    @cached_property
+    def as_holder(self) -> tuple[_Part, _Part]:
+        """Lookups of shared rows, and the others."""
+        return _parts(self.held, self.counts[0])
+
+    @cached_property
+    def as_asker(self) -> tuple[_Part, _Part]:
+        """The same lookups where they were asked for."""
+        self.pending.wait()
+        return _parts(self.asked.bool(), self.counts[1])
+
+
+@dataclass
+class _PartArrival(Arrival):
+    """Some rows of a buffer, which go to their places in it."""
+
+    into: RowsBuffer
+    which: Sequence[torch.Tensor]
+
+    def take(self) -> None:
+        super().take()
+        for index in self.target.classes:
+            places = self.into.positions(index).index_select(0, self.which[index])
+            self.into.view(index).index_copy_(0, places, self.target.get(index))
+
+
+@dataclass
+class _Update:
+    """Gradients of some parts of a batch, on their way.
+
+    Attributes:
+        parts: of the holder's lookups.
+        arrivals: what comes for each.
+        classes: that are trained.
+        moments: of each class's update.
+        scale: of gradients.
+    """
+
+    parts: list[_Part]
+    arrivals: list[list[Arrival]]
+    classes: Sequence[int] = ()
+    moments: Sequence[tuple[int, float]] = ()
+    scale: float = 1.0
+
+
+class DelayedRows:
+    """The rows without copies of one batch. What it sends every rank must send.
+
+    Attributes:
+        asked: slots of this rank that are asked for, rank after rank; shape (n,), int64.
+        members: modules whose batch it is.
+        follower: the batch that comes next, once it is known.
+        scattered: whether its gradients are on their way, or have come.
+    """
+
+    def __init__(
+        self,
+        context: ExchangeContext,
+        segments: slice,
+        splits: Splits,
+        asked: torch.Tensor,
+        announced: Sequence[AnnouncedRows],
+        members: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """``segments`` of the level; ``announced`` of each class; ``group``: all ranks, for what is not waited for."""
+        self._context, self._segments, self._announced = context, segments, list(announced)
+        self.members = members
+        self._behind, self._ahead = group, context.groups[context.layout.world_size].inside
+        self.asked = asked.long()
+        self._counts = splits.received[-1], splits.sent[segments]
+        self.follower: DelayedRows | None = None
+        self._of_before: _Word | None = None
+        self._of_follower: _Word | None = None
+        self._early: list[Arrival] = []
+        self._versions: list[int] = []
+        self._steps: list[int] = []
+        self.scattered = False
+        self._update: _Update | None = None
+
+    # -- what other batches share
+
+    def meets(self, before: DelayedRows, *, of_before: torch.Tensor, of_this: torch.Tensor) -> None:
+        """This batch comes after another: which lookups of each are of rows that the other has too."""
+        before.follower = self
+        before._of_follower, self._of_before = before._tell(of_before), self._tell(of_this)
+
+    def _tell(self, shared: torch.Tensor) -> _Word:
+        held, wanted = self._counts
+        asked = torch.empty(int(wanted.sum()), dtype=torch.uint8, device=shared.device)
+        back, out = wanted.sum(axis=1).tolist(), held.sum(axis=1).tolist()
+        pending = self._all_to_all("shared rows", self._behind, asked, shared.to(torch.uint8), back, out)
+        return _Word(shared, asked, pending, self._counts)
+
+    def _all_to_all(
+        self,
+        content: str,
+        group: dist.ProcessGroup | None,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        back: Sequence[int],
+        out: Sequence[int],
+    ) -> PendingCollective:
+        label = Label(self._context.layout.world_size, content, self._context.layout.tables)
+        return self._context.transport.all_to_all(received, sent, back, out, group, label)
+
+    # -- forward
+
+    def send_early(self) -> None:
+        """Send what the batch before does not train."""
+        assert self._of_before is not None
+        self._versions = [store.flat._version for store in self._context.stores]
+        self._early = self._answer(self._of_before.as_holder[1], self._of_before.as_asker[1], self._behind)
+
+    def start(self, answers: Sequence[RowsBuffer], *, early: bool) -> list[list[Arrival]]:
+        """What will fill each buffer of answers with this level's rows.
+
+        Args:
+            early: what was sent early still holds; the rest is sent now. Otherwise all rows are.
+
+        Raises:
+            CacheError: somebody wrote to parameters after some of their rows had been sent.
+        """
+        for announced in self._announced:
+            announced.begin()
+        self._steps = [store.moment[0] for store in self._context.stores]
+        sent: list[tuple[list[Arrival], _Part]] = []
+        if early:
+            assert self._of_before is not None
+            self._check_versions()
+            sent.append((self._early, self._of_before.as_asker[1]))
+            ours, theirs = self._of_before.as_holder[0], self._of_before.as_asker[0]
+        else:
+            for arrival in self._early:
+                arrival.pending.wait()
+            ours, theirs = _whole(self._counts[0]), _whole(self._counts[1])
+        sent.append((self._answer(ours, theirs, self._ahead), theirs))
+        self._early = []
+        into = [buffer.part(self._segments) for buffer in answers]
+        return [
+            [
+                _PartArrival(arrivals[at].pending, arrivals[at].coded, arrivals[at].target, own, part.which)
+                for arrivals, part in sent
+            ]
+            for at, own in enumerate(into)
+        ]
+
+    def _check_versions(self) -> None:
+        if self._versions != [store.flat._version for store in self._context.stores]:
+            raise CacheError(
+                f"tables {', '.join(self._context.layout.tables[:3])}: parameters were written to between two steps,"
+                " when rows of the next batch had been sent to other ranks; use load_state_dict(), or"
+                " LookaheadPipeline(delayed_sync=False)"
+            )
+
+    def _answer(self, ours: _Part, theirs: _Part, group: dist.ProcessGroup | None) -> list[Arrival]:
+        """Send some rows, those of each bundle in a buffer."""
+        wire, device = self._context.forward, self.asked.device
+        rows = [announced.rows(which) for announced, which in zip(self._announced, ours.which, strict=True)]
+        return [
+            send_rows(
+                wire,
+                buffer_of(wire.plain, bundle, ours.counts, rows),
+                RowsBuffer.make(wire.plain, bundle, theirs.counts, device),
+                partial(self._all_to_all, "embeddings", group),
+            )
+            for bundle in self._context.bundles
+        ]
+
+    # -- backward
+
+    def scatter(self, gradients: Sequence[RowsBuffer], has: IntArray) -> None:
+        """Send gradients, those that the next batch needs first; ``has``: 1 for each class that has any; shape (K,).
+
+        Raises:
+            CacheError: they were sent before.
+        """
+        if self.scattered:
+            raise CacheError(
+                f"tables {', '.join(self._context.layout.tables[:3])}: gradients of a batch come twice (backward with"
+                " retain_graph), when those of the first time may be on their way; add the losses up, or use"
+                " LookaheadPipeline(delayed_sync=False)"
+            )
+        self.scattered = True
+        if self._of_follower is None:
+            parts = [(_whole(self._counts[0]), _whole(self._counts[1]))]
+        else:
+            parts = list(zip(self._of_follower.as_holder, self._of_follower.as_asker, strict=True))
+        groups = (self._ahead, self._behind)
+        self._update = _Update(
+            [part for part, _ in parts],
+            [self._send(gradients, has, *part, group) for part, group in zip(parts, groups, strict=False)],
+        )
+
+    def _send(
+        self,
+        gradients: Sequence[RowsBuffer],
+        has: IntArray,
+        ours: _Part,
+        theirs: _Part,
+        group: dist.ProcessGroup | None,
+    ) -> list[Arrival]:
+        """Send some lookups' gradients (``theirs``, as who asks has them) to the holders."""
+        wire, device, found = self._context.backward, self.asked.device, []
+        for given in gradients:
+            own = given.part(self._segments)
+            piece = RowsBuffer.make(wire.plain, own.classes, theirs.counts * has, device)
+            for index in own.classes:
+                if has[index]:
+                    places = own.positions(index).index_select(0, theirs.which[index])
+                    piece.put(index, own.view(index).index_select(0, places))
+            target = RowsBuffer.make(wire.plain, own.classes, ours.counts * has, device)
+            found.append(send_rows(wire, piece, target, partial(self._all_to_all, "gradients", group)))
+        return found
+
+    def update(self, classes: Sequence[int], scale: float) -> bool:
+        """Update the rows that the next batch reads by their gradients, those of the classes that have any; whether
+        the others are still under way.
+        """
+        assert self._update is not None
+        rates = [store.moment[1] for store in self._context.stores]
+        self._update.classes, self._update.scale = classes, scale
+        self._update.moments = list(zip(self._steps, rates, strict=True))
+        return self._take()
+
+    def take_rest(self) -> None:
+        """Update the other rows, once their gradients are here."""
+        while self._update is not None:
+            self._take()
+
+    @torch.no_grad()
+    def _take(self) -> bool:
+        """Take one part of the gradients; whether there is another."""
+        update = self._update
+        assert update is not None
+        part, arrivals = update.parts.pop(0), update.arrivals.pop(0)
+        for arrival in arrivals:
+            arrival.take()
+            for index in arrival.target.classes:
+                if index in update.classes:
+                    gradient = arrival.target.get(index).mul_(update.scale)
+                    self._announced[index].update(part.which[index], gradient, update.moments[index])
+        if update.parts:
+            return True
+        self._update = None
+        for index, announced in enumerate(self._announced):
+            announced.finish(trained=index in update.classes)
+        return False
