@@ -1,7 +1,7 @@
 """A table of which a tenth fits: its rows stay in the host's memory, those of the next batches in a cache.
 
 Trains the same model on the same batches twice: with all rows in the ranks' memory, and with a cache that knows batches
-ahead. Losses and weights must be equal to the last bit.
+ahead, whose rows and gradients reach into neighbouring steps. Losses and weights must be equal to the last bit.
 
     torchrun --nproc-per-node 4 examples/lookahead_train.py
 """
@@ -72,7 +72,7 @@ def train(caches: dict[str, float]) -> tuple[list[float], dict[str, torch.Tensor
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
     optimizer: Any = CombinedOptimizer([model.fused_optimizer, dense])
-    pipeline = LookaheadPipeline(model, optimizer, torch.device("cpu"))  # lookahead: what the caches have room for
+    pipeline = LookaheadPipeline(model, optimizer, torch.device("cpu"), delayed_sync=bool(caches))
     source, start = batches(STEPS, dist.get_rank()), time.perf_counter()
     losses = [float(pipeline.progress(source)) for _ in range(STEPS)]
     if dist.get_rank() == 0:
