@@ -7,8 +7,8 @@ The cluster is that of ``benchmarks.cluster``, at two rates of its links. DLRM a
 BagPipe's Table 2 and Criteo's 26 tables (at most so many rows each), one id per table and sample; gradients of the
 layers travel in 16 bits, or they would be most of the step. TorchRec runs with its ``TrainPipelineSparseDist``: an
 ``EmbeddingCollection`` row-wise, and an ``EmbeddingBagCollection`` as its planner decides; ours under one plan, with
-and without delayed synchronisation and caches. "no exchange" has all rows on every rank, which never hear of each other's
-updates: nothing that trains rightly is faster.
+and without batches known ahead, delayed synchronisation and caches. "no exchange" has all rows on every rank, which
+never hear of each other's updates: nothing that trains rightly is faster.
 """
 
 from __future__ import annotations

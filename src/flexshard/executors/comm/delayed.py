@@ -193,7 +193,7 @@ class DelayedRows:
     def send_early(self) -> None:
         """Send what the batch before does not train."""
         assert self._of_before is not None
-        self._versions = [store.flat._version for store in self._context.stores]
+        self._versions = self._writes()
         self._early = self._answer(self._of_before.as_holder[1], self._of_before.as_asker[1], self._behind)
 
     def start(self, answers: Sequence[RowsBuffer], *, early: bool) -> list[list[Arrival]]:
@@ -211,7 +211,7 @@ class DelayedRows:
         sent: list[tuple[list[Arrival], _Part]] = []
         if early:
             assert self._of_before is not None
-            self._check_versions()
+            self._check_unwritten("rows of the next batch had been sent to other ranks")
             sent.append((self._early, self._of_before.as_asker[1]))
             ours, theirs = self._of_before.as_holder[0], self._of_before.as_asker[0]
         else:
@@ -229,12 +229,15 @@ class DelayedRows:
             for at, own in enumerate(into)
         ]
 
-    def _check_versions(self) -> None:
-        if self._versions != [store.flat._version for store in self._context.stores]:
+    def _writes(self) -> list[int]:
+        """How often somebody wrote to parameters, of each class."""
+        return [store.flat._version for store in self._context.stores]
+
+    def _check_unwritten(self, what: str) -> None:
+        if self._versions != self._writes():
             raise CacheError(
                 f"tables {', '.join(self._context.layout.tables[:3])}: parameters were written to between two steps,"
-                " when rows of the next batch had been sent to other ranks; use load_state_dict(), or"
-                " LookaheadPipeline(delayed_sync=False)"
+                f" when {what}; use load_state_dict(), or LookaheadPipeline(delayed_sync=False)"
             )
 
     def _answer(self, ours: _Part, theirs: _Part, group: dist.ProcessGroup | None) -> list[Arrival]:
@@ -305,11 +308,13 @@ class DelayedRows:
         rates = [store.moment[1] for store in self._context.stores]
         self._update.classes, self._update.scale = classes, scale
         self._update.moments = list(zip(self._steps, rates, strict=True))
+        self._versions = self._writes()
         return self._take()
 
     def take_rest(self) -> None:
-        """Update the other rows, once their gradients are here."""
-        while self._update is not None:
+        """Update the other rows, once their gradients are here; raises as :meth:`start`."""
+        if self._update is not None:
+            self._check_unwritten("gradients of the step before were under way")
             self._take()
 
     @torch.no_grad()

@@ -91,8 +91,8 @@ class DelayedSync:
             if rows.follower is follower and follower is not None:
                 continue
             if chosen is None or _overlap(rows.members, chosen):
-                self._pending.remove(rows)
                 rows.take_rest()
+                self._pending.remove(rows)
 
     def rows_replaced(self) -> None:
         """Rows were written to by what all ranks called."""
