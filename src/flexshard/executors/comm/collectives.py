@@ -26,7 +26,8 @@ class Label:
     Attributes:
         group_size: g of its level.
         content: "counts", "ids", "embeddings", "gradients", "replicas" (dense gradients of copies), "touched" (how many
-            rows of the copies were) or "touched_rows" (their gradients).
+            rows of the copies were), "touched_rows" (their gradients) or "shared rows" (which rows of a batch the next
+            one reads).
         tables: whose rows.
     """
 

@@ -134,6 +134,7 @@ class DelayedRows:
         asked: slots of this rank that are asked for, rank after rank; shape (n,), int64.
         members: modules whose batch it is.
         follower: the batch that comes next, once it is known.
+        begun: whether rows were sent.
         scattered: whether its gradients are on their way, or have come.
     """
 
@@ -158,8 +159,8 @@ class DelayedRows:
         self._of_follower: _Word | None = None
         self._early: list[Arrival] = []
         self._versions: list[int] = []
-        self._steps: list[int] = []
-        self.scattered = False
+        self._moments: list[tuple[int, float]] = []
+        self.begun = self.scattered = False
         self._update: _Update | None = None
 
     # -- what other batches share
@@ -193,7 +194,7 @@ class DelayedRows:
     def send_early(self) -> None:
         """Send what the batch before does not train."""
         assert self._of_before is not None
-        self._versions = self._writes()
+        self.begun, self._versions = True, self._writes()
         self._early = self._answer(self._of_before.as_holder[1], self._of_before.as_asker[1], self._behind)
 
     def start(self, answers: Sequence[RowsBuffer], *, early: bool) -> list[list[Arrival]]:
@@ -203,15 +204,15 @@ class DelayedRows:
             early: what was sent early still holds; the rest is sent now. Otherwise all rows are.
 
         Raises:
-            CacheError: somebody wrote to parameters after some of their rows had been sent.
+            CacheError: somebody wrote to parameters after rows had been sent early.
         """
         for announced in self._announced:
             announced.begin()
-        self._steps = [store.moment[0] for store in self._context.stores]
+        self.begun, self._moments = True, [store.moment for store in self._context.stores]
+        written = early and self.written
         sent: list[tuple[list[Arrival], _Part]] = []
         if early:
             assert self._of_before is not None
-            self._check_unwritten("rows of the next batch had been sent to other ranks")
             sent.append((self._early, self._of_before.as_asker[1]))
             ours, theirs = self._of_before.as_holder[0], self._of_before.as_asker[0]
         else:
@@ -220,6 +221,8 @@ class DelayedRows:
             ours, theirs = _whole(self._counts[0]), _whole(self._counts[1])
         sent.append((self._answer(ours, theirs, self._ahead), theirs))
         self._early = []
+        if written:  # others have theirs, and hear of it with the next counts
+            raise CacheError(self.written_text)
         into = [buffer.part(self._segments) for buffer in answers]
         return [
             [
@@ -233,12 +236,19 @@ class DelayedRows:
         """How often somebody wrote to parameters, of each class."""
         return [store.flat._version for store in self._context.stores]
 
-    def _check_unwritten(self, what: str) -> None:
-        if self._versions != self._writes():
-            raise CacheError(
-                f"tables {', '.join(self._context.layout.tables[:3])}: parameters were written to between two steps,"
-                f" when {what}; use load_state_dict(), or LookaheadPipeline(delayed_sync=False)"
-            )
+    @property
+    def written(self) -> bool:
+        """Whether somebody wrote to parameters since rows were sent early, or since some were updated."""
+        return self._versions != self._writes()
+
+    @property
+    def written_text(self) -> str:
+        """What to say then."""
+        return (
+            f"tables {', '.join(self._context.layout.tables[:3])}: parameters were written to between two steps, when"
+            " rows of the next batch or gradients of the last one were on their way; use load_state_dict(), or"
+            " LookaheadPipeline(delayed_sync=False)"
+        )
 
     def _answer(self, ours: _Part, theirs: _Part, group: dist.ProcessGroup | None) -> list[Arrival]:
         """Send some rows, those of each bundle in a buffer."""
@@ -305,33 +315,38 @@ class DelayedRows:
         the others are still under way.
         """
         assert self._update is not None
-        rates = [store.moment[1] for store in self._context.stores]
         self._update.classes, self._update.scale = classes, scale
-        self._update.moments = list(zip(self._steps, rates, strict=True))
+        self._update.moments = [
+            at_look_up if store.fixed_at_look_up else store.moment
+            for store, at_look_up in zip(self._context.stores, self._moments, strict=True)
+        ]
         self._versions = self._writes()
         return self._take()
 
     def take_rest(self) -> None:
         """Update the other rows, once their gradients are here; raises as :meth:`start`."""
         if self._update is not None:
-            self._check_unwritten("gradients of the step before were under way")
+            if self.written:
+                raise CacheError(self.written_text)
             self._take()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _take(self) -> bool:
         """Take one part of the gradients; whether there is another."""
         update = self._update
         assert update is not None
-        part, arrivals = update.parts.pop(0), update.arrivals.pop(0)
+        part, arrivals = update.parts[0], update.arrivals[0]
         for arrival in arrivals:
             arrival.take()
             for index in arrival.target.classes:
                 if index in update.classes:
                     gradient = arrival.target.get(index).mul_(update.scale)
                     self._announced[index].update(part.which[index], gradient, update.moments[index])
+        del update.parts[0], update.arrivals[0]
         if update.parts:
             return True
-        self._update = None
+        self._update = self.follower = None
         for index, announced in enumerate(self._announced):
             announced.finish(trained=index in update.classes)
         return False

@@ -1,8 +1,8 @@
 """Batches of one model whose exchanges reach into one another's steps: who comes after whom, and what is under way.
 
-Every rank calls everything here alike, so that all of them send what one of them does. Rows that were sent early are
-used only if nothing but the batch before was looked up and updated since; gradients that are under way are taken before
-anybody else looks at the rows: then it does not matter what else is done with the model between two steps.
+Every rank has to do the same to its model, so that all of them send what one of them does. Rows that were sent early
+are used only if nothing but the batch before was looked up, updated or loaded since; gradients that are under way are
+taken before anybody else looks at the rows. What is written to parameters in between is an error.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class DelayedSync:
         is what it would be now.
         """
         self.settle(members, follower=rows if train else None)
-        early = next((one for one in self._early if one.rows is rows), None)
-        holds = early is not None and all(self._latest.get(member) is early.after for member in members)
-        if train:
-            self._early = [one for one in self._early if one is not early]
-            self._latest.update(dict.fromkeys(members, rows))
+        if not train:
+            return False
+        holds = any(one.rows is rows for one in self._early)
+        self._latest.update(dict.fromkeys(members, rows))
+        self._early = [one for one in self._early if not _overlap(one.rows.members, members)]
         return holds
 
     def before_update(self, members: tuple[int, ...], rows: DelayedRows | None) -> None:
         """These modules' rows are updated by gradients of a batch."""
         self.settle(members)
-        self._forget(one for one in self._early if one.after is not rows and _overlap(one.after.members, members))
+        self._early = [one for one in self._early if one.after is rows or not _overlap(one.rows.members, members)]
 
     def updated(self, rows: DelayedRows) -> None:
         """Some of a batch's gradients are still under way."""
@@ -78,7 +78,7 @@ class DelayedSync:
                 continue
             self.settle(rows.members)
             follower = rows.follower
-            if follower is not None and not any(one.rows is follower for one in self._early):
+            if follower is not None and not follower.begun:
                 follower.send_early()
                 self._early.append(_Early(follower, rows))
 
@@ -95,13 +95,20 @@ class DelayedSync:
                 self._pending.remove(rows)
 
     def rows_replaced(self) -> None:
-        """Rows were written to by what all ranks called."""
-        self._forget(self._early)
+        """Rows are written to by what all ranks call: what was sent early no longer holds."""
+        self._early.clear()
 
-    def _forget(self, early: Iterable[_Early]) -> None:
-        """What was sent early no longer holds."""
-        for one in list(early):
-            self._latest.update(dict.fromkeys(one.after.members))
+    def layout_changed(self) -> None:
+        """Rows have other slots."""
+        self.settle()
+        self._early.clear()
+        self._latest.clear()
+        self._orders.clear()
+
+    def written(self) -> str:
+        """What to say where somebody wrote to parameters of which rows were sent early, or are to be updated."""
+        under_way = [*self._pending, *(one.rows for one in self._early)]
+        return next((rows.written_text for rows in under_way if rows.written), "")
 
 
 def _overlap(one: Iterable[int], other: Iterable[int]) -> bool:

@@ -46,7 +46,8 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
             current batch trains, and gradients beside the next step's forward pass, but for those of rows that its
             batch reads (BagPipe, section 3.3). The weights are the same to the last bit. Gradients of the last batch
             may be under way between two calls: whatever goes through the model or its ``state_dict`` takes them first,
-            what reads ``parameters()`` directly does not see them. On CPUs only, so far.
+            what reads ``parameters()`` directly does not see them. Writing to parameters is an error then (to their
+            ``data``, it is lost in part). On CPUs only, so far.
         options: the others of ``TrainPipelineSparseDist``.
 
     Raises:
@@ -157,8 +158,12 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
                 f"LookaheadPipeline: rank {different[0]} has {given[different[0]]}, rank 0 {given[0]}; give every rank"
                 " the same"
             )
-        for joint in self._joint() if self._delayed_sync else ():
-            joint.delay_sync()
+        self._delay_sync()
+
+    def _delay_sync(self) -> None:
+        """As this pipeline has it, whatever another one of the same model does."""
+        for joint in self._joint():
+            joint.delay_sync(self._delayed_sync)
 
     def _room_everywhere(self) -> bool:
         """Whether the caches of every rank have room for all batches that are under way; not where there are none."""
@@ -180,6 +185,8 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         if not self._model_attached:
             self.attach(self._model)
         self._finish_begun()
+        if self._compared:
+            self._delay_sync()
         self.fill_pipeline(dataloader_iter)
         if not self.batches:
             raise StopIteration
@@ -199,7 +206,7 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         if begins is not None:
             self.wait_sparse_data_dist(self.contexts[begins])
         if self._model.training:
-            for joint in self._joint():
+            for joint in self._joint() if self._delayed_sync else ():
                 joint.sync.send_early()
             self._backward(losses)
             self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])

@@ -122,6 +122,10 @@ class RowMoves:
         """Its rows have been trained, or will not be."""
         self._thread.submit(self._guarded, lambda: self._finish(batch, trained=trained))
 
+    def changes(self, batch: AnnouncedBatch) -> None:
+        """Some of its rows are trained, and later others."""
+        self._thread.submit(self._guarded, lambda: self._mark(batch))
+
     def read(self, ids: IntArray, name: str) -> torch.Tensor:
         """Rows as they are now, wherever they are; shape (n, width). Nothing enters the cache or leaves it."""
         return self._run(lambda: self._read(ids, name))
@@ -213,11 +217,14 @@ class RowMoves:
 
     def _finish(self, batch: AnnouncedBatch, *, trained: bool) -> None:
         if trained:
-            assert batch.admission is not None
-            self._newer[batch.admission.row_slots] = True
+            self._mark(batch)
         batch.over = True
         self._retire()
         self._advance()
+
+    def _mark(self, batch: AnnouncedBatch) -> None:
+        assert batch.admission is not None
+        self._newer[batch.admission.row_slots] = True
 
     def _move(self, admission: Admission) -> None:
         self._write_back(admission.evicted.rows, admission.evicted.slots)

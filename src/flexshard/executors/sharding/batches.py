@@ -21,6 +21,7 @@ from flexshard.executors.state.live_tensors import STALE
 __all__ = [
     "BAD_IDS",
     "CACHE_FAILED",
+    "WRITTEN",
     "BatchPart",
     "BatchProblem",
     "Lookup",
@@ -32,13 +33,15 @@ __all__ = [
 
 IntArray = npt.NDArray[np.int64]
 
-BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED = 1, 2, 3, 4
+BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED, WRITTEN = 1, 2, 3, 4, 5
+_OF_CACHES = (CACHE_FAILED, WRITTEN)
 _ANY = np.iinfo(np.int64).max
 _WHAT = {
     BAD_IDS: "bad ids of table {}",
     _NO_FEATURE: "no feature for table {}",
     _VARIABLE_BATCH: "a variable batch",
     CACHE_FAILED: "a cache of rows of table {} that cannot be moved",
+    WRITTEN: "parameters of table {} or others that were written to between two steps",
 }
 
 
@@ -244,12 +247,12 @@ def error_of(
 ) -> FlexShardError | None:
     """What this rank raises after every rank has given its word, if one of them has a problem."""
     if problem is not None:
-        kind = CacheError if problem.kind == CACHE_FAILED else DataError
+        kind = CacheError if problem.kind in _OF_CACHES else DataError
         return kind(f"rank {rank}: {problem.text}")
     for other, word in enumerate(status):
         if word.problem:
             what = _WHAT[word.problem].format(repr(tables[word.table]))
-            kind = CacheError if word.problem == CACHE_FAILED else DataError
+            kind = CacheError if word.problem in _OF_CACHES else DataError
             return kind(f"rank {rank}: rank {other} has {what}; its own message names it")
     late = [other for other, word in enumerate(status) if word.written == STALE]
     if late:

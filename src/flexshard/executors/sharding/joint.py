@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,7 +26,15 @@ from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.comm.exchange import Exchange
 from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.sharding.batches import BAD_IDS, BatchPart, BatchProblem, OutsideIds, error_of
+from flexshard.executors.sharding.batches import (
+    BAD_IDS,
+    CACHE_FAILED,
+    WRITTEN,
+    BatchPart,
+    BatchProblem,
+    OutsideIds,
+    error_of,
+)
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
 
@@ -151,33 +159,43 @@ class JointModules:
         self._tables: list[ShardedTables] = []
         self._joint: dict[tuple[int, ...], JointTables] = {}
         self._open: JointBatch | None = None
-        self._sent: deque[weakref.ref[JointBatch]] = deque()
+        self._sent: deque[Callable[[], JointBatch | None]] = deque()
 
     def add(self, tables: ShardedTables) -> int:
         """One more module; its index."""
         self._tables.append(tables)
+        self._watch(tables)
         return len(self._tables) - 1
 
     def replace(self, index: int, tables: ShardedTables) -> None:
         """A module's tables have another layout."""
+        self.sync.layout_changed()
         self._tables[index] = tables
-        self.sync.rows_replaced()
-        self._settle_in(tables)
+        self._watch(tables)
         self._joint.clear()
 
-    def delay_sync(self) -> None:
-        """From now on, send rows early and some gradients late, where batches are announced; every rank must call it
-        alike.
-        """
-        process_group = self._tables[0].process_group
-        if self._tables[0].layout.world_size > 1 and not self.sync.on:
-            self.sync.group = group_behind(process_group)
-            for tables in self._tables:
-                self._settle_in(tables)
+    def failure(self, tables: ShardedTables) -> BatchProblem | None:
+        """What went wrong beside the steps with a module's tables."""
+        failed, written = tables.failure(), self.sync.written()
+        if written:
+            return BatchProblem(WRITTEN, 0, written)
+        return None if failed is None else BatchProblem(CACHE_FAILED, *failed)
 
-    def _settle_in(self, tables: ShardedTables) -> None:
-        for group in tables.groups if self.sync.on else ():
+    def _watch(self, tables: ShardedTables) -> None:
+        tables.on_replace = self.sync.rows_replaced
+        for group in tables.groups:
             group.store.settle = self.sync.settle
+
+    def delay_sync(self, on: bool) -> None:
+        """From now on, send rows early and some gradients late, where batches are announced, or do not; every rank must
+        call it alike.
+        """
+        if on and self._tables[0].layout.world_size > 1:
+            self.sync.group = group_behind(self._tables[0].process_group)
+        elif self.sync.on:
+            self.sync.settle()
+            self.sync.rows_replaced()
+            self.sync.group = None
 
     def tables_of(self, members: tuple[int, ...]) -> JointTables:
         """Of some of the modules."""
@@ -217,7 +235,8 @@ class JointModules:
     def sent(self, batch: JointBatch) -> None:
         """Its ids are on their way; those of batches before it have come."""
         self.announce()
-        self._sent.append(weakref.ref(batch))
+        # What announcing sends must not depend on who has collected his garbage.
+        self._sent.append((lambda: batch) if self.sync.on else weakref.ref(batch))
 
     def announce(self, last: JointBatch | None = None) -> None:
         """Tell the stores of all batches whose ids are on their way, as far as ``last``, in order."""
@@ -295,7 +314,6 @@ class JointBatch:
         if any(word.written for word in splits.status):
             for part in self.parts.values():
                 part.owner.finish_writes()
-            self._modules.sync.rows_replaced()
         self._exchange = self._tables.exchange(self._batch, splits)
         self._modules.sent(self)
 

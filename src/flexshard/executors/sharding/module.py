@@ -22,7 +22,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import CACHE_FAILED, BatchPart, BatchProblem, Lookup, ids_of_tables
+from flexshard.executors.sharding.batches import BatchPart, BatchProblem, Lookup, ids_of_tables
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
@@ -155,9 +155,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
                 translated=translated,
                 variable=not self._torchrec or self._device.type != "cpu",
             )
-            failed = tables.failure()
-            if failed is not None:
-                problem = BatchProblem(CACHE_FAILED, *failed)
+            problem = self.joint.failure(tables) or problem
             part = BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
             batch = self.joint.join(self._index, part)
         awaitables: list[Any] = [SplitsAwaitable(batch)]
@@ -376,7 +374,6 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         for index, key in enumerate(keys):
             if key not in missing:
                 self._logical.take(index, "weight", state_dict.pop(key))
-        self.joint.sync.rows_replaced()
         return missing
 
     def _load_from_state_dict(

@@ -109,6 +109,7 @@ class ShardedTables:
         groups: tables by their traits.
         process_groups: of ranks, by group size.
         on_update: called before rows are updated.
+        on_replace: called before rows are written to by what all ranks call.
         location_tables: of each table.
     """
 
@@ -128,6 +129,7 @@ class ShardedTables:
         self.process_groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), options.process_group)
         self._steps = torch.zeros(1, dtype=torch.long)
         self.on_update: Callable[[], None] = lambda: None
+        self.on_replace: Callable[[], None] = lambda: None
         # Where ids are translated ahead, it happens on the host.
         device = torch.device("cpu") if options.translated_ids else options.device
         self.location_tables = [
@@ -288,6 +290,7 @@ class ShardedTables:
             values: "weight" of shape (E, D), or states of shape (E, 1) or (E, D), by name.
         """
         store = self.group_of(table).store
+        self.on_replace()
         for level, slots, positions in self.held(table):
             ids = torch.from_numpy(self.ids_of(table, positions))
             for name, whole in values.items():

@@ -89,6 +89,7 @@ def write_rows(
         answer: rows of ids that others ask this rank for, shape (n, width), on any device.
     """
     layout, store = tables.layout, tables.group_of(table).store
+    tables.on_replace()
     values = store.part(name)
     row_bytes = values.shape[1] * values.element_size()
     transfer = transfer_of(tables, table, "checkpoint")

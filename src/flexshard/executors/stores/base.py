@@ -69,10 +69,12 @@ class RowStore(nn.Module, abc.ABC):
         spec: their optimizer.
         dim: D.
         ahead: whether it makes use of hearing of batches before they are looked up.
+        fixed_at_look_up: whether an update's step and learning rate are those of the lookup, or of the update itself.
         settle: takes updates that are still under way.
     """
 
     ahead = False
+    fixed_at_look_up = False
     settle: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, spec: OptimizerSpec, dim: int) -> None:

@@ -49,6 +49,7 @@ class CachedStore(MemoryStore):
         self._label = label
         self._of_slots: Callable[[int], RowStore] = lambda slots: cache(spec, slots, dim, dtype, device)
         self._cache = self._of_slots(cache_rows)
+        self.fixed_at_look_up = self._cache.fixed_at_look_up
         names = ("weight", *spec.state_names)
         self._moves = RowMoves(
             LookaheadOracle(slots, cache_rows),
@@ -198,7 +199,9 @@ class _Announced(AnnouncedRows):
             if self._places is None:
                 store._train_beside(self._slots.index_select(0, which), gradient)
             else:
-                self._batch.kept = True
+                if not self._batch.kept:
+                    self._batch.kept = True
+                    store._moves.changes(self._batch)
                 store._cache.look_up(self._places.index_select(0, which)).update(gradient)
 
     def finish(self, *, trained: bool) -> None:

@@ -21,6 +21,8 @@ __all__ = ["FusedStore"]
 class FusedStore(RowStore):
     """All tables are one to FBGEMM: a slot already says which. One kernel looks rows up, another updates them."""
 
+    fixed_at_look_up = True
+
     def __init__(self, spec: OptimizerSpec, slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dim)
         cuda = device.type == "cuda"

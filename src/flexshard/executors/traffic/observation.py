@@ -23,8 +23,8 @@ class ObservedCollective:
     Attributes:
         kind: "all_to_all", "all_reduce", "all_gather" or "reduce_scatter".
         group_size: g of its level; of collectives that are not ours, the size of their process group.
-        content: "counts", "ids", "embeddings", "gradients", "replicas", "touched" or "touched_rows"; "other ids" and
-            "other embeddings" of collectives that are not ours.
+        content: "counts", "ids", "embeddings", "gradients", "replicas", "touched", "touched_rows" or "shared rows";
+            "other ids" and "other embeddings" of collectives that are not ours.
         calls, bytes: mean over ranks and steps; bytes of the buffer that is sent.
         fullest_bytes: of the fullest buffer of a step, sent or received, mean over steps.
         seconds: of the slowest rank, median over steps.
