@@ -513,10 +513,7 @@ def lookaheads_that_differ(rank: int, plan: Any) -> str:
 
 def test_ranks_with_different_lookaheads() -> None:
     for text in ranks.run(1, 2, lookaheads_that_differ, looking.plan_for(1, 2)):
-        assert (
-            "rank 1 has lookahead=3, delayed_sync=False, rank 0 lookahead=2, delayed_sync=False; give every rank the same"
-            in text
-        )
+        assert "rank 1 has lookahead=3, delayed_sync=False, rank 0 lookahead=2, delayed_sync=False; give" in text
 
 
 def as_stock(rank: int, plan: Any) -> list[Any]:
