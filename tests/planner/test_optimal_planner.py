@@ -479,8 +479,8 @@ PROGRAM = """
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.CRITICAL)
 from tests.planner.test_optimal_planner import *
-model, constraints = drawn(7, 20)
-planner = OptimalShardingPlanner(**arguments(8, 2, constraints))
+model, constraints = drawn(7, 14)
+planner = OptimalShardingPlanner(**arguments(8, 2, constraints), timeout_seconds=None)
 plan = planner.plan(model, SHARDERS)
 print(json.dumps([{n: (s.sharding_type, s.compute_kernel, s.ranks) for n, s in m.items()} for m in plan.plan.values()]))
 """
