@@ -132,6 +132,7 @@ bench-gpu: setup
 bench-cluster: setup
 	$(VENV)/bin/python -m benchmarks.cluster
 	$(VENV)/bin/python -m benchmarks.cluster.whole_models
+	$(VENV)/bin/python -m benchmarks.cluster.lookahead
 
 clean:
 	rm -rf .venv .venv-* demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
