@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -112,3 +112,8 @@ def differs(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> li
     """What is not equal to the last bit."""
     assert found.keys() == expected.keys()
     return [name for name, values in expected.items() if not np.array_equal(values, found[name])]
+
+
+def steps_that_differ(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> list[str]:
+    """Of outputs, step by step, those that are not equal to the last bit."""
+    return [f"step {i}" for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]

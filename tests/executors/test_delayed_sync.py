@@ -61,7 +61,7 @@ def compared(rank: int, plan: Any, optimizers: list[str], factors: Any, lookahea
             (logits, _, parallel), numbers = parts_of(run)
             assert int(parallel.module.tables.tables.steps) == STEPS
             differing = looking.differs(looking.everything(parallel), expected)
-            differing += [f"step {i}" for i, (a, b) in enumerate(zip(logits, outputs, strict=True)) if (a != b).any()]
+            differing += looking.steps_that_differ(logits, outputs)
             found.append((optimizer, factor, ahead, differing, numbers))
     return found
 
@@ -103,7 +103,7 @@ def scheduled(rank: int, plan: Any) -> list[str]:
     (expected, state), *others = finals
     differing = []
     for seen, found in others:
-        differing += [f"step {i}" for i, (a, b) in enumerate(zip(seen, expected, strict=True)) if (a != b).any()]
+        differing += looking.steps_that_differ(seen, expected)
         differing += looking.differs(found, state)
     return differing
 
@@ -123,7 +123,7 @@ def coded(rank: int, plan: Any) -> list[str]:
         batches = looking.batches(rank, range(STEPS))
         finals.append(([pipeline.progress(batches).detach() for _ in range(STEPS)], looking.everything(parallel)))
     (expected, state), (seen, found) = finals
-    differing = [f"step {i}" for i, (a, b) in enumerate(zip(seen, expected, strict=True)) if (a != b).any()]
+    differing = looking.steps_that_differ(seen, expected)
     return differing + looking.differs(found, state)
 
 

@@ -84,7 +84,7 @@ def every_case(rank: int, plan: Any) -> list[Any]:
             (store,) = looking.caches(parallel)
             traffic, seen = replace(store.traffic), int(np.count_nonzero(store._moves._oracle._row_words))
             differing = looking.differs(looking.everything(parallel), expected)
-            differing += [f"step {i}" for i, (a, b) in enumerate(zip(logits, outputs, strict=True)) if (a != b).any()]
+            differing += looking.steps_that_differ(logits, outputs)
             found.append((optimizer, factor, ahead, differing, traffic, seen))
     return found
 
@@ -297,7 +297,7 @@ def as_planned(rank: int, plan: Plan, without: Plan) -> list[Any]:
     expected = looking.everything(parallel)
     logits, _, parallel = train(rank, plan, None, "rowwise_adagrad")
     differing = looking.differs(looking.everything(parallel), expected)
-    differing += [f"step {i}" for i, (a, b) in enumerate(zip(logits, outputs, strict=True)) if (a != b).any()]
+    differing += looking.steps_that_differ(logits, outputs)
     sizes = {
         table: group.store.cache_rows
         for group in parallel.module.tables.groups

@@ -64,8 +64,6 @@ def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | 
     parent = dist.group.WORLD if process_group is None else process_group
     world, rank = dist.get_world_size(parent), dist.get_rank(parent)
     members = dist.get_process_group_ranks(parent)
-    timeout = _timeout(parent)
-
     everybody = world == dist.get_world_size()
     known = _made.setdefault(parent, {})
     if not everybody and any(size not in known for size in group_sizes):
@@ -77,7 +75,7 @@ def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | 
         for ranks in groups:
             if not everybody and rank not in ranks:
                 continue
-            made = dist.new_group([members[r] for r in ranks], timeout=timeout, use_local_synchronization=not everybody)
+            made = _new_group([members[r] for r in ranks], parent)
             mine = made if rank in ranks else mine
         assert mine is not None
         return mine
@@ -106,13 +104,19 @@ def group_behind(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     import torch.distributed as dist
 
     if process_group not in _behind:
-        ranks, everybody = dist.get_process_group_ranks(process_group), dist.get_world_size()
-        if len(ranks) < everybody:
+        ranks = dist.get_process_group_ranks(process_group)
+        if len(ranks) < dist.get_world_size():
             _check_names(process_group)
-        local = len(ranks) < everybody
-        made = dist.new_group(ranks, timeout=_timeout(process_group), use_local_synchronization=local)
-        _behind[process_group] = made
+        _behind[process_group] = _new_group(ranks, process_group)
     return _behind[process_group]
+
+
+def _new_group(ranks: Sequence[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Of some ranks of the job, with the timeout of ``parent``; ranks outside of that need not know."""
+    import torch.distributed as dist
+
+    everybody = dist.get_world_size(parent) == dist.get_world_size()
+    return dist.new_group(list(ranks), timeout=_timeout(parent), use_local_synchronization=not everybody)
 
 
 def _check_names(parent: dist.ProcessGroup) -> None:

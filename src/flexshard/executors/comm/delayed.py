@@ -16,11 +16,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import spread_on
 from flexshard.errors import CacheError
 from flexshard.executors.comm.collectives import Label, PendingCollective
 from flexshard.executors.comm.context import ExchangeContext
-from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, send_rows
+from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, of_classes, send_rows
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.stores.base import AnnouncedRows
 
@@ -57,13 +56,8 @@ def _parts(chosen: torch.Tensor, counts: IntArray) -> tuple[_Part, _Part]:
     ends = np.concatenate([[0], np.cumsum(counts.ravel())])
     before = np.concatenate([[0], np.cumsum(chosen.numpy())])
     number = np.diff(before[ends]).reshape(counts.shape)
-    first, ours, others = ends[:-1].reshape(counts.shape), [], []
-    for index in range(counts.shape[1]):
-        own = chosen
-        if counts.shape[1] > 1:
-            own = chosen.index_select(0, spread_on(first[:, index], counts[:, index], chosen.device))
-        ours.append(own.nonzero().view(-1))
-        others.append(own.logical_not().nonzero().view(-1))
+    of_class = of_classes(chosen, counts)
+    ours, others = ([own.nonzero().view(-1) for own in kind] for kind in (of_class, [~own for own in of_class]))
     return _Part(ours, number), _Part(others, counts - number)
 
 
@@ -104,7 +98,7 @@ class _PartArrival(Arrival):
     def take(self) -> None:
         super().take()
         for index in self.target.classes:
-            places = self.into.positions(index).index_select(0, self.which[index])
+            places = self.into.places(index, self.which[index])
             self.into.view(index).index_copy_(0, places, self.target.get(index))
 
 
@@ -304,7 +298,7 @@ class DelayedRows:
             piece = RowsBuffer.make(wire.plain, own.classes, theirs.counts * has, device)
             for index in own.classes:
                 if has[index]:
-                    places = own.positions(index).index_select(0, theirs.which[index])
+                    places = own.places(index, theirs.which[index])
                     piece.put(index, own.view(index).index_select(0, places))
             target = RowsBuffer.make(wire.plain, own.classes, ours.counts * has, device)
             found.append(send_rows(wire, piece, target, partial(self._all_to_all, "gradients", group)))

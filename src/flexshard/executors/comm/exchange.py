@@ -23,7 +23,7 @@ from flexshard.executors.comm.collectives import Label, PendingCollective
 from flexshard.executors.comm.context import ExchangeContext
 from flexshard.executors.comm.delayed import DelayedRows
 from flexshard.executors.comm.delayed_sync import DelayedSync
-from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, send_rows
+from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, of_classes, send_rows
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
 from flexshard.executors.stores.base import AnnouncedRows, LookedUp
@@ -45,12 +45,12 @@ class Exchange:
         context: ExchangeContext,
         batch: BucketizedIds,
         splits: Splits,
-        members: tuple[int, ...] = (0,),
-        sync: DelayedSync | None = None,
+        members: tuple[int, ...],
+        sync: DelayedSync,
     ) -> None:
         """``members``: the modules, as their model counts them; ``sync`` of the model's batches."""
         self._context, self._batch, self._splits = context, batch, splits
-        self._members, self._sync = members, sync or DelayedSync()
+        self._members, self._sync = members, sync
         layout = context.layout
         self._levels = range(len(layout.group_sizes))
         self._segments = [slice(*pair) for pair in pairwise(layout.first_bucket)]
@@ -182,17 +182,10 @@ class Exchange:
 
     def _slots_of(self, level: int) -> list[torch.Tensor]:
         """Of each class, what this rank is asked for at a level, in its store, rank after rank; int64."""
-        asked, counts = self._asked[level].long(), self._splits.received[level]
-        classes = counts.shape[1]
-        if classes == 1:
-            return [asked]
-        ends = np.concatenate([[0], np.cumsum(counts.ravel())])
-        first = ends[:-1].reshape(counts.shape)
-        parts = []
-        for index in range(classes):
-            here = spread_on(first[:, index], counts[:, index], self._device)
-            parts.append(asked.index_select(0, here) - self._context.class_slots[index])
-        return parts
+        parts = of_classes(self._asked[level].long(), self._splits.received[level])
+        if len(parts) == 1:
+            return parts
+        return [own - first for own, first in zip(parts, self._context.class_slots, strict=False)]
 
     def _rows_of(self, level: int) -> list[torch.Tensor]:
         """Rows of each class that this rank is asked for at a level."""

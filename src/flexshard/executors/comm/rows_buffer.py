@@ -14,9 +14,22 @@ from flexshard.costmodels import Frame
 from flexshard.executors.comm.collectives import PendingCollective
 from flexshard.executors.comm.wire import Wire
 
-__all__ = ["Arrival", "RowsBuffer", "buffer_of", "send_rows"]
+__all__ = ["Arrival", "RowsBuffer", "buffer_of", "of_classes", "send_rows"]
 
 IntArray = npt.NDArray[np.int64]
+
+
+def of_classes(values: torch.Tensor, counts: IntArray) -> list[torch.Tensor]:
+    """What belongs to each class, of values that stand segment after segment and class after class; ``counts`` of each
+    segment and class, shape (S, K).
+    """
+    if counts.shape[1] == 1:
+        return [values]
+    first = (np.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
+    return [
+        values.index_select(0, spread_on(first[:, index], counts[:, index], values.device))
+        for index in range(counts.shape[1])
+    ]
 
 
 @dataclass
@@ -64,17 +77,20 @@ class RowsBuffer:
     def get(self, index: int) -> torch.Tensor:
         """Rows of a class, segment after segment."""
         view = self.view(index)
-        return view if self.frame.packed else view.index_select(0, self.positions(index))
+        return view if self.frame.packed else view.index_select(0, self._positions(index))
 
     def put(self, index: int, rows: torch.Tensor) -> None:
         """Set rows of a class, segment after segment."""
         if self.frame.packed:
             self.view(index).copy_(rows)
         else:
-            self.view(index).index_copy_(0, self.positions(index), rows)
+            self.view(index).index_copy_(0, self._positions(index), rows)
 
-    def positions(self, index: int) -> torch.Tensor:
-        """Of rows of a class in :meth:`view`, segment after segment."""
+    def places(self, index: int, which: torch.Tensor) -> torch.Tensor:
+        """Of some rows of a class (numbers of :meth:`get`'s) in :meth:`view`."""
+        return which if self.frame.packed else self._positions(index).index_select(0, which)
+
+    def _positions(self, index: int) -> torch.Tensor:
         at = self.classes.index(index)
         return spread_on(self.frame.first_rows[:, at], self.frame.counts[:, at], self.buffer.device)
 

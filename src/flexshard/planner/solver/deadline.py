@@ -19,8 +19,8 @@ __all__ = ["ended_at", "is_enough"]
 class _Left:
     """What is left: until a time of ``time.monotonic()``, and work."""
 
-    until: float = float("inf")
-    work: float = float("inf")
+    until: float
+    work: float
 
 
 _LEFT: ContextVar[_Left | None] = ContextVar("_LEFT", default=None)
