@@ -76,6 +76,15 @@ def run(
     return [results[rank] for rank in range(world)]
 
 
+def leave_together() -> None:
+    """Wait for all ranks, by no collective: one that ended would take with it what others still receive."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done-{dist.get_rank()}", "")
+    store.wait([f"done-{rank}" for rank in range(dist.get_world_size())], timedelta(seconds=30))
+
+
 def _rank(
     rank: int,
     world: int,

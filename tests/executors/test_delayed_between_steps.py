@@ -211,7 +211,9 @@ def written_on_one(rank: int, plan: Any) -> str:
     if rank == 0:
         with torch.no_grad():
             goods(parallel).clamp_(-1, 1)
-    return message_of(pipeline.progress, batches)
+    text = message_of(pipeline.progress, batches)
+    ranks.leave_together()
+    return text
 
 
 def test_a_write_on_one_rank_ends_all() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from flexshard.errors import CacheError
+from flexshard.executors.lookahead.host_rows import HostRows
 from flexshard.executors.lookahead.oracle import Admission, LookaheadOracle
 
 __all__ = ["AnnouncedBatch", "CacheTraffic", "RowMoves"]
@@ -73,13 +74,8 @@ class RowMoves:
     slots of batches that were admitted and are not over, which stay where they are.
     """
 
-    def __init__(
-        self, oracle: LookaheadOracle, host: Rows, cache: Rows, label: str, written: Callable[[], bool]
-    ) -> None:
-        """``host`` and ``cache`` by name, shape (rows, width) and (slots, width); ``label`` says whose, for errors;
-        ``written`` whether somebody else has written to the host's rows.
-        """
-        self._written = written
+    def __init__(self, oracle: LookaheadOracle, host: HostRows, cache: Rows, label: str) -> None:
+        """``cache`` by name, shape (slots, width); ``label`` says whose, for errors."""
         self.traffic = CacheTraffic()
         self._oracle, self._host, self._cache, self._label = oracle, host, cache, label
         self._thread = ThreadPoolExecutor(1, "flexshard-cache")
@@ -126,9 +122,9 @@ class RowMoves:
         """Some of its rows are trained, and later others."""
         self._thread.submit(self._guarded, lambda: self._mark(batch))
 
-    def read(self, ids: IntArray, name: str) -> torch.Tensor:
-        """Rows as they are now, wherever they are; shape (n, width). Nothing enters the cache or leaves it."""
-        return self._run(lambda: self._read(ids, name))
+    def read(self, ids: IntArray, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Rows as they are now, wherever they are; shape (n, width) each. Nothing enters the cache or leaves it."""
+        return self._run(lambda: self._read(ids, names))
 
     def write(self, ids: IntArray, rows: Rows) -> None:
         """Let distinct rows be these, by name, shape (n, width), wherever they are."""
@@ -240,35 +236,42 @@ class RowMoves:
         traffic.fetched += rows.size
 
     def _fetch(self, rows: IntArray, slots: IntArray) -> None:
-        where, target = torch.from_numpy(rows), torch.from_numpy(slots)
+        found, target = self._host.read(rows, list(self._cache)), torch.from_numpy(slots)
         for name, values in self._cache.items():
-            values.index_copy_(0, target, self._host[name].index_select(0, where))
+            values.index_copy_(0, target, found[name])
 
     def _write_back(self, rows: IntArray, slots: IntArray) -> None:
         newer = self._newer[slots]
         if not newer.any():
             return
-        if self._written():
+        if self._host.changed:
             raise self._lost()
         if not newer.all():
             rows, slots = rows[newer], slots[newer]
-        source, where = torch.from_numpy(slots), torch.from_numpy(rows)
-        for name, values in self._cache.items():
-            self._host[name].index_copy_(0, where, values.index_select(0, source))
+        source = torch.from_numpy(slots)
+        self._host.write(rows, {name: values.index_select(0, source) for name, values in self._cache.items()})
         self._newer[slots] = False
         self.traffic.written_back += rows.size
 
-    def _read(self, ids: IntArray, name: str) -> torch.Tensor:
-        rows = self._host[name].index_select(0, torch.from_numpy(ids))
+    def _read(self, ids: IntArray, names: Sequence[str]) -> dict[str, torch.Tensor]:
         slots = self._oracle.find(ids)
-        here = np.flatnonzero(slots >= 0)
-        rows[torch.from_numpy(here)] = self._cache[name].index_select(0, torch.from_numpy(slots[here]))
-        return rows
+        inside = np.flatnonzero(slots >= 0)
+        if not inside.size:
+            return self._host.read(ids, names)
+        outside = np.flatnonzero(slots < 0)
+        away, result = self._host.read(ids[outside], names), {}
+        here, there, where = map(torch.from_numpy, (inside, outside, slots[inside]))
+        for name in names:
+            values = self._cache[name]
+            rows = values.new_empty(ids.size, values.shape[1]).index_copy_(0, there, away[name])
+            result[name] = rows.index_copy_(0, here, values.index_select(0, where))
+        return result
 
     def _flush(self) -> None:
         self._retire()
         held = self._oracle.held()
         self._write_back(held.rows, held.slots)
+        self._host.flush()
 
     def _reload(self, *, unless_newer: bool) -> None:
         if unless_newer and self._newer.any():
@@ -279,12 +282,11 @@ class RowMoves:
 
     def _write(self, ids: IntArray, rows: Rows) -> None:
         slots = self._oracle.find(ids)
-        inside = np.flatnonzero(slots >= 0)
-        here, away = torch.from_numpy(inside), torch.from_numpy(np.flatnonzero(slots < 0))
-        where, target = torch.from_numpy(slots[inside]), torch.from_numpy(ids).index_select(0, away)
+        inside, outside = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        here, away, where = map(torch.from_numpy, (inside, outside, slots[inside]))
         for name, values in rows.items():
             self._cache[name].index_copy_(0, where, values.index_select(0, here))
-            self._host[name].index_copy_(0, target, values.index_select(0, away))
+        self._host.write(ids[outside], {name: values.index_select(0, away) for name, values in rows.items()})
         self._newer[slots[inside]] = True
 
     def _lost(self) -> CacheError:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from flexshard.errors import CacheError
+from flexshard.executors.lookahead.host_rows import HostRows, LocalRows
 from flexshard.executors.lookahead.oracle import LookaheadOracle
 from flexshard.executors.lookahead.row_moves import AnnouncedBatch, CacheTraffic, RowMoves
 from flexshard.executors.stores.base import AnnouncedRows, LookedUp, RowStore
@@ -43,22 +44,29 @@ class CachedStore(MemoryStore):
         cache_rows: int,
         cache: Callable[..., RowStore],
         label: str,
+        num_rows: int | None = None,
     ) -> None:
-        """As every store, and what makes the store of the cache's ``cache_rows`` slots; ``label`` for errors."""
+        """As every store, and what makes the store of the cache's ``cache_rows`` slots; ``label`` for errors.
+
+        ``num_rows`` are those of which some are elsewhere; None for all of ``slots``.
+        """
         super().__init__(spec, slots, dim, dtype, device)
         self._label = label
         self._of_slots: Callable[[int], RowStore] = lambda slots: cache(spec, slots, dim, dtype, device)
         self._cache = self._of_slots(cache_rows)
         self.fixed_at_look_up = self._cache.fixed_at_look_up
-        names = ("weight", *spec.state_names)
-        self._moves = RowMoves(
-            LookaheadOracle(slots, cache_rows),
-            {name: super(CachedStore, self).part(name) for name in names},
-            {name: self._cache.part(name) for name in names},
-            label,
-            lambda: self._flat._version != self._version,
-        )
         self._version = self._flat._version
+        self._moves = RowMoves(
+            LookaheadOracle(slots if num_rows is None else num_rows, cache_rows),
+            self._host_rows(),
+            {name: self._cache.part(name) for name in ("weight", *spec.state_names)},
+            label,
+        )
+
+    def _host_rows(self) -> HostRows:
+        """Where rows are that are not in the cache."""
+        values = {name: super(CachedStore, self).part(name) for name in ("weight", *self.spec.state_names)}
+        return LocalRows(values, lambda: self._flat._version != self._version)
 
     @property
     def cache_rows(self) -> int:
@@ -108,7 +116,8 @@ class CachedStore(MemoryStore):
 
     def look_up(self, slots: torch.Tensor) -> LookedUp:
         self._take_writes()
-        return LookedUp(self._moves.read(slots.numpy(), "weight"), lambda gradient: self._train_beside(slots, gradient))
+        rows = self._moves.read(slots.numpy(), ["weight"])["weight"]
+        return LookedUp(rows, lambda gradient: self._train_beside(slots, gradient))
 
     def _train_beside(self, slots: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update rows of which the cache was not told, or for which it has no room: where they are, in a store of their
@@ -119,8 +128,8 @@ class CachedStore(MemoryStore):
         store.set_learning_rate(self._learning_rate)
         store.begin_step(self._step)
         names = ("weight", *self.spec.state_names)
-        for name in names:
-            store.part(name)[: rows.size].copy_(self._moves.read(rows, name))
+        for name, values in self._moves.read(rows, names).items():
+            store.part(name)[: rows.size].copy_(values)
         with torch.enable_grad():
             store.look_up(torch.from_numpy(index.reshape(-1))).update(gradient)
         self._moves.write(rows, {name: store.part(name)[: rows.size] for name in names})
@@ -191,7 +200,7 @@ class _Announced(AnnouncedRows):
         slots = self._batch.slots
         if slots.done() and not self._batch.dropped:
             return self._store._cache.values.index_select(0, slots.result().index_select(0, which))
-        return self._store._moves.read(self._slots.index_select(0, which).numpy(), "weight")
+        return self._store._moves.read(self._slots.index_select(0, which).numpy(), ["weight"])["weight"]
 
     def update(self, which: torch.Tensor, gradient: torch.Tensor, moment: tuple[int, float]) -> None:
         store = self._store
