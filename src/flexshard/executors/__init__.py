@@ -13,6 +13,7 @@ from flexshard._internal.lazy import lazy_exports
 if TYPE_CHECKING:
     from flexshard.executors.comm.collectives import Collectives as Collectives
     from flexshard.executors.lookahead.pipeline import LookaheadPipeline as LookaheadPipeline
+    from flexshard.executors.servers.embedding_servers import EmbeddingServers as EmbeddingServers
     from flexshard.executors.sharding.pooled import (
         ShardedFlexShardEmbeddingBagCollection as ShardedFlexShardEmbeddingBagCollection,
     )
@@ -58,6 +59,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "comm.collectives": ["Collectives"],
         "lookahead.pipeline": ["LookaheadPipeline"],
+        "servers.embedding_servers": ["EmbeddingServers"],
         "sharding.pooled": ["ShardedFlexShardEmbeddingBagCollection"],
         "sharding.sequences": ["ShardedFlexShardEmbeddingCollection"],
         "sharding.sharders": ["FlexShardEmbeddingBagCollectionSharder", "FlexShardEmbeddingCollectionSharder"],

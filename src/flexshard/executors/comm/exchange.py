@@ -191,7 +191,7 @@ class Exchange:
         """Rows of each class that this rank is asked for at a level."""
         stores, slots = self._context.stores, self._slots[level]
         if self._context.layout.group_sizes[level] < self._context.layout.world_size:
-            return [store.values.index_select(0, at) for store, at in zip(stores, slots, strict=True)]
+            return [store.rows_at(at) for store, at in zip(stores, slots, strict=True)]
         look_ups: Sequence[Callable[[], LookedUp]] = self._announced or [
             partial(store.look_up, at) for store, at in zip(stores, slots, strict=True)
         ]

@@ -23,6 +23,7 @@ class HostRows(abc.ABC):
     def write(self, slots: npt.NDArray[np.int64], rows: Mapping[str, torch.Tensor]) -> None:
         """Let distinct slots' rows be these; what is read later on this rank finds them."""
 
+    @abc.abstractmethod
     def flush(self) -> None:
         """Wait until what was written is there for all ranks."""
 
@@ -47,6 +48,9 @@ class LocalRows(HostRows):
         where = torch.from_numpy(slots)
         for name, values in rows.items():
             self._values[name].index_copy_(0, where, values)
+
+    def flush(self) -> None:
+        """They are written."""
 
     @property
     def changed(self) -> bool:

@@ -21,8 +21,11 @@ from flexshard.costmodels import Layout, PlacedTable, rows_with_places
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
+from flexshard.executors.servers.embedding_servers import EmbeddingServers
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import GroupOptions, GroupTraits, ShardedTables
+from flexshard.executors.state.rows_by_id import draw_rows, fill_rows
+from flexshard.executors.state.served_rows import make_on_servers
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -60,7 +63,7 @@ class RowSharding:
     """Puts rows of tables where they are planned, for a sharder of collections.
 
     Args:
-        translated_ids, sharded_store, collectives, cache_load_factors: as of
+        translated_ids, sharded_store, collectives, cache_load_factors, servers: as of
             :class:`FlexShardEmbeddingCollectionSharder`.
     """
 
@@ -71,8 +74,12 @@ class RowSharding:
         sharded_store: Callable[..., RowStore] = FusedStore,
         collectives: Collectives | None = None,
         cache_load_factors: Mapping[str, float] | None = None,
+        servers: EmbeddingServers | None = None,
     ) -> None:
         self._sharded_store, self._collectives = sharded_store, collectives or Collectives()
+        if not isinstance(servers, EmbeddingServers | None):
+            raise TableError(f"servers must be EmbeddingServers, found {type(servers).__name__}")
+        self._servers = servers
         self._translated_ids = translated_ids
         if not isinstance(cache_load_factors or {}, Mapping):
             raise TableError(f"cache_load_factors must be shares by table, found {cache_load_factors!r}")
@@ -120,6 +127,13 @@ class RowSharding:
             PlanError,
             env.process_group,
         )
+        if self._servers is not None and all(one.cache_load_factor is None for one in traits.values()):
+            warnings.warn(
+                f"tables {', '.join(list(planned)[:3])}: servers were given, and none of these is behind a cache; name"
+                " those that are to be on servers in cache_load_factors",
+                UserWarning,
+                stacklevel=3,
+            )
         alike = list(dict.fromkeys(traits.values()))
         names = sorted(planned, key=lambda name: alike.index(traits[name]))  # those of one group together
         options = GroupOptions(
@@ -130,6 +144,7 @@ class RowSharding:
             index_dedup,
             self._collectives,
             self._sharded_store,
+            None if self._servers is None else self._servers.tables(),
         )
         layout, bijections = placement_of({name: planned[name] for name in names}, env.world_size)
         tables = ShardedTables(layout, [traits[name] for name in names], bijections, options)
@@ -264,17 +279,12 @@ def placement_of(planned: Mapping[str, PlannedRows], world_size: int) -> tuple[L
     return Layout.of_tables(tables, world_size), bijections
 
 
-@torch.no_grad()
 def _initialise(tables: ShardedTables, configs: Sequence[BaseEmbeddingConfig], weights: Sequence[torch.Tensor]) -> None:
     """Rows of the module as it was built; where that was on the meta device, rows drawn as its tables would be."""
+    make_on_servers(tables)
     for table, (config, weight) in enumerate(zip(configs, weights, strict=True)):
         if weight.device.type != "meta":
-            tables.fill(table, {"weight": weight.detach()})
-            continue
-        values = tables.group_of(table).store.part("weight")
-        for level, slots, _ in tables.held(table):
-            drawn = torch.empty_like(values[slots])
+            fill_rows(tables, table, {"weight": weight.detach()})
+        else:
             assert config.init_fn is not None
-            config.init_fn(drawn)
-            tables.make_alike(level, drawn)
-            values[slots] = drawn
+            draw_rows(tables, table, config.init_fn)

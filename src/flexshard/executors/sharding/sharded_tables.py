@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -21,11 +21,13 @@ from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.executors.comm.collectives import Collectives
+from flexshard.executors.servers.embedding_servers import ServedTables
 from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.memory import MemoryStore
+from flexshard.executors.stores.served import ServedRange, ServedStore
 from flexshard.executors.stores.updates import OptimizerSpec
 
 __all__ = ["GroupOptions", "GroupTraits", "ShardedTables", "TableGroup"]
@@ -63,6 +65,7 @@ class GroupOptions:
         index_dedup: tables whose repeated ids of a batch are sent once.
         collectives: what carries tensors to other ranks.
         store: makes the store of a group's rows.
+        servers: where rows behind caches are; None for this process.
     """
 
     process_group: dist.ProcessGroup
@@ -72,6 +75,7 @@ class GroupOptions:
     index_dedup: frozenset[str] = frozenset()
     collectives: Collectives = Collectives()  # noqa: RUF009 - it has no state
     store: Callable[..., RowStore] = FusedStore
+    servers: ServedTables | None = None
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,22 @@ class TableGroup:
     first_slot: int
     store: RowStore
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What a row has: "weight" and its states."""
+        return ("weight", *self.traits.spec.state_names)
+
     def width_of(self, name: str) -> int:
         """Numbers per row of weights ("weight") or of a state."""
         return self.traits.dim if name == "weight" else self.traits.spec.state_width(name, self.traits.dim)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Their type."""
+        return self.traits.dtype if name == "weight" else torch.float32
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes per row."""
+        return self.width_of(name) * self.dtype_of(name).itemsize
 
     def store_slots(self, slots: slice) -> slice:
         """A part of the rank's slots as part of the store."""
@@ -162,7 +179,21 @@ class ShardedTables:
                 f"tables {', '.join(self.names[table] for table in tables)}: every rank has copies of all of their"
                 " rows, which are not cached; leave them out of cache_load_factors"
             )
-        return partial(CachedStore, cache_rows=math.ceil(load_factor * rows), cache=make, label=label)
+        cached = partial(CachedStore, cache_rows=math.ceil(load_factor * rows), cache=make, label=label)
+        if self.options.servers is None:
+            return cached
+        first = int(layout.table_slots[tables.start])
+        ranges = [self._served(table, level[0], first) for table in tables if layout.depth[table, level[0]]]
+        return partial(ServedStore, **cached.keywords, tables=self.options.servers, ranges=ranges)
+
+    def _served(self, table: int, level: int, first_slot: int) -> ServedRange:
+        """The rows of a level that are this rank's, on servers; ``first_slot`` of the layout is the store's first."""
+        layout, ids_of = self.layout, self.bijections[table].rows
+        positions = layout.piece(table, level, self.rank).positions
+        start = int(layout.first_slot[table, level]) - first_slot
+        slots = range(start, start + int(layout.depth[table, level]))
+        begin, step = positions.start, positions.step
+        return ServedRange(self.names[table], slots, lambda n: ids_of(begin + step * n).astype(np.int64))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -280,24 +311,10 @@ class ShardedTables:
             pieces.append((level, group.store_slots(piece.slots), piece.positions))
         return pieces
 
-    @torch.no_grad()
-    def fill(self, table: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's rows out of a whole table in order of id; every rank must call it. Copies are alike then,
-        though ranks may give different tables: one of those that have a row gives it.
-
-        Args:
-            table: index of the table.
-            values: "weight" of shape (E, D), or states of shape (E, 1) or (E, D), by name.
-        """
+    def served(self, table: int) -> ServedStore | None:
+        """The store of a table whose rows are on servers."""
         store = self.group_of(table).store
-        self.on_replace()
-        for level, slots, positions in self.held(table):
-            ids = torch.from_numpy(self.ids_of(table, positions))
-            for name, whole in values.items():
-                part = store.part(name)[slots]
-                part.copy_(whole[ids])
-                self.make_alike(level, part)
-        store.rows_written()
+        return store if isinstance(store, ServedStore) else None
 
     def make_alike(self, level: int, rows: torch.Tensor) -> None:
         """Let every copy of a level's rows be the first one's; every rank must call it."""

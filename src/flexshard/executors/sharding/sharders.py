@@ -18,6 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from flexshard._internal import differing_ranks
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
+from flexshard.executors.servers.embedding_servers import EmbeddingServers
 from flexshard.executors.sharding.pooled import ShardedFlexShardEmbeddingBagCollection
 from flexshard.executors.sharding.row_sharding import RowSharding, check_world
 from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingCollection
@@ -46,6 +47,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             them as a share (above 0, at most 1), as TorchRec's ``CacheParams.load_factor``; by default those of the
             plan. What leaves the cache and what comes follows from the batches that are known ahead: train with
             :class:`LookaheadPipeline`. On CPUs only, so far.
+        servers: embedding servers, where the rows of tables behind caches are kept instead of in this process's memory.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         sharded_store: Callable[..., RowStore] = FusedStore,
         collectives: Collectives | None = None,
         cache_load_factors: Mapping[str, float] | None = None,
+        servers: EmbeddingServers | None = None,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
         self._torchrec_sharder = EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry, use_index_dedup)
@@ -66,6 +69,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             sharded_store=sharded_store,
             collectives=collectives,
             cache_load_factors=cache_load_factors,
+            servers=servers,
         )
 
     carries_out_plans = True  # which FlexShardPlanner asks for
@@ -194,7 +198,7 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             share (above 0, at most 1); see :class:`FlexShardEmbeddingCollectionSharder`. Whatever the plan has them as,
             their rows are dealt to all ranks; a batch's come to the ranks that ask for them, each once, and are added
             up there. On CPUs only, so far.
-        sharded_store, collectives: as of :class:`FlexShardEmbeddingCollectionSharder`.
+        sharded_store, collectives, servers: as of :class:`FlexShardEmbeddingCollectionSharder`.
     """
 
     def __init__(
@@ -205,12 +209,18 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         cache_load_factors: Mapping[str, float] | None = None,
         sharded_store: Callable[..., RowStore] = FusedStore,
         collectives: Collectives | None = None,
+        servers: EmbeddingServers | None = None,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
         self._rows = RowSharding(
-            sharded_store=sharded_store, collectives=collectives, cache_load_factors=cache_load_factors
+            sharded_store=sharded_store,
+            collectives=collectives,
+            cache_load_factors=cache_load_factors,
+            servers=servers,
         )
         self._unknown = set(self._rows.cache_load_factors)
+        if servers is not None and not self._unknown:
+            raise TableError("servers were given, and no pooled table for them; name some in cache_load_factors")
 
     def shard(
         self,

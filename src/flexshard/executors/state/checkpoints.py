@@ -23,6 +23,7 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from flexshard._internal import DocumentFormat, PathLike, lost_rank, on_all_ranks, read_json, write_json, write_text
 from flexshard.errors import CheckpointError, FlexShardError, OutputError
 from flexshard.executors.state.logical import LaterTable, tables_on_host
+from flexshard.executors.state.served_shards import ServedLoadPlanner
 
 __all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]
 
@@ -101,12 +102,21 @@ def _written(work: Callable[[], None], folder: Path, process_group: dist.Process
         except (OSError, RuntimeError, CheckpointError, dcp.api.CheckpointException) as error:
             # torch's own errors are of gloo's or NCCL's sockets where another rank has ended
             ended = isinstance(error, RuntimeError) and not isinstance(error, FlexShardError)
-            raise unwritten(lost_rank(error) if ended else str(error).strip().splitlines()[0]) from error
+            raise unwritten(lost_rank(error) if ended else _cause(error)) from error
 
     def unwritten(reason: str) -> OutputError:
         return OutputError(f"{folder}: the checkpoint could not be written; the previous one is untouched ({reason})")
 
     on_all_ranks(told, unwritten, process_group)
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, in a line; of an error that torch collected from all ranks, on the first that had one."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        rank = min(error.failures)
+        return f"rank {rank}: {_cause(error.failures[rank][0])}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def load_checkpoint(
@@ -133,10 +143,9 @@ def load_checkpoint(
         optimizer.init_state()  # otherwise there would be nothing yet to load into
     state = _state(model, optimizer)
     try:
-        dcp.load(state, checkpoint_id=str(folder / name), process_group=process_group)
+        dcp.load(state, checkpoint_id=str(folder / name), process_group=process_group, planner=ServedLoadPlanner())
     except (dcp.api.CheckpointException, ValueError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise CheckpointError(f"{folder / name}: cannot be loaded into this model: {lines[-1].strip()}") from error
+        raise CheckpointError(f"{folder / name}: cannot be loaded into this model: {_cause(error)}") from error
     model.load_state_dict(state["model"])
     (model.fused_optimizer if optimizer is None else optimizer).load_state_dict(state["optimizer"])
     return position

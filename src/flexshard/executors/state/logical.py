@@ -19,7 +19,9 @@ from flexshard.errors import CheckpointError
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.attendance import Attendance
 from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut, LogicalShard
-from flexshard.executors.state.rows_by_id import read_rows, write_rows
+from flexshard.executors.state.rows_by_id import block_rows, fill_rows, own_block, read_rows, write_rows
+from flexshard.executors.state.served_rows import adopt, publish, read_ids, write_ids
+from flexshard.executors.state.served_shards import ServedShard, served_shard
 
 __all__ = ["LaterTable", "LogicalTables", "tables_on_host"]
 
@@ -96,13 +98,24 @@ class LogicalTables:
         if _later.get():
             return LaterTable(self, table, name)
         tables = self.tables
+        later = _on_host.get() and tables.served(table) is not None
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference do not count what is written to them
-            block = self._block(table, name)
+            block = self._empty(table, name, "meta") if later else self._block(table, name)
         rows, width = int(tables.layout.num_rows[table]), block.shape[1]
         shape, stride = torch.Size((rows, width)), torch.Size((width, 1))
         if width == 1 and name != "weight":  # as TorchRec has a number per row
             block, shape, stride = block.view(-1), torch.Size((rows,)), torch.Size((1,))
-        first = min(tables.rank * _block_rows(tables, table), rows)
+        first = min(tables.rank * block_rows(tables, table), rows)
+        if later:
+            publish(tables, table, [name])
+            return DTensor.from_local(
+                self._on_servers(table, name, block, first),
+                tables.mesh_on_host,
+                [Shard(0)],
+                run_check=False,
+                shape=shape,
+                stride=stride,
+            )
         same = (table, name, False, block.device)
         known = next((e for e in self._handed_out if (e.table, e.name, e.stale, e.block.device) == same), None)
         holder = None if known is None else known.holder()
@@ -119,15 +132,27 @@ class LogicalTables:
         """Forget what nobody holds any more."""
         self._handed_out = [entry for entry in self._handed_out if not entry.over]
 
+    def _on_servers(self, table: int, name: str, block: torch.Tensor, first: int) -> ServedShard:
+        """A block that begins at a row and is read from servers, and written to them, when a checkpoint is."""
+        tables = self.tables
+        return ServedShard.of(
+            block,
+            (first,) + (0,) * (block.ndim - 1),
+            lambda ids: read_ids(tables, table, [name], ids)[name],
+            lambda ids, rows: write_ids(tables, table, ids, {name: rows}),
+        )
+
+    def _empty(self, table: int, name: str, device: torch.device | str) -> torch.Tensor:
+        """Room for this rank's rows by id; shape (n, width)."""
+        group = self.tables.group_of(table)
+        wanted = own_block(self.tables, table)
+        return torch.empty(len(wanted), group.width_of(name), dtype=group.dtype_of(name), device=device)
+
     def _block(self, table: int, name: str) -> torch.Tensor:
         """This rank's rows by id; shape (n, width)."""
         tables = self.tables
-        rows, size = int(tables.layout.num_rows[table]), _block_rows(tables, table)
-        first = min(tables.rank * size, rows)
-        wanted = range(first, min(first + size, rows))
-        values = tables.group_of(table).store.part(name)
-        device = torch.device("cpu") if _on_host.get() else tables.device
-        block = torch.empty(len(wanted), values.shape[1], dtype=values.dtype, device=device)
+        wanted, size = own_block(tables, table), block_rows(tables, table)
+        block = self._empty(table, name, torch.device("cpu") if _on_host.get() else tables.device)
         read_rows(tables, table, name, wanted, size, lambda part, rows: block[part].copy_(rows))
         return block
 
@@ -137,9 +162,9 @@ class LogicalTables:
         it.
         """
         tables = self.tables
-        rows, values = int(tables.layout.num_rows[table]), tables.group_of(table).store.part(name)
+        rows, group = int(tables.layout.num_rows[table]), tables.group_of(table)
         wanted = range(rows if tables.rank == 0 else 0)
-        result = torch.empty(len(wanted), values.shape[1], dtype=values.dtype)
+        result = torch.empty(len(wanted), group.width_of(name), dtype=group.dtype_of(name))
         read_rows(tables, table, name, wanted, rows, lambda part, rows: result[part].copy_(rows))
         return result if tables.rank == 0 else None
 
@@ -163,7 +188,10 @@ class LogicalTables:
             )
         self._outdate(entry for entry in self._handed_out if (entry.table, entry.name) == (table, name))
         if not isinstance(value, DTensor):
-            tables.fill(table, {name: value.view(rows, width)})
+            fill_rows(tables, table, {name: value.view(rows, width)})
+            return
+        if served_shard(value) is not None:  # what was loaded is on the servers
+            adopt(tables, table, [name])
             return
         on_all_ranks(lambda: self._check_owner(table, value), CheckpointError, tables.process_group)
         if value.placements != (Shard(0),):
@@ -192,10 +220,7 @@ class LogicalTables:
     def _take_block(self, table: int, name: str, block: torch.Tensor) -> None:
         """Take every rank's rows by id."""
         tables = self.tables
-        size = _block_rows(tables, table)
-        block = block.view(len(block), tables.group_of(table).width_of(name))
-        first = tables.rank * size
-        write_rows(tables, table, name, lambda ids: ids // size, lambda asked: block[asked.to(block.device) - first])
+        write_rows(tables, table, name, block.view(len(block), tables.group_of(table).width_of(name)))
 
     # -- what is written to in place
 
@@ -252,8 +277,3 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
-
-
-def _block_rows(tables: ShardedTables, table: int) -> int:
-    """Rows of a rank's block of a table."""
-    return -(-int(tables.layout.num_rows[table]) // tables.layout.world_size)

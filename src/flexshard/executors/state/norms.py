@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flexshard.executors.sharding.module import ShardedRowsModule
+from flexshard.executors.state.rows_by_id import own_block, read_rows
 
 __all__ = ["table_norms"]
 
@@ -31,15 +32,22 @@ def table_norms(model: nn.Module, *, norm_type: float = 2.0) -> dict[str, float]
         module.finish_writes()
         tables, sums = module.tables, []
         for table in range(len(tables.names)):
-            values = tables.group_of(table).store.part("weight")
             total = torch.zeros((), dtype=torch.float64, device=tables.device)
-            for level, slots, _ in tables.held(table):
-                part = values[slots].double().abs()
-                if norm_type == float("inf"):
-                    total = torch.maximum(total, part.max()) if part.numel() else total
-                else:
-                    copies = tables.layout.world_size // tables.layout.group_sizes[level]
+
+            def add(rows: torch.Tensor, copies: int, total: torch.Tensor = total) -> None:
+                part = rows.double().abs()
+                if norm_type != float("inf"):
                     total += part.pow(norm_type).sum() / copies
+                elif part.numel():
+                    total.copy_(torch.maximum(total, part.max()))
+
+            if tables.served(table) is not None:
+                wanted = own_block(tables, table)
+                read_rows(tables, table, "weight", wanted, len(wanted), lambda _, rows: add(rows, 1))
+            else:
+                values = tables.group_of(table).store.part("weight")
+                for level, slots, _ in tables.held(table):
+                    add(values[slots], tables.layout.world_size // tables.layout.group_sizes[level])
             sums.append(total)
         all_sums = torch.stack(sums)
         operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM

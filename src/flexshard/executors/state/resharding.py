@@ -19,6 +19,8 @@ from flexshard.executors.sharding.row_sharding import check_world, placement_of
 from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.state.rows_by_id import parts_of, transfer_of
+from flexshard.executors.state.served_rows import adopt, publish
+from flexshard.executors.stores.served import ServedStore
 from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan, TablePlan, moving_seconds, row_moves
 from flexshard.profiling import AccessProfile
 
@@ -115,8 +117,10 @@ def _forecast(
         planned = {name: shardings[name] for name in now.names}
         layout, bijections = placement_of(planned, now.layout.world_size)
         for index, name in enumerate(now.names):
-            traits = now.group_of(index).traits
-            numbers = sum(now.group_of(index).store.part(one).shape[1] for one in ("weight", *traits.spec.state_names))
+            group = now.group_of(index)
+            if now.served(index) is not None:  # its rows stay where they are
+                continue
+            numbers = sum(group.width_of(one) for one in group.columns)
             found = row_moves(
                 (now.layout, index), (layout, index), now.bijections[index], bijections[index], numbers, table=name
             )
@@ -172,6 +176,9 @@ def _moved(old: ShardedTables, shardings: Mapping[str, FlexShardParameterShardin
     planned = {name: shardings[name] for name in old.names}
     index_dedup = frozenset(name for name, how in planned.items() if how.index_dedup)
     sources: list[Rows] = []
+    for table in range(len(old.names)):
+        if old.served(table) is not None:
+            publish(old, table, old.group_of(table).columns)
 
     def make_room(group: int) -> None:
         sources.append(_rows_of(old.groups[group]))
@@ -185,8 +192,9 @@ def _moved(old: ShardedTables, shardings: Mapping[str, FlexShardParameterShardin
 
 def _rows_of(group: TableGroup) -> Rows:
     """Weights and states of a group, on the host: as they are, or taken off their device."""
-    names = ["weight", *group.traits.spec.state_names]
-    rows = {name: group.store.part(name) for name in names}
+    if isinstance(group.store, ServedStore):
+        return {}
+    rows = {name: group.store.part(name) for name in group.columns}
     if not host_waits_for(group.store.values.device):
         return rows
     rows = {name: values.to("cpu", copy=True) for name, values in rows.items()}
@@ -198,7 +206,7 @@ def _move_group(
     old: ShardedTables, new: ShardedTables, source: TableGroup, rows: Rows, target: TableGroup
 ) -> Resharded:
     """Fill the target's store from those that have its rows."""
-    width = sum(values.shape[1] for values in rows.values())
+    width = sum(target.width_of(name) for name in target.columns)
     moved = kept = 0
 
     def found(slots: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -206,6 +214,11 @@ def _move_group(
         return torch.cat([values.index_select(0, at).float() for values in rows.values()], dim=1).to(old.device)
 
     for table in target.tables:
+        if new.served(table) is not None:
+            adopt(new, table, target.columns)
+            copied = [size < new.layout.world_size for size in new.layout.group_sizes]
+            moved += sum(len(held[2]) for held, has in zip(new.held(table), copied, strict=True) if has)
+            continue
         transfer = transfer_of(old, table, "reshard")
         for level, slots, positions in new.held(table):
             longest = int(new.layout.depth[table, level])

@@ -120,6 +120,10 @@ class RowStore(nn.Module, abc.ABC):
         """
         return self.flat.data.view(-1, self.dim)
 
+    def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """Weights of rows with copies, shape (n, D), at slots, shape (n,), int64."""
+        return self.values.index_select(0, slots)
+
     def part(self, name: str) -> torch.Tensor:
         """Weights ("weight") or a state by its name, as they are now; writing changes it, if :meth:`rows_written` is
         called then.

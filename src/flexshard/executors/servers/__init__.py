@@ -1,0 +1,1 @@
+"""Rows in the memory of other processes, and other machines, than those that train."""
