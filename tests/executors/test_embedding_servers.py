@@ -42,7 +42,13 @@ from flexshard.executors.servers.row_server import RowServer
 from flexshard.executors.stores.served import ServedStore, _ServedRows
 from flexshard.planner import FlexShardPlanner
 from flexshard.tables import OPTIMIZERS
-from tests.executors import lookahead_model as looking, ranks, test_lookahead as plain, test_state_memory
+from tests.executors import (
+    lookahead_model as looking,
+    ranks,
+    test_lookahead as plain,
+    test_pooled_caches,
+    test_state_memory,
+)
 from tests.executors.test_lookahead import HOST, fused
 from tests.slow import first
 
@@ -163,6 +169,20 @@ def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(address: str, t
 
 def test_a_plain_loop(address: str) -> None:
     assert ranks.run(1, 2, with_servers, address, 2, plain.plainly, looking.plan_for(1, 2)) == [[], []]
+
+
+def pooled(rank: int, address: str) -> list[str]:
+    """As ``test_a_cache_changes_no_bit`` of pooled tables."""
+    with EmbeddingServers(2, address=address) as servers:
+        sharder = partial(FlexShardEmbeddingBagCollectionSharder, servers=servers)
+        with mock.patch.object(test_pooled_caches, "FlexShardEmbeddingBagCollectionSharder", sharder):
+            differing = test_pooled_caches.with_and_without(rank)
+        assert min(servers.nbytes()) > 0
+        return differing
+
+
+def test_pooled_tables(address: str) -> None:
+    assert ranks.run(1, 2, pooled, address) == [[], []]
 
 
 def _not_written(self: Any, slots: Any, rows: Any) -> None:
