@@ -15,6 +15,9 @@ from flexshard import Cluster
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("repeatable")
 
+# Ranks come from a process that is older than the Ray clusters that tests start, and so know nothing of their tokens.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
 # Without a GPU its kernels run in Triton's interpreter, which must be known before Triton is imported.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.lookahead import cached_step, forms, oracle, placements, planning, served
+from benchmarks.lookahead import cached_step, forms, oracle, placements, planning
 from benchmarks.timing import machine
 
-PARTS = ("placements", "forms", "oracle", "step", "plans", "servers")
+PARTS = ("placements", "forms", "oracle", "step", "plans")
 
 
 def main() -> None:
@@ -35,8 +35,6 @@ def main() -> None:
         cached_step.main()
     if "plans" in parts:
         planning.main()
-    if "servers" in parts:
-        served.main()
 
 
 if __name__ == "__main__":

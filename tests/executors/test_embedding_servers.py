@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -22,6 +23,7 @@ pytest.importorskip("ray")
 
 import ray
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -169,6 +171,25 @@ def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(address: str, t
 
 def test_a_plain_loop(address: str) -> None:
     assert ranks.run(1, 2, with_servers, address, 2, plain.plainly, looking.plan_for(1, 2)) == [[], []]
+
+
+def with_tokens(rank: int, home: str) -> list[int]:
+    """Rows through servers in a cluster of the first rank's own, which wants tokens unless its environment says no."""
+    os.environ["HOME"] = home
+    del os.environ["RAY_AUTH_MODE"]
+    importlib.import_module("ray._raylet").Config.initialize("")  # this module has imported it already
+    with EmbeddingServers(2, address="local", options={"num_cpus": 0.1}) as servers:
+        tables = servers.tables()
+        tables.make("a", 10, {"weight": (2, "float32")})
+        if not rank:
+            tables.write([("a", np.arange(10))], {"weight": torch.arange(20.0).reshape(10, 2)})
+        dist.barrier()
+        return tables.read([("a", np.array([9]))], ["weight"])["weight"].ravel().tolist()
+
+
+def test_the_first_rank_may_start_a_cluster_that_wants_tokens(tmp_path: Path) -> None:
+    assert ranks.run(1, 2, with_tokens, str(tmp_path)) == [[18.0, 19.0]] * 2
+    assert (tmp_path / ".ray" / "auth_token").exists()
 
 
 def pooled(rank: int, address: str) -> list[str]:

@@ -147,7 +147,7 @@ def test_downsampling(tmp_path: Path, by: str) -> None:
 def test_ray_gives_the_same_files(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     written(log(), tmp_path / "in", 3)
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
     try:
         how = {"session": "session", "time": "time", "shards": 3, "row_group_rows": 40, "keep": 0.7}
         a = cluster_sessions(tmp_path / "in", tmp_path / "here", **how)  # type: ignore[arg-type]

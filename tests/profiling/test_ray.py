@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def two_workers() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
         yield
         ray.shutdown()
 

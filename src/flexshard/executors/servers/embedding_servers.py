@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import sys
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +29,7 @@ _NAMESPACE = "flexshard-embedding-servers"
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 # Nothing is done twice, or by a server that has begun again without its rows.
 _FIXED = {"namespace": _NAMESPACE, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
+_AUTHENTICATION = "RAY_AUTH_MODE"
 _START_SECONDS = _ANSWER_SECONDS = 120.0
 _RESTART = "end this job, start it again with new servers, and load its last checkpoint"
 
@@ -68,12 +75,19 @@ class EmbeddingServers:
         self._actors: list[Any] = []
         self._modules, self._left = 0, list[str]()
         given = dict(options or {})
-        self._ray: Any = on_all_ranks(_ray, MissingDependencyError, process_group)
-        job, where = on_first_rank(lambda: self._start(address, given), CacheError, process_group)
-        on_all_ranks(lambda: self._connect(job, where), CacheError, process_group)
+        on_all_ranks(_check_ray, MissingDependencyError, process_group)
+        found = on_first_rank(lambda: self._start(address, given), CacheError, process_group)
+        on_all_ranks(lambda: self._connect(*found), CacheError, process_group)
 
-    def _start(self, address: str | None, options: dict[str, Any]) -> tuple[str, str]:
-        """Start the servers; what they are named by, and where their cluster is."""
+    @cached_property
+    def _ray(self) -> Any:
+        """Imported when it is needed: what is in the environment by then counts."""
+        import ray
+
+        return ray
+
+    def _start(self, address: str | None, options: dict[str, Any]) -> tuple[str, str, str | None]:
+        """Start the servers; what they are named by, where their cluster is, and whether it asks for tokens."""
         ray = self._ray
         try:
             if not ray.is_initialized():
@@ -89,7 +103,12 @@ class EmbeddingServers:
                 [actor.pid.remote() for actor in self._actors], num_returns=self.number, timeout=_START_SECONDS
             )
             ray.get(ready)
-        except (ray.exceptions.RayError, ConnectionError, ValueError, TypeError) as error:
+        except ConnectionError as error:
+            raise CacheError(
+                f"embedding servers could not be started: {_first_line(error)}; is a Ray cluster there, and if it wants"
+                f" tokens, does this process have {_AUTHENTICATION}=token and the right one?"
+            ) from error
+        except (ray.exceptions.RayError, ValueError, TypeError) as error:
             raise CacheError(f"embedding servers could not be started: {_first_line(error)}") from error
         if waiting:
             free = ray.available_resources()
@@ -98,18 +117,26 @@ class EmbeddingServers:
                 f"{len(waiting)} of {self.number} embedding servers have not started within {_START_SECONDS:g} s; the"
                 f" Ray cluster has {free.get('CPU', 0):g} CPUs free: take fewer, or give options with less to ask for"
             )
-        return job, ray.get_runtime_context().gcs_address
+        return job, ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION)
 
-    def _connect(self, job: str, where: str) -> None:
-        ray = self._ray
+    def _connect(self, job: str, where: str, authentication: str | None) -> None:
         if self._first:
             return
+        if authentication is not None and _AUTHENTICATION not in os.environ:  # a cluster that the first rank has made
+            os.environ[_AUTHENTICATION] = authentication
+            if "ray" in sys.modules:  # which has read the environment
+                with suppress(ImportError, AttributeError):
+                    importlib.import_module("ray._raylet").Config.initialize("")
+        ray = self._ray
         try:
             if not ray.is_initialized():
                 ray.init(address=where, include_dashboard=False, log_to_driver=False, configure_logging=False)
             self._actors = [ray.get_actor(f"{job}-{index}", _NAMESPACE) for index in range(self.number)]
         except (ray.exceptions.RayError, ConnectionError, ValueError) as error:
-            raise CacheError(f"embedding servers at {where} cannot be reached: {_first_line(error)}") from error
+            raise CacheError(
+                f"embedding servers at {where} cannot be reached: {_first_line(error)}; does every rank have the same"
+                f" {_AUTHENTICATION} and token?"
+            ) from error
 
     def __enter__(self) -> EmbeddingServers:
         return self
@@ -245,14 +272,13 @@ class ServedTables:
                 yield server, where, [(table, part) for table, part in zip(tables, parts, strict=True) if part.size]
 
 
-def _ray() -> Any:
+def _check_ray() -> None:
     try:
-        import ray
-    except ImportError as error:
-        raise MissingDependencyError(
-            "embedding servers need Ray, which is not installed: pip install 'flexshard[ray]'"
-        ) from error
-    return ray
+        found = importlib.util.find_spec("ray")
+    except ValueError:  # a module that says nothing of where it is from
+        found = None
+    if found is None:
+        raise MissingDependencyError("embedding servers need Ray, which is not installed: pip install 'flexshard[ray]'")
 
 
 def _first_line(error: BaseException) -> str:
