@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -411,6 +413,39 @@ def test_copies_that_fail_stop_every_rank_with_the_cause() -> None:
     first, second = ranks.run(1, 2, copies_fail, looking.plan_for(1, 2))
     assert "rank 1 has a cache of rows of table 'goods' that cannot be moved" in first
     assert "AttributeError" in second
+
+
+def while_rows_are_away(rank: int, plan: Any) -> list[list[bool]]:
+    """Of fetches that are held up, how those ended that ended within two steps, and later ones."""
+    go, asked, ended, fetch = threading.Event(), [], [], RowMoves._fetch
+    parallel, optim = looking.shard(plan, 1.0, fused("sgd"))
+    pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=4)
+    batches = looking.batches(rank, range(30))
+
+    def held(self: RowMoves, rows: Any, slots: Any) -> None:
+        asked.append(rows)
+        ended.append(go.wait(10))
+        fetch(self, rows, slots)
+
+    for _ in range(3):
+        pipeline.progress(batches)
+    with mock.patch.object(RowMoves, "_fetch", held):
+        for _ in range(2):
+            pipeline.progress(batches)
+        meanwhile = list(ended)
+        while not asked:
+            time.sleep(0.01)
+        go.set()
+        for _ in range(3):
+            pipeline.progress(batches)
+    return [meanwhile, ended]
+
+
+def test_steps_do_not_wait_for_rows_of_later_batches() -> None:
+    for meanwhile, ended in ranks.run(1, 2, while_rows_are_away, looking.plan_for(1, 2)):
+        assert meanwhile == []
+        assert len(ended) > 2
+        assert all(ended)
 
 
 def written(rank: int, plan: Any) -> list[Any]:

@@ -124,12 +124,10 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
             if context.fused_splits_awaitables:
                 self.wait_sparse_data_dist(context)
 
-    def _announce(self) -> bool:
-        """Let the caches know the batches whose ids are on their way; whether all of them found room."""
-        room = True
-        for module in self._ours():
-            room &= module.announce()
-        return room
+    def _announce(self) -> None:
+        """Let the caches know the batches whose ids are on their way. Nothing waits for their rows."""
+        for joint in self._joint():
+            joint.announce()
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
         """As many batches as are to be known, if there are so many."""
@@ -170,7 +168,8 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         ours = self._ours()
         if not any(group.store.ahead for module in ours for group in module.groups):
             return self._begun < 2  # one ahead, as in TorchRec's pipeline
-        room = torch.tensor([int(self._announce())], device=self._device)
+        self._announce()
+        room = torch.tensor([int(all(module.drained() for module in ours))], device=self._device)
         tables = ours[0].tables
         label = Label(tables.layout.world_size, "room in caches", tables.names)
         tables.options.collectives.all_reduce(room, tables.process_group, label, dist.ReduceOp.MIN).wait()

@@ -188,16 +188,13 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         return features.permute([places[key] for key in keys])
 
     def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: FlexShardContext | None = None) -> None:
-        """Of tables that TorchRec shards, what it keeps in a cache; ours are told of batches by :meth:`announce`."""
+        """Of tables that TorchRec shards, what it keeps in a cache; ours are told otherwise."""
         for collection in self._torchrec:
             theirs = KJTList(list(dist_input)[1:])
             collection.prefetch(theirs, forward_stream, None if ctx is None else ctx.torchrec)
 
-    def announce(self) -> bool:
-        """Tell the caches of rows which rows those batches will read whose ids are on their way; whether there was room
-        for all of them on this rank.
-        """
-        self.joint.announce()
+    def drained(self) -> bool:
+        """Wait until the caches of this rank have taken up what they were told of; whether there was room for it."""
         return all(group.store.drained() for group in self.groups)
 
     # -- output
