@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import yaml
 
 from flexshard import AccessProfile, Plan
+from tests.commands import run
 from tests.ingestion.data import log, written
 
 COMMANDS = {
@@ -61,22 +60,6 @@ COMMANDS = {
     "duplication": {"--session", "--feature", "--batch-size", "--threshold", "--output", "--json"},
     "generate": {"--rows", "--samples", "--length", "--exponent", "--seed", "--output", "--json"},
 }
-
-
-def run(folder: Path, *arguments: object, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        if limit_bytes is not None:  # writing past this fails as on a full disk
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
-    return subprocess.run(
-        [sys.executable, "-m", "flexshard.cli", *(str(argument) for argument in arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=limit,
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-    )
 
 
 def good(folder: Path, *arguments: object) -> str:
@@ -405,6 +388,13 @@ def test_wrong_usage_is_one_line(project: Path) -> None:
     assert "is given twice" in bad(project, *twice)
     (project / "double.yaml").write_text((project / "job.yaml").read_text() + "tiers: 2\n")
     assert "tiers: this field is given twice" in bad(project, "plan", "double.yaml", "-o", "x.json")
+
+
+def test_commands_of_these_tests_are_those_of_new_processes(project: Path) -> None:
+    for words in ("clusters --json", "--help", "explain", "profile nothing.parquet", "job no.yaml"):
+        forked, new = (run(project, *words.split(), new=new) for new in (False, True))
+        assert (forked.returncode, forked.stdout, forked.stderr) == (new.returncode, new.stdout, new.stderr)
+        assert forked.stdout + forked.stderr
 
 
 def test_a_full_pipe_and_a_closed_one(project: Path) -> None:

@@ -154,7 +154,7 @@ def cases(rank: int, plan: Any, optimizers: list[str]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", first(2, [2, 4, 1]))
+@pytest.mark.parametrize("world", first(1, [2, 4, 1]))
 def test_every_optimizer(address: str, world: int) -> None:
     plan, names = looking.plan_for(*SHAPES[world]), list(OPTIMIZERS) if world == 2 else ["rowwise_adagrad", "adam"]
     for results in ranks.run(*SHAPES[world], with_servers, address, 3, cases, plan, names, limit=500.0):
@@ -285,7 +285,7 @@ def test_checkpoints_do_not_know_of_servers(address: str, tmp_path: Path) -> Non
     plan, other = looking.plan_for(1, 2), looking.plan_for(1, 2, tiers=False)
     first_saved = ranks.run(1, 2, with_servers, address, 3, saved, plan, 0.3, folders[True])[0]
     assert looking.differs(first_saved, ranks.run(1, 2, saved, plan, None, folders[False])[0]) == []
-    for way, shape in ((plan, (1, 2)), (other, (1, 2)), (looking.plan_for(1, 1), (1, 1))):
+    for way, shape in ((other, (1, 2)), (looking.plan_for(1, 1), (1, 1))):
         expected = ranks.run(*shape, loaded, way, None, folders[False])[0]
         assert looking.differs(first_saved, {name: expected[name] for name in first_saved}) == []
         assert looking.differs(ranks.run(*shape, loaded, way, None, folders[True])[0], expected) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from pathlib import Path
@@ -22,6 +20,7 @@ from flexshard.planner.solver.cached_rows import BATCHES, SLACK
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance
 from flexshard.topologies import Cluster, CollectiveRate, Level
+from tests.commands import run
 from tests.slow import first
 
 BATCH = 3
@@ -342,20 +341,16 @@ def test_job_files_and_commands_know_host_memory(tmp_path: Path) -> None:
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "flexshard.cli", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
     for command in ("plan job.yaml -o plan.json", "explain plan.json", "pareto job.yaml -o frontier.png"):
-        result = run(*command.split())
+        result = run(tmp_path, *command.split())
         assert (result.returncode, result.stderr) == (0, ""), command
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.tables["t0"].cache is not None
     assert plan.settings.host_memory == 8 << 30
     flexshard.solve([table], cluster, batch_size=64).save(tmp_path / "without.json")
-    shown = run("diff", "without.json", "plan.json").stdout
+    shown = run(tmp_path, "diff", "without.json", "plan.json").stdout
     assert "t0: comes to be behind a cache" in " ".join(shown.split())
-    refused = run("replan", "plan.json", "t0.parquet")
+    refused = run(tmp_path, "replan", "plan.json", "t0.parquet")
     assert refused.returncode == 2
     assert "the plan may keep some on the host" in refused.stderr
 
