@@ -133,6 +133,8 @@ bench-cluster: setup
 	$(VENV)/bin/python -m benchmarks.cluster
 	$(VENV)/bin/python -m benchmarks.cluster.whole_models
 	$(VENV)/bin/python -m benchmarks.cluster.lookahead
+	$(VENV)/bin/python -m benchmarks.cluster.served
+	$(VENV)/bin/python -m benchmarks.cluster.served --mbit 100 --exponents 0.5 --tt-rank 16
 
 clean:
 	rm -rf .venv .venv-* demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

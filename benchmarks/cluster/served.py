@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--exponents", type=float, nargs="*", default=[0.5, 1.05], help="of the power law of ids")
     parser.add_argument("--batch-size", type=int, default=512, help="samples")
     parser.add_argument("--most-rows", type=int, default=200_000, help="of a table")
+    parser.add_argument("--tt-rank", type=int, help="of the largest table as a tensor train, in the trainer")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of five steps of every way that count")
     args = parser.parse_args()
     print(f"{machine()}; a trainer and two servers, {args.batch_size} samples, tables of up to {args.most_rows:,} rows")
@@ -36,6 +37,7 @@ def main() -> int:
                     result = Path(folder) / "steps.json"
                     how = ["--exponent", exponent, "--batch-size", args.batch_size, "--most-rows", args.most_rows]
                     how += ["--rounds", args.rounds, "--result", result]
+                    how += [] if args.tt_rank is None else ["--tt-rank", args.tt_rank]
                     words = [shape.address(0), shape.address(1), *map(str, how)]
                     cluster.run("benchmarks.cluster.served_rank", words, timeout_s=600)
                     results = json.loads(result.read_text())
@@ -44,10 +46,14 @@ def main() -> int:
                 return 2
             peer = results["fetched as needed"]["step_seconds"]
             ideal = results["all rows in the trainer"]["step_seconds"]
-            print(f"{mbit:g} Mbit/s, Zipf {exponent:g}:")
+            there = results["fetched as needed"]["there"]
+            print(f"{mbit:g} Mbit/s, Zipf {exponent:g}; {there / 2**20:,.0f} MiB on servers:")
             for way, found in results.items():
                 seconds, rounds = found["step_seconds"], found["rounds"]
-                rows = f"; {found['fetched']:,.0f} of {found['rows']:,.0f} rows fetched" if "rows" in found else ""
+                rows = ""
+                if "rows" in found:
+                    rows = f"; {found['fetched']:,.0f} of {found['rows']:,.0f} rows fetched"
+                    rows += f", {found['here'] / 2**20:,.0f} MiB in the trainer"
                 print(
                     f"  {way}: {seconds * 1e3:.0f} ms a step ({min(rounds) * 1e3:.0f} to {max(rounds) * 1e3:.0f}),"
                     f" {peer / seconds:.2f} times as fast as fetching, {seconds / ideal:.2f} of all rows here{rows}",

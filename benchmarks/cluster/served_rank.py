@@ -25,6 +25,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from benchmarks.cluster.lookahead_rank import DLRM, FUSED, HOST, Model, Stream, as_row_wise, collection
 from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, solve
 from flexshard._internal import write_text
+from flexshard.embeddings import compress
 from flexshard.executors import EmbeddingServers, LookaheadPipeline
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.topologies import Level
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--most-rows", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--tt-rank", type=int)
     parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -72,9 +74,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         stream = Stream(args.batch_size, args.most_rows, args.exponent)
         tables = stream.tables()
         cluster = Cluster("two machines", 1, 1, 1e12, 0.0, (Level(1),))
+        largest = max(tables, key=lambda table: table.rows)
+        compressed = {}
+        if args.tt_rank:
+            compressed = {f"tables.{largest.name}": {"tt_ranks": args.tt_rank}}
+            tables = [table for table in tables if table is not largest]
         plan = as_row_wise(solve(tables, cluster, batch_size=args.batch_size, index_dedup=True), 1)
         large = [table.name for table in tables if table.rows >= args.most_rows]
-        train = partial(_trained, stream, plan, {table.name: table.profile for table in tables})
+        train = partial(_trained, stream, plan, {table.name: table.profile for table in tables}, compressed)
         servers = EmbeddingServers(
             2, address=f"{args.addresses[0]}:{PORT}", options={"num_cpus": 0, "resources": {"node1": 1}}
         )
@@ -104,23 +111,36 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 traffic = store.traffic
                 results[name]["rows"] = traffic.distinct / traffic.batches
                 results[name]["fetched"] = traffic.fetched / traffic.batches
+                held = [values for part in (store, store._cache) for values in (part.flat, *part.states().values())]
+                results[name]["here"] = sum(values.nbytes for values in held)
+        results["fetched as needed"]["there"] = sum(servers.nbytes()) / (len(SHARES) + 1)  # as many models
         return results
 
 
 def _trained(
-    stream: Stream, plan: Any, profiles: Any, *, ahead: int, factors: dict[str, float] | None = None, **sharder: Any
+    stream: Stream,
+    plan: Any,
+    profiles: Any,
+    compressed: Any,
+    *,
+    ahead: int,
+    factors: dict[str, float] | None = None,
+    **sharder: Any,
 ) -> tuple[Callable[[], object], Any]:
     """A step, and the store of rows; ``ahead`` of 0 for a plain loop, which tells nobody of its batches."""
     torch.manual_seed(0)
     sharders: list[Any] = [FlexShardEmbeddingCollectionSharder(dict(FUSED), cache_load_factors=factors, **sharder)]
     model: Any = Model(collection(stream), DLRM(len(stream.rows)), list(stream.rows))
+    if compressed:
+        model, _ = compress(model, compressed, decompose=False)
     planned = FlexShardPlanner(plan, profiles=profiles).collective_plan(model, sharders)
     model = DistributedModelParallel(model, plan=planned, sharders=sharders, device=HOST)
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     optimizer: Any = CombinedOptimizer([model.fused_optimizer, dense])
     batches = stream.batches(0, 64)
-    stores = [group.store for group in model.module.tables.groups]
+    rows = model.module.tables.collection if compressed else model.module.tables
+    stores = [group.store for group in rows.groups]
     store = next((one for one in stores if isinstance(one, CachedStore)), stores[0])
     if ahead:
         return partial(LookaheadPipeline(model, optimizer, HOST, lookahead=ahead).progress, batches), store
