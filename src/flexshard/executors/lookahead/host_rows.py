@@ -11,17 +11,32 @@ import torch
 
 __all__ = ["HostRows", "LocalRows"]
 
+IntArray = npt.NDArray[np.int64]
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by their bytes
+
 
 class HostRows(abc.ABC):
     """Rows by slot, each with its weights and optimizer states."""
 
     @abc.abstractmethod
-    def read(self, slots: npt.NDArray[np.int64], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def read(self, slots: IntArray, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Rows of slots, shape (n, width) each by name; copies."""
 
     @abc.abstractmethod
-    def write(self, slots: npt.NDArray[np.int64], rows: Mapping[str, torch.Tensor]) -> None:
+    def write(self, slots: IntArray, rows: Mapping[str, torch.Tensor]) -> None:
         """Let distinct slots' rows be these; what is read later on this rank finds them."""
+
+    def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        """Copy rows of slots to distinct places of a cache, shape (places, width) by name."""
+        target = torch.from_numpy(places)
+        for name, rows in self.read(slots, list(cache)).items():
+            cache[name].index_copy_(0, target, rows)
+
+    def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        """Copy rows at places of a cache to distinct slots, as by :meth:`write`."""
+        source = torch.from_numpy(places)
+        self.write(slots, {name: values.index_select(0, source) for name, values in cache.items()})
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -40,14 +55,22 @@ class LocalRows(HostRows):
         """``values`` by name, shape (slots, width); ``changed`` whether somebody else has written to them."""
         self._values, self._changed = values, changed
 
-    def read(self, slots: npt.NDArray[np.int64], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def read(self, slots: IntArray, names: Sequence[str]) -> dict[str, torch.Tensor]:
         where = torch.from_numpy(slots)
         return {name: self._values[name].index_select(0, where) for name in names}
 
-    def write(self, slots: npt.NDArray[np.int64], rows: Mapping[str, torch.Tensor]) -> None:
+    def write(self, slots: IntArray, rows: Mapping[str, torch.Tensor]) -> None:
         where = torch.from_numpy(slots)
         for name, values in rows.items():
             self._values[name].index_copy_(0, where, values)
+
+    def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        for name, values in cache.items():
+            _copy_rows(self._values[name], slots, values, places)
+
+    def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        for name, values in cache.items():
+            _copy_rows(values, places, self._values[name], slots)
 
     def flush(self) -> None:
         """They are written."""
@@ -55,3 +78,13 @@ class LocalRows(HostRows):
     @property
     def changed(self) -> bool:
         return self._changed()
+
+
+def _copy_rows(source: torch.Tensor, rows: IntArray, target: torch.Tensor, places: IntArray) -> None:
+    """Rows to places, once; ``index_select`` and ``index_copy_`` would copy them twice."""
+    from flexshard.executors.lookahead import oracle_kernels
+
+    size = target.element_size()
+    ends = [number * size for number in (source.shape[1], source.storage_offset(), target.storage_offset())]
+    word = next(dtype for width, dtype in _WORDS.items() if not any(end % width for end in ends))
+    oracle_kernels.copy_rows(source.view(word).numpy(), rows, target.view(word).numpy(), places)

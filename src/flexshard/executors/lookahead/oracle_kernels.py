@@ -1,4 +1,4 @@
-"""Compiled loops over a batch's lookups: one pass decides what a cache does for it.
+"""Compiled loops over a batch's lookups: one pass decides what a cache does for it; and over the rows that move.
 
 A row's word holds the number of the last batch that read it (from 1; 0: none) and its slot; a slot's word that number
 and its row. Both are 32 bits each. A row is in its slot if the slot's word says so.
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["admit", "compact", "find", "retire"]
+__all__ = ["admit", "compact", "copy_rows", "find", "retire"]
 
 Words = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.uint32]
@@ -230,3 +230,14 @@ def find(ids: npt.NDArray[Any], row_words: Words, slot_words: Words, slots: npt.
         slot = word & low
         here = word >> shift != np.uint64(0) and slot_words[slot] == (word & ~low) | row
         slots[index] = np.int64(slot) if here else -1
+
+
+@_compiled
+def copy_rows(
+    source: npt.NDArray[Any], rows: npt.NDArray[np.int64], target: npt.NDArray[Any], places: npt.NDArray[np.int64]
+) -> None:
+    """Let ``target[places]`` be ``source[rows]``; shape (n, width) both, rows there are not checked."""
+    for number in range(rows.size):
+        row, place = rows[number], places[number]
+        for column in range(source.shape[1]):
+            target[place, column] = source[row, column]

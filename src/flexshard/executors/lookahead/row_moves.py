@@ -236,9 +236,7 @@ class RowMoves:
         traffic.fetched += rows.size
 
     def _fetch(self, rows: IntArray, slots: IntArray) -> None:
-        found, target = self._host.read(rows, list(self._cache)), torch.from_numpy(slots)
-        for name, values in self._cache.items():
-            values.index_copy_(0, target, found[name])
+        self._host.fetch(rows, self._cache, slots)
 
     def _write_back(self, rows: IntArray, slots: IntArray) -> None:
         newer = self._newer[slots]
@@ -248,8 +246,7 @@ class RowMoves:
             raise self._lost()
         if not newer.all():
             rows, slots = rows[newer], slots[newer]
-        source = torch.from_numpy(slots)
-        self._host.write(rows, {name: values.index_select(0, source) for name, values in self._cache.items()})
+        self._host.put_back(rows, self._cache, slots)
         self._newer[slots] = False
         self.traffic.written_back += rows.size
 
