@@ -517,10 +517,13 @@ def refusals(rank: int, address: str, plan: Any) -> list[str]:
         plain.message_of(many),
         plain.message_of(lambda: EmbeddingServers(1, address=address, options={"nmu_cpus": 1})),
         plain.message_of(lambda: EmbeddingServers(1, address="127.0.0.1:1")),
+        plain.message_of(lambda: EmbeddingServers(2 + rank, address=address)),
         plain.message_of(lambda: FlexShardEmbeddingCollectionSharder(servers="tables")),  # type: ignore[arg-type]
     ]
     with EmbeddingServers(1, address=address) as servers:
         found.append(plain.message_of(lambda: FlexShardEmbeddingBagCollectionSharder(servers=servers)))
+        alone = [dist.new_group([one]) for one in range(2)][rank]
+        found.append(plain.message_of(lambda: servers.tables(alone)))
         with pytest.warns(UserWarning, match="none of these is behind a cache"):
             looking.shard(plan, None, fused("sgd"), servers=servers)
         first_model, *_ = looking.shard(plan, 0.3, fused("sgd"), servers=servers)
@@ -543,8 +546,10 @@ EXPECTED = (
     r"CacheError: 2 of 2 embedding servers have not started within 2 s; the Ray cluster has .* CPUs free: take fewer",
     r"CacheError: embedding servers could not be started: .*nmu_cpus",
     r"CacheError: this process is connected to Ray at .* already; leave address='127.0.0.1:1' out",
+    r"CacheError: (rank 1: )?3 embedding servers are asked for here, 2 on rank 0|CacheError: .*rank 1",
     r"TableError: servers must be EmbeddingServers, found str",
     r"TableError: servers were given, and no pooled table for them; name some in cache_load_factors",
+    r"CacheError: these embedding servers are of ranks \[0, 1\], the module is sharded over ranks \[\d\]; make",
     r"CacheError: .*the embedding servers have been closed",
     r"MissingDependencyError: .*pip install 'flexshard\[ray\]'",
 )

@@ -93,10 +93,10 @@ def every_case(rank: int, plan: Any, factors: Sequence[float], aheads: Sequence[
 
 
 @pytest.mark.parametrize(
-    ("world", "factors", "aheads"),
-    first(3, [(1, FACTORS, AHEAD), (2, FACTORS, AHEAD), (4, (0.1,), (4,)), (4, FACTORS, AHEAD)]),
+    "case", first(3, [(1, FACTORS, AHEAD), (2, FACTORS, AHEAD), (4, (0.1,), (4,)), (4, FACTORS, AHEAD)])
 )
-def test_every_optimizer_lookahead_and_size(world: int, factors: Sequence[float], aheads: Sequence[int]) -> None:
+def test_every_optimizer_lookahead_and_size(case: tuple[int, Sequence[float], Sequence[int]]) -> None:
+    world, factors, aheads = case
     plan = looking.plan_for(*SHAPES[world])
     results = ranks.run(*SHAPES[world], every_case, plan, factors, aheads, limit=500.0)
     for cases in results:
@@ -389,6 +389,46 @@ def test_batches_that_find_no_room_are_trained_all_the_same() -> None:
     for differing, beside in ranks.run(1, 2, without_room, looking.plan_for(1, 2)):
         assert differing == []
         assert beside[0] > 0
+
+
+def another_rate(rank: int, plan: Any, optimizer: str) -> list[str]:
+    """The rate changes between forward and backward passes, of which some find no room in the cache."""
+    ends = []
+    for factor in (None, 0.06):
+        parallel, _ = looking.shard(plan, factor, fused(optimizer))
+        seen = []
+        for step in range(0, 6, 3):
+            losses = []
+            for number in range(step, step + 3):
+                loss, logits = parallel(looking.batch_of(number, rank))
+                losses.append(loss)
+                seen.append(logits.detach())
+            for rate in (0.01 * (step + 1), 0.2):
+                for group in parallel.fused_optimizer.param_groups:
+                    group["lr"] = rate
+                parallel.fused_optimizer.step()
+                if losses:
+                    torch.stack(losses).sum().backward()
+                    losses.clear()
+        beside = [store.traffic.beside for store in looking.caches(parallel)]
+        ends.append((seen, looking.everything(parallel)))
+    (expected, state), (found, ours) = ends
+    assert all(beside)
+    return looking.steps_that_differ(found, expected) + looking.differs(ours, state)
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_batches_that_find_no_room_have_the_rate_that_they_have_without_a_cache(optimizer: str) -> None:
+    assert ranks.run(1, 2, another_rate, looking.plan_for(1, 2), optimizer) == [[], []]
+
+
+def other_shares(rank: int, plan: Any) -> str:
+    return message_of(looking.shard, plan, {"goods": 0.3, "shops": 0.3} if rank else {"shops": 0.3}, fused("sgd"))
+
+
+def test_ranks_with_different_shares() -> None:
+    for text in ranks.run(1, 2, other_shares, looking.plan_for(1, 2)):
+        assert text.startswith("PlanError: cache_load_factors of rank 1 are")
 
 
 def twice(rank: int, plan: Any) -> str:

@@ -176,7 +176,7 @@ class RowMoves:
                     f"{self._label}: rows could not be moved ({type(error).__name__}: {error}); end this job"
                 )
             )
-            for batch in self._waiting:
+            for batch in list(self._waiting):  # to which the steps' thread may add
                 batch.slots.set_exception(self.failure)
             if self.failure is error:
                 raise

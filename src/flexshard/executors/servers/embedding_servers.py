@@ -77,7 +77,11 @@ class EmbeddingServers:
         given = dict(options or {})
         on_all_ranks(_check_ray, MissingDependencyError, process_group)
         found = on_first_rank(lambda: self._start(address, given), CacheError, process_group)
-        on_all_ranks(lambda: self._connect(*found), CacheError, process_group)
+        try:
+            on_all_ranks(lambda: self._connect(*found), CacheError, process_group)
+        except CacheError:
+            self.close()
+            raise
 
     @cached_property
     def _ray(self) -> Any:
@@ -86,8 +90,8 @@ class EmbeddingServers:
 
         return ray
 
-    def _start(self, address: str | None, options: dict[str, Any]) -> tuple[str, str, str | None]:
-        """Start the servers; what they are named by, where their cluster is, and whether it asks for tokens."""
+    def _start(self, address: str | None, options: dict[str, Any]) -> tuple[int, str, str, str | None]:
+        """Start the servers; how many, their names' beginning, where their cluster is, whether it asks for tokens."""
         ray = self._ray
         try:
             if not ray.is_initialized():
@@ -117,11 +121,15 @@ class EmbeddingServers:
                 f"{len(waiting)} of {self.number} embedding servers have not started within {_START_SECONDS:g} s; the"
                 f" Ray cluster has {free.get('CPU', 0):g} CPUs free: take fewer, or give options with less to ask for"
             )
-        return job, ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION)
+        return self.number, job, ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION)
 
-    def _connect(self, job: str, where: str, authentication: str | None) -> None:
+    def _connect(self, number: int, job: str, where: str, authentication: str | None) -> None:
         if self._first:
             return
+        if number != self.number:
+            raise CacheError(
+                f"{self.number} embedding servers are asked for here, {number} on rank 0: give all the same"
+            )
         if authentication is not None and _AUTHENTICATION not in os.environ:  # a cluster that the first rank has made
             os.environ[_AUTHENTICATION] = authentication
             if "ray" in sys.modules:  # which has read the environment
@@ -163,8 +171,18 @@ class EmbeddingServers:
         """Bytes of rows that each holds."""
         return self._answers([(index, actor.nbytes.remote()) for index, actor in enumerate(self._live())])
 
-    def tables(self) -> ServedTables:
-        """Room for the tables of one module more; every rank must call it."""
+    def tables(self, process_group: dist.ProcessGroup | None = None) -> ServedTables:
+        """Room for the tables of one module more, which the ranks of a process group share; they must all call it.
+
+        Raises:
+            CacheError: these are other ranks than the servers'.
+        """
+        wanted, own = (dist.get_process_group_ranks(group) for group in (process_group, self._group))
+        if wanted != own:
+            raise CacheError(
+                f"these embedding servers are of ranks {own}, the module is sharded over ranks {wanted}; make"
+                " EmbeddingServers(process_group=...) for each group, whose tables are its own"
+            )
         self._modules += 1
         return ServedTables(self, f"{self._modules}/")
 

@@ -144,7 +144,7 @@ class RowSharding:
             index_dedup,
             self._collectives,
             self._sharded_store,
-            None if self._servers is None else self._servers.tables(),
+            None if self._servers is None else self._servers.tables(env.process_group),
         )
         layout, bijections = placement_of({name: planned[name] for name in names}, env.world_size)
         tables = ShardedTables(layout, [traits[name] for name in names], bijections, options)
@@ -152,6 +152,21 @@ class RowSharding:
         fingerprint = next(iter(planned.values())).fingerprint
         joint = self._joint_of(env, (device, fingerprint), module_fqn, planned)
         return {"tables": tables, "fingerprint": fingerprint, "device": device, "joint": joint}
+
+    def compared(self, env: ShardingEnv) -> str:
+        """The shares of tables in caches, in words; every rank must ask.
+
+        Raises:
+            PlanError: those of other ranks differ.
+        """
+        here = repr(sorted(self.cache_load_factors.items()))
+        words, different = differing_ranks(here, env.process_group)
+        if different:
+            raise PlanError(
+                f"cache_load_factors of rank {different[0]} are {words[different[0]]}, of rank 0 {words[0]}; give every"
+                " rank the same"
+            )
+        return here
 
     def _joint_of(
         self, env: ShardingEnv, alike: tuple[Any, ...], module_fqn: str | None, planned: Collection[str]

@@ -15,7 +15,6 @@ from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommC
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from flexshard._internal import differing_ranks
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.servers.embedding_servers import EmbeddingServers
@@ -113,6 +112,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             return self._torchrec_sharder.shard(module, dict(params), env, device, module_fqn)
         device = torch.device("cpu") if device is None else device
         check_world(planned, env.process_group, module_fqn)
+        self._rows.compared(env)
         part = None
         configs = {config.name: config for config in module.embedding_configs()}
         shared = self._rows.shard(
@@ -239,13 +239,7 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         factors = self._rows.cache_load_factors
         configs = {config.name: config for config in module.embedding_bag_configs()}
         cached = [name for name in configs if name in factors]
-        fingerprint = repr(sorted(factors.items()))
-        words, different = differing_ranks(fingerprint, env.process_group)
-        if different:
-            raise PlanError(
-                f"cache_load_factors of rank {different[0]} are {words[different[0]]}, of rank 0 {words[0]}; give every"
-                " rank the same"
-            )
+        fingerprint = self._rows.compared(env)
         self._unknown -= set(cached)
         if not cached:
             stock = super().shard(module, params, env, device, module_fqn)

@@ -132,7 +132,8 @@ def load_checkpoint(
         the position that was saved with it, None if there was none.
 
     Raises:
-        CheckpointError: there is none, it is incomplete or damaged, or it is of another model.
+        CheckpointError: there is none, it is incomplete or damaged, or it is of another model. Rows may be of the
+            checkpoint in part by then: load another before training goes on.
     """
     folder = Path(path)
     name = _latest(folder)

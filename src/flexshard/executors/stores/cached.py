@@ -116,8 +116,13 @@ class CachedStore(MemoryStore):
 
     def look_up(self, slots: torch.Tensor) -> LookedUp:
         self._take_writes()
-        rows = self._moves.read(slots.numpy(), ["weight"])["weight"]
-        return LookedUp(rows, lambda gradient: self._train_beside(slots, gradient))
+        rows, moment = self._moves.read(slots.numpy(), ["weight"])["weight"], self.moment
+
+        def update(gradient: torch.Tensor) -> None:
+            with self.as_of(*(moment if self.fixed_at_look_up else self.moment)):
+                self._train_beside(slots, gradient)
+
+        return LookedUp(rows, update)
 
     def _train_beside(self, slots: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update rows of which the cache was not told, or for which it has no room: where they are, in a store of their

@@ -22,6 +22,7 @@ __all__ = ["ServedRange", "ServedStore"]
 
 IntArray = npt.NDArray[np.int64]
 
+_PART_BYTES = 32 << 20
 _MOST_WRITES = 64  # that are not waited for; a failed one is heard of by then
 
 
@@ -132,6 +133,14 @@ class _ServedRows(HostRows):
         while len(self._writes) > _MOST_WRITES:
             self._tables.finish_writes([self._writes.popleft()])
 
+    def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        for part in _parts(slots, cache):
+            super().fetch(slots[part], cache, places[part])
+
+    def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        for part in _parts(slots, cache):
+            super().put_back(slots[part], cache, places[part])
+
     def flush(self) -> None:
         while self._writes:
             self._tables.finish_writes([self._writes.popleft()])
@@ -144,3 +153,9 @@ class _ServedRows(HostRows):
         parts = np.split(slots[order], bounds)
         pairs = zip(self._ranges, parts, strict=True)
         return order, [(served.table, served.ids(part - served.slots.start)) for served, part in pairs]
+
+
+def _parts(slots: IntArray, cache: Mapping[str, torch.Tensor]) -> list[slice]:
+    """Of rows that travel at once."""
+    rows = max(_PART_BYTES // sum(values[:1].nbytes for values in cache.values()), 1)
+    return [slice(first, first + rows) for first in range(0, slots.size, rows)]
