@@ -122,9 +122,14 @@ class Observation:
         """Of the slowest rank."""
         return statistics.median(self.step_seconds)
 
+    @property
+    def mean_step_seconds(self) -> float:
+        """Of the slowest rank."""
+        return statistics.fmean(self.step_seconds)
+
     def step_work(self, plan: Plan) -> StepWork:
         """What a step does besides communicating for its embeddings, as ``Problem(step=...)`` takes it: what is left of
-        the median step without the times in which ranks stood waiting, and without the lookups and updates that the
+        the mean step without the times in which ranks stood waiting, and without the lookups and updates that the
         plan prices.
 
         Raises:

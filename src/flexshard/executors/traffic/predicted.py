@@ -156,10 +156,11 @@ def step_work(observed: Observation, plan: Plan) -> StepWork:
     waited = sum(one.exposed_seconds for one in observed.collectives)
     known = plan.predicted
     local = known.look_up_seconds + known.update_seconds + known.index_dedup_seconds
-    left = observed.median_step_seconds - waited - local
+    # Waits are means over steps, so the step has to be: one slow step may wait longer than a median one takes.
+    left = observed.mean_step_seconds - waited - local
     if left < 0:
         raise DataError(
-            f"of a step of {units.format_seconds(observed.median_step_seconds)} ranks waited"
+            f"of a step of {units.format_seconds(observed.mean_step_seconds)} ranks waited"
             f" {units.format_seconds(waited)} and looked up and updated {units.format_seconds(local)}; nothing is left"
             " for dense work: give it, or other rates"
         )
