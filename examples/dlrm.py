@@ -11,6 +11,7 @@ first two plans, after which rank 0 trains the model unsharded on the same batch
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import statistics
@@ -229,6 +230,7 @@ def main() -> None:
         run(args)
     finally:
         dist.destroy_process_group()
+        gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ ahead, whose rows and gradients reach into neighbouring steps. Losses and weight
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 import warnings
@@ -97,3 +98,4 @@ if __name__ == "__main__":
     assert all(torch.equal(value, our_weights[name]) for name, value in weights.items()), "weights differ"
     print(f"rank {dist.get_rank()}: losses of {STEPS} steps, {len(weights)} weights: equal to the last bit")
     dist.destroy_process_group()
+    gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all

@@ -12,6 +12,7 @@ docs/running.md has the commands from the log to a plan.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 import warnings
 from pathlib import Path
@@ -223,6 +224,7 @@ def main() -> None:
         train(args, log)
     finally:
         dist.destroy_process_group()
+        gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 if __name__ == "__main__":

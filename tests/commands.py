@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _ENVIRONMENT = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-_ROOMS = ("tables", "topologies", "profiling", "costmodels", "planner", "calibration", "ingestion", "plots")
+_ROOMS = ("cli.app", "tables", "topologies", "profiling", "costmodels", "planner", "calibration", "ingestion", "plots")
 
 
 def run(
@@ -27,15 +27,14 @@ def run(
 
     Args:
         limit_bytes: writing more to a file fails as on a full disk.
-        new: start Python for it, as a stranger does; otherwise what starting takes is spent once for all commands.
+        new: start Python for it, as a stranger does, without a limit; otherwise what starting takes is spent once.
     """
     words = [str(argument) for argument in arguments]
     command = [sys.executable, "-m", "flexshard.cli", *words]
     if new:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, **_ENVIRONMENT}
-        )
-        return subprocess.CompletedProcess(command, done.returncode, done.stdout, done.stderr)
+        assert limit_bytes is None
+        environment = {**os.environ, **_ENVIRONMENT}
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
     with tempfile.TemporaryDirectory() as held:
         paths = [f"{held}/{name}" for name in ("stdout", "stderr")]
         server = _server()
@@ -61,8 +60,6 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     """Run every command of standard input in a child, one after the other, and write the codes with which they end."""
-    from flexshard.cli.app import app  # noqa: F401
-
     for room in _ROOMS:
         with contextlib.suppress(ImportError):
             module = importlib.import_module(f"flexshard.{room}")

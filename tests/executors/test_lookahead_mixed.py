@@ -57,7 +57,7 @@ class Batch(Pipelineable):
         return self
 
 
-def batch_of(rank: int, step: int) -> Batch:
+def batch_of(rank: int, step: int, how: str) -> Batch:
     generator = torch.Generator().manual_seed(100 * step + rank)
 
     def lists(**rows: int) -> KeyedJaggedTensor:
@@ -69,7 +69,7 @@ def batch_of(rank: int, step: int) -> Batch:
         return KeyedJaggedTensor(list(rows), torch.cat(ids), lengths=lengths)
 
     labels = torch.rand(SAMPLES, generator=generator)
-    return Batch(sessions(rank, step, SAMPLES), lists(fan=FANS, show=SHOWN), lists(word=60), labels)
+    return Batch(sessions(rank, step, how, SAMPLES), lists(fan=FANS, show=SHOWN), lists(word=60), labels)
 
 
 class Model(nn.Module):
@@ -101,10 +101,10 @@ class Model(nn.Module):
 
 
 def train(
-    rank: int, plan: Any, *, cached: bool, **how: Any
+    rank: int, plan: Any, deduped: str, *, cached: bool, **how: Any
 ) -> tuple[list[np.ndarray], dict[str, np.ndarray], list[Any]]:
     """Logits, weights and states, and the caches' traffic."""
-    model, _ = compress(Model(), {"words.words": {"tt_ranks": 4}})
+    model, _ = compress(Model(), {"words.words": {"tt_ranks": 4}}, decompose=False)
     given = fused("rowwise_adagrad")
     # The first two of three tables: a third behind the cache alone would stand before them in what is sent, and gloo
     # adds copies' gradients up in an order that depends on where they stand.
@@ -123,7 +123,7 @@ def train(
         if cached
         else TrainPipelineSparseDist(parallel, optimizer, HOST)
     )
-    steps = iter([batch_of(rank, step) for step in range(STEPS)])
+    steps = iter([batch_of(rank, step, deduped) for step in range(STEPS)])
     logits = [pipeline.progress(steps).detach().numpy() for _ in range(STEPS)]
     (core, *_) = (part for part in parallel.modules() if isinstance(part, TTEmbedding))
     state = contents(parallel) | {"cores": core.to_dense().numpy()}
@@ -131,10 +131,10 @@ def train(
     return logits, state, [group.store.traffic for group in groups if isinstance(group.store, CachedStore)]
 
 
-def beside_everything(rank: int, plan: Any, **how: Any) -> list[str]:
+def beside_everything(rank: int, plan: Any, deduped: str, **how: Any) -> list[str]:
     with mock.patch.object(RowSharding, "_traits", _uncached):
-        expected, weights, without = train(rank, plan, cached=False)
-    logits, state, traffic = train(rank, plan, cached=True, **how)
+        expected, weights, without = train(rank, plan, deduped, cached=False)
+    logits, state, traffic = train(rank, plan, deduped, cached=True, **how)
     assert without == []
     assert [one.batches for one in traffic] == [STEPS, STEPS]
     assert [one.beside for one in traffic] == [0, 0]
@@ -143,6 +143,6 @@ def beside_everything(rank: int, plan: Any, **how: Any) -> list[str]:
     return differing + [name for name, values in weights.items() if not np.array_equal(values, state[name])]
 
 
-@pytest.mark.parametrize("delayed_sync", [False, True])
-def test_caches_beside_everything_else_change_no_bit(delayed_sync: bool) -> None:
-    assert ranks.run(2, 2, partial(beside_everything, delayed_sync=delayed_sync), flex_plan()) == [[]] * 4
+@pytest.mark.parametrize(("delayed_sync", "deduped"), [(False, "exact"), (True, "partial")])
+def test_caches_beside_everything_else_change_no_bit(delayed_sync: bool, deduped: str) -> None:
+    assert ranks.run(2, 2, partial(beside_everything, delayed_sync=delayed_sync), flex_plan(), deduped) == [[]] * 4

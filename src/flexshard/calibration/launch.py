@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,3 +67,4 @@ def process_group() -> Iterator[Place]:
         yield place
     finally:
         dist.destroy_process_group()
+        gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all

@@ -10,9 +10,10 @@ import torch
 from flexshard._internal import on_all_ranks, to_device
 from flexshard.errors import CacheError
 from flexshard.executors.comm.collectives import Label
+from flexshard.executors.servers.embedding_servers import parts_by_bytes
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.row_transfer import RowTransfer
-from flexshard.executors.state.served_rows import adopt, parts_by_bytes, publish, read_ids, write_ids
+from flexshard.executors.state.served_rows import adopt, publish, read_ids, write_ids
 
 __all__ = ["block_rows", "draw_rows", "fill_rows", "own_block", "parts_of", "read_rows", "transfer_of", "write_rows"]
 

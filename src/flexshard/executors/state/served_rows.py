@@ -13,19 +13,10 @@ import torch
 
 from flexshard._internal import on_all_ranks
 from flexshard.errors import CacheError
-from flexshard.executors.servers.embedding_servers import ServedTables
+from flexshard.executors.servers.embedding_servers import ServedTables, parts_by_bytes
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 
-__all__ = ["adopt", "make_on_servers", "parts_by_bytes", "publish", "read_ids", "write_ids"]
-
-_PART_BYTES = 32 << 20
-
-
-def parts_by_bytes(length: int, row_bytes: int) -> Iterator[slice]:
-    """Parts of a range, none of more than 32 MiB."""
-    rows = max(_PART_BYTES // max(row_bytes, 1), 1)
-    for start in range(0, length, rows):
-        yield slice(start, min(start + rows, length))
+__all__ = ["adopt", "make_on_servers", "publish", "read_ids", "write_ids"]
 
 
 def make_on_servers(tables: ShardedTables) -> None:

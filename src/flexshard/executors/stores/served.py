@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from flexshard.executors.lookahead.host_rows import HostRows
-from flexshard.executors.servers.embedding_servers import PendingWrite, ServedTables
+from flexshard.executors.servers.embedding_servers import PendingWrite, ServedTables, parts_by_bytes
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -22,7 +22,6 @@ __all__ = ["ServedRange", "ServedStore"]
 
 IntArray = npt.NDArray[np.int64]
 
-_PART_BYTES = 32 << 20
 _MOST_WRITES = 64  # that are not waited for; a failed one is heard of by then
 
 
@@ -134,11 +133,11 @@ class _ServedRows(HostRows):
             self._tables.finish_writes([self._writes.popleft()])
 
     def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
-        for part in _parts(slots, cache):
+        for part in parts_by_bytes(slots.size, _row_bytes(cache)):
             super().fetch(slots[part], cache, places[part])
 
     def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
-        for part in _parts(slots, cache):
+        for part in parts_by_bytes(slots.size, _row_bytes(cache)):
             super().put_back(slots[part], cache, places[part])
 
     def flush(self) -> None:
@@ -155,7 +154,5 @@ class _ServedRows(HostRows):
         return order, [(served.table, served.ids(part - served.slots.start)) for served, part in pairs]
 
 
-def _parts(slots: IntArray, cache: Mapping[str, torch.Tensor]) -> list[slice]:
-    """Of rows that travel at once."""
-    rows = max(_PART_BYTES // sum(values[:1].nbytes for values in cache.values()), 1)
-    return [slice(first, first + rows) for first in range(0, slots.size, rows)]
+def _row_bytes(cache: Mapping[str, torch.Tensor]) -> int:
+    return sum(values[:1].nbytes for values in cache.values())
