@@ -568,11 +568,18 @@ def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:
     out = good(tmp_path, *cluster, "--shards", 2, "--memory", "200MB")
     assert "written to by_session (2 files)" in out
     out = good(tmp_path, "duplication", "by_session", "--session", "session", "--batch-size", 64, "-o", "pictures")
-    assert "groups to deduplicate: [history, shops], [liked]" in out
+    assert "groups to deduplicate: [liked]\n" in out
+    assert "to deduplicate partially (newest last): [history, shops]" in out
     for name in ("sessions.png", "duplication.png"):
         assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
     found = json.loads(good(tmp_path, "duplication", "by_session", "--session", "session", "--json"))
-    assert found["groups"] == [["history", "shops"], ["liked"]]
+    assert (found["groups"], found["partial"]["last"]) == ([["liked"]], [["history", "shops"]])
+    hours = (*cluster[:3], "hours", *cluster[4:], "--order", "start", "--partition")
+    assert "written to hours" in good(tmp_path, *hours, 300)
+    assert "give partitions as a number in its own unit" in bad(tmp_path, *hours[:3], "x", *hours[4:], "1h")
+    assert "--order is 'key' or 'start', found 'end'" in bad(
+        tmp_path, *cluster[:3], "x", *cluster[4:], "--order", "end"
+    )
     assert found["samples_per_session"] == pytest.approx(data.num_rows / 600)
     kept = (*cluster[:3], "half", *cluster[4:], "--keep", 0.5, "--keep-by", "sample", "--json")
     assert json.loads(good(tmp_path, *kept))["samples_per_session"] < 0.7 * found["samples_per_session"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,15 +19,20 @@ TABLE = Table("items", 2000, 64, AccessProfile.from_probabilities(power_law_prob
 CLUSTER = Cluster.preset("a100-4x8-roce")
 
 
+@cache
+def curve(kind: Callable[..., Any]) -> Any:
+    return kind([TABLE], CLUSTER, batch_size=512)
+
+
 def draw(what: str, path: Path) -> None:
     if what == "pareto":
-        plot_pareto(pareto([TABLE], CLUSTER, batch_size=512), path)
+        plot_pareto(curve(pareto), path)
     elif what == "costs":
         plot_normalized_costs(TABLE, CLUSTER, 512, path)
     elif what == "skew":
         plot_skew({"a": TABLE.profile, "b": AccessProfile.from_counts([1] * 100, 10)}, path)
     else:
-        plot_marginal(marginal_curve([TABLE], CLUSTER, batch_size=512), path)
+        plot_marginal(curve(marginal_curve), path)
 
 
 @pytest.mark.parametrize("what", ["pareto", "costs", "skew", "marginal"])

@@ -36,6 +36,7 @@ _BANDWIDTH = (
     | {prefix + "b/s": factor / 8 for prefix, factor in _PREFIX.items()}
 )
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_SECONDS |= {"min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def parse_bytes(text: str) -> float:

@@ -17,6 +17,7 @@ import pytest
 
 from flexshard.errors import DataError, OutputError
 from flexshard.ingestion import cluster_sessions
+from flexshard.ingestion.drafts import draft_folder
 from tests.ingestion.data import log, written
 
 
@@ -47,11 +48,26 @@ def test_a_sessions_rows_are_adjacent_and_in_order_of_time(tmp_path: Path) -> No
     assert (found.rows, found.sessions) == (table.num_rows, 60)
     assert found.samples_per_session == table.num_rows / 60
     assert found.bytes_after == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
-    assert found.storage_ratio == found.bytes_before / found.bytes_after
+    assert found.storage_ratio == found.bytes_alike / found.bytes_after
     schema = pq.read_schema(tmp_path / "out" / found.files[0])
     assert schema.remove_metadata() == table.schema
     assert schema.metadata[b"flexshard.session"] == b"session"
     assert list(tmp_path.glob(".*")) == []  # no drafts
+
+
+def test_what_order_spares_is_told_from_what_the_encoding_does(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    lists = pa.array([generator.integers(0, 1 << 40, 30).tolist() for _ in range(500)] * 4)
+    table = pa.table({"s": np.tile(np.arange(500), 4), "t": np.arange(2000), "x": lists})
+    found = []
+    for codec in ("none", "zstd"):
+        pq.write_table(table, tmp_path / f"{codec}.parquet", compression=codec, use_dictionary=codec == "none")
+        found.append(cluster_sessions(tmp_path / f"{codec}.parquet", tmp_path / codec, session="s", time="t"))
+    assert found[0].bytes_after == found[1].bytes_after
+    assert found[0].bytes_before > 1.2 * found[1].bytes_before
+    assert found[0].storage_ratio == pytest.approx(found[1].storage_ratio, rel=0.02)
+    again = cluster_sessions(tmp_path / "zstd", tmp_path / "again", session="s", time="t")
+    assert again.storage_ratio == pytest.approx(1, abs=0.02)  # the order is that already
 
 
 def test_a_session_larger_than_a_row_group_is_split_and_only_it(tmp_path: Path) -> None:
@@ -114,6 +130,77 @@ def test_what_does_not_fit_memory_is_spilled(tmp_path: Path) -> None:
     assert found.equals(table.take(order))
     with pytest.raises(OutputError, match=r"sorting needs more memory than 3.81 MiB: .*; give it more with --memory"):
         cluster_sessions(tmp_path / "in.parquet", tmp_path / "no", session="s", time="t", memory="4MB")
+
+
+@pytest.mark.parametrize("files", [1, 3, 20, 2500])
+def test_many_files_take_no_more_memory_than_one(tmp_path: Path, files: int) -> None:
+    rows = 250_000
+    generator = np.random.default_rng(0)
+    values = generator.integers(0, 1 << 40, rows * 32)
+    table = pa.table(
+        {
+            "s": generator.integers(0, 20_000, rows),
+            "t": generator.integers(0, 100, rows),
+            "place": np.arange(rows),
+            "x": pa.FixedSizeListArray.from_arrays(values, 32).cast(pa.list_(pa.int64())),
+        }
+    )
+    (tmp_path / "in").mkdir()
+    for number, (begin, end) in enumerate(pairwise(np.linspace(0, rows, files + 1).astype(int).tolist())):
+        part = table.slice(begin, end - begin)
+        part = part.select(part.column_names[::-1]) if number % 2 else part  # in another order of columns
+        pq.write_table(part, tmp_path / "in" / f"{number:04d}.parquet", row_group_size=10_000, compression="none")
+    cluster_sessions(tmp_path / "in", tmp_path / "out", session="s", time="t", memory="64MB")
+    found = pq.read_table(tmp_path / "out")
+    order = np.lexsort((table["place"], table["t"], table["s"]))
+    assert found.equals(table.take(order))
+
+
+@pytest.mark.parametrize("kind", ["numbers", "narrow", "single", "floats", "timestamps", "nanoseconds", "dates"])
+@pytest.mark.parametrize("order", ["key", "start"])
+def test_sessions_within_partitions_of_time(tmp_path: Path, kind: str, order: str) -> None:
+    generator = np.random.default_rng(1)
+    rows, days = 2000, generator.integers(-10, 10, 2000)
+    times = {
+        "numbers": (pa.array(days), 3),
+        "narrow": (pa.array(days.astype(np.int8)), 1000),
+        "single": (pa.array((days / 10).astype(np.float32)), 0.1),
+        "floats": (pa.array(days + 0.5), 3.0),
+        "timestamps": (pa.array(days * 86_400, pa.timestamp("s", tz="Asia/Tokyo")), "3d"),
+        "nanoseconds": (pa.array(days * 86_400 * 10**9, pa.timestamp("ns")), "72h"),
+        "dates": (pa.array(days.astype(np.int32), pa.date32()), "3d"),
+    }
+    column, width = times[kind]
+    table = pa.table({"s": generator.integers(0, 40, rows), "t": column, "place": np.arange(rows)})
+    written(table, tmp_path / "in", 3)
+    how = {"session": "s", "time": "t", "shards": 2, "partition": width, "order": order}
+    found = cluster_sessions(tmp_path / "in", tmp_path / "out", row_group_rows=100, **how)  # type: ignore[arg-type]
+    assert found.rows == rows
+    keys = table["s"].to_numpy()
+    part = {"narrow": days // 1000, "single": np.floor((days / 10).astype(np.float32) / np.float64(0.1))}.get(
+        kind, days // 3
+    )
+    start = {pair: days[(part == pair[0]) & (keys == pair[1])].min() for pair in set(zip(part, keys, strict=True))}
+    first = [start[pair] if order == "start" else 0 for pair in zip(part, keys, strict=True)]
+    place = np.lexsort((np.arange(rows), days, keys, first, part))
+    pytest.importorskip("torchrec")
+    from flexshard.ingestion import SessionReader
+
+    seen = 0
+    for name in found.files:
+        shard = pq.read_table(tmp_path / "out" / name)
+        mine = place[np.isin(keys[place], np.unique(shard["s"].to_numpy()))]
+        assert shard["place"].to_pylist() == mine.tolist()
+        seen += shard.num_rows
+        reader = SessionReader(
+            tmp_path / "out" / name, batch_size=64, features=["place"], session="s", time="t", whole_sessions=True
+        )
+        read = sum(batch.features.stride() for batch in reader)
+        assert read == shard.num_rows  # its sessions are those of partitions
+    assert seen == rows
+    pq.write_table(pq.read_table(tmp_path / "out").replace_schema_metadata(None), tmp_path / "plain.parquet")
+    with pytest.raises(DataError, match=r"session .* starts again in row .*; cluster the data"):
+        SessionReader(tmp_path / "plain.parquet", batch_size=64, features=["place"], session="s")
 
 
 @pytest.mark.parametrize("by", ["session", "sample"])
@@ -224,6 +311,9 @@ def test_data_that_cannot_be_clustered(tmp_path: Path) -> None:
     fails("shards must be at least 1, found 0", shards=0)
     fails("keep is a share of the data, above 0 and at most 1; found 0", keep=0.0)
     fails("keep_by is 'session' or 'sample', found 'user'", keep_by="user")
+    fails("order is 'key' or 'start', found 'end'", order="end")
+    fails("time column 'time' holds int64; give partitions as a number in its own unit", partition="1h")
+    fails("partition is the width of partitions, a positive number as 'time' has; found 0.5", partition=0.5)
     nulls = table.set_column(0, "session", pa.array([None if n == 77 else "a" for n in range(table.num_rows)]))
     written(nulls, tmp_path / "nulls")
     fails(r"log-0.parquet: session column 'session' has 1 nulls, the first in row 77; drop or fill them", "nulls")
@@ -259,16 +349,21 @@ def test_names_of_files_and_folders_are_taken_as_they_are(tmp_path: Path) -> Non
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
+    """Not by the number of a process, which another machine, container or later process may have too."""
     written(pa.table({"s": [1], "t": [1]}), tmp_path / "in")
-    living, dead, other = (
-        tmp_path / name for name in (f".o?t.draft-{os.getpid()}-a", ".o?t.draft-999999999-b", ".oat.draft-1-c")
-    )
-    for draft in (living, dead, other):
+    other, elsewhere = tmp_path / ".oat.draft-1-c", tmp_path / f".o?t.draft-{'0' * 32}-a"
+    for draft in (other, elsewhere):
         draft.mkdir()
-    clustered(tmp_path / "in", tmp_path / "o?t")
-    assert living.exists()
-    assert other.exists()
-    assert not dead.exists()
+        (draft / "lock").touch()
+    with draft_folder(tmp_path / "o?t") as living:
+        dead = living.with_name(living.name + "x")
+        dead.mkdir()
+        (dead / "lock").touch()
+        begun = living.with_name(living.name + "y")  # whose lock is yet to come
+        begun.mkdir()
+        clustered(tmp_path / "in", tmp_path / "o?t")
+        assert [path.exists() for path in (living, begun, other, elsewhere, dead)] == [True] * 4 + [False]
+    assert not living.exists()
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+pytest.importorskip("torchrec")
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from flexshard.embeddings import PartialJaggedTensor
 from flexshard.errors import DataError
-from flexshard.ingestion import cluster_sessions, measure_duplication, suggest_groups
+from flexshard.ingestion import cluster_sessions, measure_duplication, suggest_groups, suggest_partial
 from flexshard.tables import dedup_factor, dedup_len
 from tests.ingestion.data import log, written
+
+
+def jagged(lists: list[tuple[int, ...]]) -> JaggedTensor:
+    values = torch.tensor([value for one in lists for value in one])
+    return JaggedTensor(values, lengths=torch.tensor([len(one) for one in lists]))
+
+
+def test_histories_that_grow_are_proposed_together() -> None:
+    rows: list[dict[str, Any]] = [
+        {"user": user, "seen": [*range(user, user + n)], "liked": [user]} for user in range(9) for n in range(12)
+    ]
+    for row in rows:
+        seen = row["seen"]
+        row |= {"kind": [item // 2 for item in seen], "first": seen[::-1], "odd": [n for n in seen if n % 2]}
+    table = pa.Table.from_pylist(rows)
+    lists = ["seen", "kind", "first", "odd", "liked"]
+    assert suggest_partial(table, features=lists, batch_size=64) == [["seen", "kind"], ["odd"]]
+    assert suggest_partial(table, features=lists, batch_size=64, newest="first") == [["first"]]
+    assert suggest_partial(table, features=["liked"], batch_size=64) == []
+    with pytest.raises(DataError, match="newest is 'last' or 'first', found 'end'"):
+        suggest_partial(table, features=lists, newest="end")
 
 
 def test_section_4_2s_worked_example() -> None:
@@ -65,9 +93,21 @@ def test_counts_are_pythons(tmp_path: Path, clustered: bool) -> None:
         assert feature.partial == pytest.approx(1 - sum(most.values()) / total)
         kept = sum(len(values) for part in batches for values in {of(row) for row in part})
         assert feature.measured == pytest.approx(total / kept)
+        distinct = [list(dict.fromkeys(of(row) for row in part)) for part in batches]
+        assert feature.lists == pytest.approx(len(rows) / sum(map(len, distinct)))
+        ids = sum(len({value for row in part for value in of(row)}) for part in batches)
+        assert feature.ids == pytest.approx(total / ids)
+        buffers = sum(PartialJaggedTensor.from_jagged(jagged(lists)).values.numel() for lists in distinct)
+        assert feature.newest == "last"
+        assert feature.runs == pytest.approx(total / buffers)
         if clustered and feature.feature != "item":
             assert feature.predicted == pytest.approx(feature.measured, rel=0.1)
             assert feature.measured > 2
+
+    def row_of(row: dict[str, object]) -> str:
+        return repr([row[name] for name in ("history", "liked", "item")])
+
+    assert found.samples_per_row == pytest.approx(len(rows) / sum(len({*map(row_of, part)}) for part in batches))
     exact, partial = found.overall(weighted=False)
     assert exact == pytest.approx(np.mean([feature.exact for feature in found.features]))
     weighted = found.overall(weighted=True)

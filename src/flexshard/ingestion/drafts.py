@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,8 @@ from flexshard._internal import PathLike, make_folder
 from flexshard.errors import OutputError
 
 __all__ = ["draft_folder", "free_target", "put_in_place"]
+
+_LOCK = "lock"
 
 
 def free_target(output: PathLike) -> Path:
@@ -28,21 +32,25 @@ def free_target(output: PathLike) -> Path:
 
 @contextmanager
 def draft_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target, gone when the block ends; what an interrupted run left there is removed first."""
+    """A folder beside the target, gone when the block ends; what an interrupted run left there is removed first.
+
+    Its name has the machine that writes it, whose kernel lets go of the lock in it when the process ends, however it
+    does. Drafts of other machines stay, since their locks need not be seen here.
+    """
     make_folder(target.parent)
-    prefix = f".{target.name}.draft-"
+    prefix = f".{target.name}.draft-{_machine()}-"
     for left in target.parent.glob(f"{glob.escape(prefix)}*"):
-        process = left.name.removeprefix(prefix).partition("-")[0]
-        if process.isdigit() and not _is_running(process):
-            shutil.rmtree(left, ignore_errors=True)
+        _remove_if_left(left)
     try:
-        draft = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
+        draft = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        lock = _locked(draft)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror}; choose another path with -o") from error
     try:
         yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        os.close(lock)
 
 
 def put_in_place(data: Path, target: Path) -> None:
@@ -55,11 +63,31 @@ def put_in_place(data: Path, target: Path) -> None:
         raise OutputError(f"cannot write {target}: {error.strerror}; choose another path with -o") from error
 
 
-def _is_running(process: str) -> bool:
+def _machine() -> str:
+    """Of this boot of this machine: names of machines repeat, and so do numbers of processes, in containers too."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    return f"{uuid.getnode():x}"
+
+
+def _locked(draft: Path) -> int:
+    """A lock on a draft, held until it is closed or this process ends."""
+    handle = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR)
+    with suppress(OSError):  # storage without locks: its drafts are never removed
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def _remove_if_left(draft: Path) -> None:
+    """Remove a draft that nobody holds; one without a lock is being made."""
     try:
-        os.kill(int(process), 0)
-    except (ValueError, ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+        handle = os.open(draft / _LOCK, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(draft, ignore_errors=True)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from flexshard._internal import ParquetSource, one_array
+from flexshard._internal import JaggedArray, ParquetSource, distinct_rows, one_array
 from flexshard.errors import DataError
+from flexshard.ingestion.sessions.partitions import PARTITION_KEY, SESSION_KEY, TIME_KEY, partition_numbers
 from flexshard.ingestion.stored_rows import RowStreams, StoredRows
 
 __all__ = ["check_session_columns", "scanned_sessions", "session_starts"]
@@ -22,9 +24,21 @@ _SCAN_ROWS = 1 << 20
 
 def scanned_sessions(stored: StoredRows, session: str, time: str | None) -> IntArray:
     """Rows at which sessions start in the files of some rows, as :func:`session_starts` finds them."""
-    rows = stored.with_columns(list(dict.fromkeys([session] if time is None else [session, time])))
+    partition = _partition_of(stored.sources, session)
+    columns = [session, *([] if time is None else [time]), *([] if partition is None else [partition[0]])]
+    rows = stored.with_columns(list(dict.fromkeys(columns)))
     check_session_columns(stored.sources[0], session, time)
-    return session_starts(rows, session, time)
+    return session_starts(rows, session, time, partition)
+
+
+def _partition_of(sources: Sequence[ParquetSource], session: str) -> tuple[str, float] | None:
+    """Column and width of the partitions of time in which files were clustered by this session, all of them alike."""
+    said = [source.schema.metadata or {} for source in sources]
+    found = {(held.get(SESSION_KEY), held.get(TIME_KEY), held.get(PARTITION_KEY)) for held in said}
+    by, column, width = found.pop()
+    if found or width is None or column is None or by != session.encode():
+        return None
+    return column.decode(), float(width)
 
 
 def check_session_columns(source: ParquetSource, session: str | None, time: str | None) -> None:
@@ -46,13 +60,16 @@ def check_session_columns(source: ParquetSource, session: str | None, time: str 
             raise DataError(f"{source.name}: time column {time!r} holds {kind}; expected numbers or timestamps")
 
 
-def session_starts(rows: StoredRows, session: str, time: str | None) -> IntArray:
+def session_starts(
+    rows: StoredRows, session: str, time: str | None, partition: tuple[str, float] | None = None
+) -> IntArray:
     """Rows at which sessions start, from a scan of two columns; memory for a key and a number per session.
 
     Args:
         rows: of which ``session`` and ``time`` are the columns.
         session: column with a key per row.
         time: column with the time of every row, where it is checked.
+        partition: column and width of partitions of time: what a session has in one is a session here.
 
     Returns:
         ascending, from 0; shape (sessions,).
@@ -64,14 +81,23 @@ def session_starts(rows: StoredRows, session: str, time: str | None) -> IntArray
     streams = RowStreams(rows, chunk_rows=_SCAN_ROWS)
     starts: list[IntArray] = []
     keys: list[pa.Array] = []
+    parts: list[npt.NDArray[Any]] = []
     last_key: pa.Scalar | None = None
     last_time: Any = None
+    last_part: Any = None
     for first in range(0, rows.num_rows, _SCAN_ROWS):
         for piece in streams.take(first, min(rows.num_rows, first + _SCAN_ROWS), rows.num_rows):
             where, row = rows.locate(piece.first_row)
             flat = _whole(piece.table, session, f"{where}: session column", row)
             is_start = _differs(flat)
             is_start[0] = last_key is None or not _is_same(last_key, flat[0])
+            if partition is not None:
+                column, width = partition
+                numbers = _numbers(_whole(piece.table, column, f"{where}: time column", row))
+                part = partition_numbers(numbers, width)
+                is_start |= np.diff(part, prepend=part[0] if last_part is None else last_part) != 0
+                last_part = part[-1]
+                parts.append(part[is_start])
             if time is not None:
                 times = _numbers(_whole(piece.table, time, f"{where}: time column", row))
                 before = np.concatenate([times[:1] if is_start[0] else last_time, times[:-1]])
@@ -88,15 +114,23 @@ def session_starts(rows: StoredRows, session: str, time: str | None) -> IntArray
             keys.append(flat.take(pa.array(found)))
             last_key = flat[len(flat) - 1]
     every = np.concatenate(starts) if starts else np.zeros(0, np.int64)
-    _check_once(rows, session, every, keys)
+    _check_once(rows, session, every, keys, parts)
     return every
 
 
-def _check_once(rows: StoredRows, session: str, starts: IntArray, keys: list[pa.Array]) -> None:
+def _check_once(
+    rows: StoredRows, session: str, starts: IntArray, keys: list[pa.Array], parts: list[npt.NDArray[Any]]
+) -> None:
     if not keys:
         return
     column = one_array(pa.chunked_array(keys))
     codes = column.dictionary_encode().indices.to_numpy()  # in order of first appearance
+    if parts:
+        both = JaggedArray.of(
+            np.stack([codes.astype(np.int64), np.unique(np.concatenate(parts), return_inverse=True)[1]], 1).reshape(-1),
+            np.full(codes.size, 2),
+        )
+        codes = distinct_rows(both).inverse
     again = np.flatnonzero(codes != np.arange(codes.size))
     if not again.size:
         return

@@ -33,6 +33,11 @@ def cluster_sessions_command(
     ),
     seed: Annotated[int, typer.Option(help="Seed of what is kept.")] = 0,
     row_group_rows: Annotated[int, typer.Option(help="Most rows of a row group.")] = 1 << 16,
+    partition: Annotated[
+        str | None,
+        typer.Option(help="Cluster within partitions of time: 1h, or a number in the unit of a column of numbers."),
+    ] = None,
+    order: Annotated[str, typer.Option(help="Of sessions: by 'key', or by the 'start' of each.")] = "key",
     memory: Annotated[str | None, typer.Option(help="Memory for sorting, such as 4GiB; more is spilled.")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Spread the work over a Ray cluster.")] = False,
     as_json: AsJson = False,
@@ -42,6 +47,8 @@ def cluster_sessions_command(
         raise DataError(f"--keep-by is 'session' or 'sample', found {keep_by!r}")
     if keep_by == "sample" and keep >= 1:
         raise DataError("--keep-by says what --keep keeps; give --keep a share too")
+    if order not in ("key", "start"):
+        raise DataError(f"--order is 'key' or 'start', found {order!r}")
     with working("clustering"):
         clustered = ingestion.cluster_sessions(
             data,
@@ -53,10 +60,19 @@ def cluster_sessions_command(
             keep_by="session" if keep_by == "session" else "sample",
             seed=seed,
             row_group_rows=row_group_rows,
+            partition=_number_or_text(partition),
+            order="start" if order == "start" else "key",
             memory=memory,
             ray=ray,
         )
     emit(_clustered_document(clustered), as_json=as_json, text=_clustered_text(clustered))
+
+
+def _number_or_text(value: str | None) -> str | float | None:
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return value
 
 
 def _clustered_document(clustered: Clustered) -> dict[str, Any]:
@@ -79,7 +95,10 @@ def _clustered_text(clustered: Clustered) -> RenderableType:
             mean = rows / sessions if sessions else 0.0
             lines.append(f"downsampling by {by} keeps {rows:,} rows and {mean:.2f} samples per session")
     files = f"{len(clustered.files)} file{'s' * (len(clustered.files) > 1)}"
-    last = f"storage {clustered.storage_ratio:.2f} times smaller; written to {clustered.path} ({files})"
+    last = (
+        f"{clustered.storage_ratio:.2f} times smaller than the input's order, encoded alike"
+        f" ({units.format_bytes(clustered.bytes_alike)}); written to {clustered.path} ({files})"
+    )
     from rich.console import Group
 
     return Group(grid, *lines, last)

@@ -35,15 +35,24 @@ def duplication_command(
     with working("measuring"):
         duplication = ingestion.measure_duplication(data, session=session, features=feature, batch_size=batch_size)
         names = [one.feature for one in duplication.features]
-        groups = ingestion.suggest_groups(data, features=names, batch_size=batch_size, threshold=threshold)
+        how: dict[str, Any] = {"batch_size": batch_size, "threshold": threshold}
+        partial = {
+            newest: ingestion.suggest_partial(data, features=those, newest=newest, **how)
+            for newest in ("last", "first")
+            if (those := [one.feature for one in duplication.features if one.newest == newest])
+        }
+        taken = {name for groups in partial.values() for group in groups for name in group}
+        rest = [name for name in names if name not in taken]
+        groups = ingestion.suggest_groups(data, features=rest, **how) if rest else []
     pictures = []
     if output is not None:
         folder = make_folder(output)
         pictures = [folder / "sessions.png", folder / "duplication.png"]
         plots.plot_sessions(duplication, pictures[0])
         plots.plot_duplication(duplication, pictures[1])
-    document = _duplication_document(duplication) | {"groups": groups, "pictures": [str(path) for path in pictures]}
-    emit(document, as_json=as_json, text=_duplication_text(duplication, groups, pictures))
+    document = _duplication_document(duplication) | {"groups": groups, "partial": partial}
+    document |= {"pictures": [str(path) for path in pictures]}
+    emit(document, as_json=as_json, text=_duplication_text(duplication, groups, partial, pictures))
 
 
 def _duplication_document(duplication: Duplication) -> dict[str, Any]:
@@ -53,6 +62,7 @@ def _duplication_document(duplication: Duplication) -> dict[str, Any]:
         "batch_size": duplication.batch_size,
         "samples_per_session": duplication.samples_per_session,
         "samples_per_session_in_batch": duplication.samples_per_session_in_batch,
+        "samples_per_row": duplication.samples_per_row,
         "features": [asdict(one) for one in duplication.features],
         "overall": {
             name: dict(zip(("exact", "partial"), duplication.overall(weighted=weighted), strict=True))
@@ -61,23 +71,33 @@ def _duplication_document(duplication: Duplication) -> dict[str, Any]:
     }
 
 
-def _duplication_text(duplication: Duplication, groups: list[list[str]], pictures: list[Path]) -> RenderableType:
+def _duplication_text(
+    duplication: Duplication, groups: list[list[str]], partial: dict[str, list[list[str]]], pictures: list[Path]
+) -> RenderableType:
     title = (
         f"{duplication.rows:,} rows of {duplication.session_sizes.size:,} sessions:"
         f" {duplication.samples_per_session:.2f} per session,"
-        f" {duplication.samples_per_session_in_batch:.2f} in a batch of {duplication.batch_size:,}"
+        f" {duplication.samples_per_session_in_batch:.2f} in a batch of {duplication.batch_size:,}, where"
+        f" {duplication.samples_per_row:.2f} have a row in common"
     )
-    numbers = ["length", "exact", "partial", "d", "DedupFactor predicted", "measured"]
+    numbers = ["length", "exact", "partial", "d", "DedupFactor predicted", "measured", "per list", "runs", "per id"]
     grid = new_grid(title, ["feature"], numbers)
     for one in duplication.features:
         shares = (f"{share:.1%}" for share in (one.exact, one.partial, one.same))
-        grid.add_row(one.feature, f"{one.avg_length:.1f}", *shares, f"{one.predicted:.2f}", f"{one.measured:.2f}")
+        factors = (one.predicted, one.measured, one.lists, one.runs, one.ids)
+        grid.add_row(one.feature, f"{one.avg_length:.1f}", *shares, *(f"{factor:.2f}" for factor in factors))
     for name, weighted in (("all features", False), ("all ids (by length)", True)):
-        grid.add_row(name, "", *(f"{share:.1%}" for share in duplication.overall(weighted=weighted)), "", "", "")
-    listed = ", ".join(f"[{', '.join(group)}]" for group in groups) or "none is above the threshold"
-    lines: list[RenderableType] = [grid, f"groups to deduplicate: {listed}"]
+        grid.add_row(name, "", *(f"{share:.1%}" for share in duplication.overall(weighted=weighted)), *[""] * 6)
+    lines: list[RenderableType] = [grid, f"groups to deduplicate: {_listed(groups) or 'none is above the threshold'}"]
+    for newest, grown in partial.items():
+        if grown:
+            lines.append(f"to deduplicate partially (newest {newest}): {_listed(grown)}")
     if pictures:
         lines.append(f"written to {', '.join(str(path) for path in pictures)}")
     from rich.console import Group
 
     return Group(*lines)
+
+
+def _listed(groups: list[list[str]]) -> str:
+    return ", ".join(f"[{', '.join(group)}]" for group in groups)

@@ -24,7 +24,7 @@ def checksums(paths: Iterable[str], columns: Sequence[str]) -> dict[str, Sums]:
     """Of every column of Parquet files: sums of its parts, by the part's name. Reads with Arrow, batch by batch."""
     totals: dict[str, Sums] = {name: {} for name in columns}
     for path in paths:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:  # its buffer would hold all that was read of the file
             for batch in file.iter_batches(_BATCH_ROWS, columns=list(columns)):
                 for name in columns:
                     _add(totals[name], name, batch.column(batch.schema.get_field_index(name)))

@@ -13,6 +13,7 @@ from flexshard._internal import ParquetSource, PathLike, check_bytes, check_fini
 from flexshard.errors import DataError
 from flexshard.ingestion.drafts import draft_folder, free_target, put_in_place
 from flexshard.ingestion.sessions.checksums import changed_column, checksums
+from flexshard.ingestion.sessions.row_groups import encoded_alike
 from flexshard.ingestion.sessions.schema import common_schema
 from flexshard.ingestion.sessions.sorting import ClusterJob, sort_here, sort_with_ray
 
@@ -30,6 +31,7 @@ class Clustered:
         rows_read, sessions_read: of the input; more where the data were downsampled.
         kept_by: rows and sessions that downsampling by "session" and by "sample" would keep, whichever was done.
         bytes_before, bytes_after: of the files.
+        bytes_alike: that the input would have in its own order, encoded as the output is; from some of its row groups.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class Clustered:
     kept_by: Mapping[str, tuple[int, int]]
     bytes_before: int
     bytes_after: int
+    bytes_alike: int
 
     @property
     def samples_per_session(self) -> float:
@@ -54,8 +57,11 @@ class Clustered:
 
     @property
     def storage_ratio(self) -> float:
-        """Bytes before per byte after; of as many rows, unless the data were downsampled."""
-        return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+        """What the order does: bytes of the input, encoded alike, per byte after.
+
+        Of as many rows, unless the data were downsampled.
+        """
+        return self.bytes_alike / self.bytes_after if self.bytes_after else 1.0
 
 
 def cluster_sessions(
@@ -69,10 +75,15 @@ def cluster_sessions(
     keep_by: Literal["session", "sample"] = "session",
     seed: int = 0,
     row_group_rows: int = 1 << 16,
+    partition: str | float | None = None,
+    order: Literal["key", "start"] = "key",
     memory: str | float | None = None,
     ray: bool = False,
 ) -> Clustered:
     """Rewrite a Parquet dataset: rows of a session adjacent and in order of time, sessions in order of their key.
+
+    With ``partition``, each file is in order of time from partition to partition and clustered within each, so that
+    training may go on in order of time; a session that goes over the end of one lies in pieces, one per partition.
 
     DuckDB sorts, and spills what does not fit its memory beside the output. Rows of equal session and time keep the
     order of the files' names and of the rows in them. The same input gives the same files, with Ray or without, and
@@ -88,6 +99,8 @@ def cluster_sessions(
         keep_by: whether sessions are kept whole, which leaves S as it is (section 7), or samples one by one.
         seed: of what is kept.
         row_group_rows: most rows of a row group; it is cut between sessions unless one alone is larger.
+        partition: width of a partition: "1h" where times are timestamps or dates, else a number in their own unit.
+        order: of the sessions of a file (of a partition): by their key, or by the time of their first row there.
         memory: that sorting may take, such as "4GiB"; by default what DuckDB takes, 80 % of the machine's.
         ray: spread the work over a Ray cluster, file by file and then shard by shard; the output's folder is on storage
             that all its machines see.
@@ -105,18 +118,22 @@ def cluster_sessions(
         raise DataError(f"keep is a share of the data, above 0 and at most 1; found {keep}")
     if keep_by not in ("session", "sample"):
         raise DataError(f"keep_by is 'session' or 'sample', found {keep_by!r}")
+    if order not in ("key", "start"):
+        raise DataError(f"order is 'key' or 'start', found {order!r}")
     limit = None if memory is None else round(check_bytes(memory, "memory", DataError))
     sources = expand(paths)
-    schema = common_schema(sources, session, time)
+    schema = common_schema(sources, session, time, partition)
     target = free_target(output)
     with draft_folder(target) as draft:
         scratch = make_folder(draft / "scratch")
-        job = ClusterJob(session, time, shards, keep, keep_by, seed, row_group_rows, limit, str(scratch))
+        how = (shards, keep, keep_by, seed, row_group_rows, order == "start", limit)
+        job = ClusterJob(session, time, *how, str(scratch))
         local = [_local(source, number, scratch) for number, source in enumerate(sources)]
         data = make_folder(draft / "data")
         names = [f"part-{number:05d}-of-{shards:05d}.parquet" for number in range(shards)]
         outputs = [str(data / name) for name in names]
         before = sum(_size(path) for path in local)
+        alike = round(before * encoded_alike(local, schema))
         sort = sort_with_ray if ray else sort_here
         counts = sort(job, local, sources, schema, outputs)
         after = sum(_size(path) for path in outputs)
@@ -125,7 +142,7 @@ def cluster_sessions(
         put_in_place(data, target)
     read, seen, *kept = (sum(column) for column in zip(*counts, strict=True))
     kept_by = {"session": (kept[0], kept[1]), "sample": (kept[2], kept[3])}
-    return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after)
+    return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after, alike)
 
 
 def _check_values(read: Sequence[str], written: Sequence[str], columns: Sequence[str]) -> None:

@@ -10,13 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from flexshard._internal import PathLike, check_finite, check_int, distinct_rows, expand, is_list
+from flexshard._internal import (
+    JaggedArray,
+    PathLike,
+    check_finite,
+    check_int,
+    distinct_rows,
+    expand,
+    is_list,
+    run_layout,
+)
 from flexshard.errors import DataError
 from flexshard.ingestion.batches import batches_in_order
 from flexshard.ingestion.sessions.columns import listed_features, lists_of
 from flexshard.ingestion.stored_rows import StoredRows
 
-__all__ = ["suggest_groups"]
+__all__ = ["suggest_groups", "suggest_partial"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -69,6 +78,70 @@ def suggest_groups(
         _join(merged, names, codes[names[0]], lengths, kept, tolerance)
     spared = sorted(merged, key=lambda group: -sum(total[name] - kept[name] for name in group[0]))
     return [names for names, _ in spared]
+
+
+def suggest_partial(
+    data: pa.Table | PathLike | Sequence[PathLike],
+    *,
+    features: Sequence[str] | None = None,
+    batch_size: int = 4096,
+    newest: str = "last",
+    threshold: float = 1.5,
+    tolerance: float = 0.02,
+    max_batches: int = 16,
+) -> list[list[str]]:
+    """Features worth deduplicating partially, those whose lists grow and shift together in one group.
+
+    Args:
+        data, features, batch_size, tolerance, max_batches: as of :func:`suggest_groups`.
+        newest: end of lists at which new ids are added, "last" or "first".
+        threshold: features are proposed whose shared buffers hold so many times fewer ids than their distinct lists.
+
+    Returns:
+        groups, as ``partial`` of :meth:`InverseKeyedJaggedTensor.from_arrow` takes them; leave their features out of
+        the exact groups. The most ids spared first.
+
+    Raises:
+        DataError: as :func:`suggest_groups`; or ``newest`` is neither.
+    """
+    threshold, tolerance = (
+        check_finite(threshold, "threshold", DataError),
+        check_finite(tolerance, "tolerance", DataError),
+    )
+    batch_size = check_int(batch_size, "batch_size", DataError)
+    columns: dict[str, list[JaggedArray]] = {}
+    for table, where in islice(_tables(data, features, batch_size), check_int(max_batches, "max_batches", DataError)):
+        for name in table.schema.names:
+            columns.setdefault(name, []).append(lists_of(table.column(name), name, where))
+    kept = {name: _in_buffers([columns[name]], newest) for name in columns}
+    exact = {name: sum(_distinct_lists([part])[0].values.size for part in columns[name]) for name in columns}
+    worth = [name for name in columns if kept[name] and exact[name] / kept[name] > threshold]
+    groups: list[list[str]] = []
+    for name in sorted(worth, key=lambda name: kept[name] - exact[name]):
+        for group in groups:
+            lengths = zip(columns[group[0]], columns[name], strict=True)
+            if not all(np.array_equal(one.offsets, other.offsets) for one, other in lengths):
+                continue
+            together = [*group, name]
+            shared = _in_buffers([columns[each] for each in together], newest) * len(together)
+            if shared <= (1 + tolerance) * sum(kept[each] for each in together):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def _distinct_lists(columns: Sequence[JaggedArray]) -> list[JaggedArray]:
+    """The distinct rows of some columns."""
+    first = distinct_rows(*columns).first
+    return [column.take(first) for column in columns]
+
+
+def _in_buffers(columns: Sequence[Sequence[JaggedArray]], newest: str) -> int:
+    """Values of a feature's shared buffers in all batches, where all these share runs."""
+    batches = zip(*columns, strict=True)
+    return sum(run_layout(_distinct_lists(batch), newest=newest)[0].size for batch in batches)
 
 
 def _join(

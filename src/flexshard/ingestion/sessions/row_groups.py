@@ -14,8 +14,9 @@ import pyarrow.types as pt
 
 from flexshard._internal import one_array
 
-__all__ = ["SHARD", "write_shards"]
+__all__ = ["SHARD", "encoded_alike", "write_shards"]
 
+_SAMPLED_BYTES = 64 << 20
 SHARD = "__flexshard_shard"
 
 
@@ -32,11 +33,8 @@ def write_shards(
         outputs: file of each shard.
     """
     ahead = next(batches, None)
-    # Numbers in a dictionary are packed into bits, where a repeated list starts at another bit each time and zstd does
-    # not see that it repeats; as they are, it does.
-    flat = [field.name for field in schema if not pt.is_nested(field.type)]
     for shard, path in enumerate(outputs):
-        with pq.ParquetWriter(path, schema, compression="zstd", compression_level=3, use_dictionary=flat) as writer:
+        with pq.ParquetWriter(path, schema, **_encoding(schema)) as writer:
             groups = _RowGroups(writer, schema, session, row_group_rows)
             while ahead is not None:
                 numbers = ahead.column(SHARD).to_numpy()
@@ -48,6 +46,37 @@ def write_shards(
                     break
                 ahead = next(batches, None)
             groups.finish()
+
+
+def _encoding(schema: pa.Schema) -> dict[str, Any]:
+    # Numbers in a dictionary are packed into bits, where a repeated list starts at another bit each time and zstd does
+    # not see that it repeats; as they are, it does.
+    flat = [field.name for field in schema if not pt.is_nested(field.type)]
+    return {"compression": "zstd", "compression_level": 3, "use_dictionary": flat}
+
+
+def encoded_alike(paths: Sequence[str], schema: pa.Schema) -> float:
+    """Bytes that Parquet files would have, encoded as :func:`write_shards` does, per byte that they have.
+
+    From row groups evenly spread over the files, of 64 MiB in all at most (or one).
+    """
+    groups: list[tuple[str, int, int]] = []
+    for path in paths:
+        with pq.ParquetFile(path) as file:
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                size = sum(group.column(index).total_compressed_size for index in range(group.num_columns))
+                groups.append((path, number, size))
+    total = sum(size for _, _, size in groups)
+    step = max(1, -(-total // _SAMPLED_BYTES))
+    before = after = 0
+    for path, number, size in groups[min(step // 2, max(len(groups) - 1, 0)) :: step]:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            sink = pa.BufferOutputStream()
+            pq.write_table(file.read_row_group(number, columns=schema.names), sink, **_encoding(schema))
+        before += size
+        after += sink.tell()
+    return after / before if before else 1.0
 
 
 class _RowGroups:

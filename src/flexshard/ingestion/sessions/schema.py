@@ -9,15 +9,16 @@ import pyarrow.types as pt
 
 from flexshard._internal import ParquetSource
 from flexshard.errors import DataError
+from flexshard.ingestion.sessions.partitions import PARTITION_KEY, SESSION_KEY, TIME_KEY, partition_width
 from flexshard.ingestion.sessions.sorting import RESERVED
 
-__all__ = ["SESSION_KEY", "TIME_KEY", "common_schema"]
-
-SESSION_KEY, TIME_KEY = b"flexshard.session", b"flexshard.time"
+__all__ = ["common_schema"]
 
 
-def common_schema(sources: Sequence[ParquetSource], session: str, time: str) -> pa.Schema:
-    """The schema that all files share."""
+def common_schema(
+    sources: Sequence[ParquetSource], session: str, time: str, partition: str | float | None
+) -> pa.Schema:
+    """The schema that all files share, with what clustering does in its metadata."""
     first = sources[0]
     for source in sources:
         _check_names(source)
@@ -42,7 +43,11 @@ def common_schema(sources: Sequence[ParquetSource], session: str, time: str) -> 
         raise DataError(f"{first.name}: time column {time!r} holds {kind}; expected numbers or timestamps")
     kept = dict(first.schema.metadata or {})
     kept.pop(b"pandas", None)  # describes an index that sorting breaks
-    return first.schema.with_metadata(kept | {SESSION_KEY: session.encode(), TIME_KEY: time.encode()})
+    kept.pop(PARTITION_KEY, None)
+    kept |= {SESSION_KEY: session.encode(), TIME_KEY: time.encode()}
+    if partition is not None:
+        kept[PARTITION_KEY] = repr(partition_width(kind, partition, time)).encode()
+    return first.schema.with_metadata(kept)
 
 
 def _check_names(source: ParquetSource) -> None:

@@ -12,17 +12,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.types as pt
 
 from flexshard import units
 from flexshard._internal import ParquetSource
 from flexshard.errors import DataError, MissingDependencyError, OutputError
+from flexshard.ingestion.sessions.partitions import PARTITION_KEY, partition_sql
 from flexshard.ingestion.sessions.row_groups import SHARD, write_shards
 from flexshard.ingestion.sessions.sql import quoted
 
 __all__ = ["RESERVED", "ClusterJob", "Counts", "sort_here", "sort_with_ray"]
 
 _FILE, _ROW = "__flexshard_file", "__flexshard_row"
-RESERVED = (_FILE, _ROW, SHARD, "file_row_number")  # columns that the queries add
+_PARTITION, _START = "__flexshard_partition", "__flexshard_start"
+RESERVED = (
+    _FILE,
+    _ROW,
+    _PARTITION,
+    _START,
+    SHARD,
+    "file_index",
+    "file_row_number",
+    "filename",
+)  # columns that the queries add
 _BATCH_ROWS = 1 << 16
 _THREAD_BYTES = 64 << 20
 
@@ -38,6 +50,7 @@ class ClusterJob:
     keep_by: Literal["session", "sample"]
     seed: int
     row_group_rows: int
+    by_start: bool
     memory_bytes: int | None
     scratch: str
 
@@ -51,11 +64,11 @@ def sort_here(
     """In one DuckDB, which spills what does not fit."""
     with _database(job) as database:
         _check_keys(database, job, files, [source.name for source in sources])
-        database.execute(f"CREATE VIEW input AS {_numbered(files, range(len(files)), schema)}")
+        database.execute(f"CREATE VIEW input AS {_numbered(files, 'file_index', schema)}")
         counts = _count(database, job, "input")
         query = (
-            f"SELECT {_columns(schema)}, {_shard_of(job)} AS {SHARD} FROM input WHERE {_kept(job)}"
-            f" ORDER BY {SHARD}, {_order(job)}"
+            f"SELECT {_columns(schema)}, {_shard_of(job)} AS {SHARD} FROM {_with_starts(job, schema)}"
+            f" WHERE {_kept(job)} ORDER BY {SHARD}, {_order(job, schema)}"
         )
         write_shards(_batches(database.sql(query)), schema, job.session, job.row_group_rows, outputs)
         return counts
@@ -89,7 +102,7 @@ def _split(job: ClusterJob, file: str, number: int, name: str, schema: pa.Schema
             parts = []
             for shard in range(job.shards):
                 path = str(Path(job.scratch) / f"split-{number:05d}-{shard:05d}.parquet")
-                rows = f"SELECT * FROM ({_numbered([file], [number], schema)}) WHERE {_shard_of(job)} = {shard}"
+                rows = f"SELECT * FROM ({_numbered([file], str(number), schema)}) WHERE {_shard_of(job)} = {shard}"
                 database.execute(f"COPY ({rows}) TO {_text(path)} (FORMAT parquet)")
                 parts.append(path)
             return parts
@@ -102,7 +115,10 @@ def _sort(job: ClusterJob, parts: Sequence[str], schema: pa.Schema, output: str)
     with _database(job) as database:
         database.execute(f"CREATE VIEW input AS SELECT * FROM {_parquet(parts)}")
         (counts,) = _count(database, job, "input")
-        query = f"SELECT {_columns(schema)}, 0 AS {SHARD} FROM input WHERE {_kept(job)} ORDER BY {_order(job)}"
+        query = (
+            f"SELECT {_columns(schema)}, 0 AS {SHARD} FROM {_with_starts(job, schema)} WHERE {_kept(job)}"
+            f" ORDER BY {_order(job, schema)}"
+        )
         write_shards(_batches(database.sql(query)), schema, job.session, job.row_group_rows, [output])
         return counts
 
@@ -143,13 +159,12 @@ def _failing_as(job: ClusterJob) -> Iterator[None]:
         raise DataError(f"the data cannot be sorted: {reason}") from error
 
 
-def _numbered(files: Sequence[str], numbers: Sequence[int], schema: pa.Schema) -> str:
-    """All rows, with the number of their file and their position in it."""
-    parts = [
-        f"SELECT {_columns(schema)}, {number} AS {_FILE}, file_row_number AS {_ROW} FROM {_parquet([file])}"
-        for file, number in zip(files, numbers, strict=True)
-    ]
-    return " UNION ALL ".join(parts)
+def _numbered(files: Sequence[str], number: str, schema: pa.Schema) -> str:
+    """All rows, with the number of their file and their position in it.
+
+    One scan of all files, whose threads are those of the database: a union of scans has buffers for each.
+    """
+    return f"SELECT {_columns(schema)}, {number} AS {_FILE}, file_row_number AS {_ROW} FROM {_parquet(files)}"
 
 
 def _parquet(files: Sequence[str]) -> str:
@@ -162,8 +177,29 @@ def _columns(schema: pa.Schema) -> str:
     return ", ".join(quoted(name) for name in schema.names)
 
 
-def _order(job: ClusterJob) -> str:
-    return f"{quoted(job.session)}, {quoted(job.time)}, {_FILE}, {_ROW}"
+def _order(job: ClusterJob, schema: pa.Schema) -> str:
+    before = [_partition(job, schema)] if PARTITION_KEY in schema.metadata else []
+    before += [_START] if job.by_start else []
+    return ", ".join([*before, quoted(job.session), quoted(job.time), _FILE, _ROW])
+
+
+def _partition(job: ClusterJob, schema: pa.Schema) -> str:
+    """The partition of a row; the same for all, where there are none."""
+    if PARTITION_KEY not in schema.metadata:
+        return "0"
+    width = float(schema.metadata[PARTITION_KEY])
+    kind = schema.field(job.time).type
+    return partition_sql(kind, job.time, width if pt.is_floating(kind) else int(width))
+
+
+def _with_starts(job: ClusterJob, schema: pa.Schema) -> str:
+    """The input, with the time of the first row that its session has in its partition where that is asked for."""
+    if not job.by_start:
+        return "input"
+    keys = f"{_partition(job, schema)} AS {_PARTITION}, {quoted(job.session)}"
+    starts = f"SELECT {keys}, min({quoted(job.time)}) AS {_START} FROM input WHERE {_kept(job)} GROUP BY ALL"
+    rows = f"SELECT *, {_partition(job, schema)} AS {_PARTITION} FROM input"
+    return f"({rows}) JOIN ({starts}) USING ({_PARTITION}, {quoted(job.session)})"
 
 
 def _hash(expression: str) -> str:
@@ -194,19 +230,26 @@ def _text(value: str) -> str:
 
 
 def _check_keys(database: Any, job: ClusterJob, files: Sequence[str], names: Sequence[str]) -> None:
-    for file, name in zip(files, names, strict=True):
-        for column, role in ((job.session, "session"), (job.time, "time")):
-            query = f"SELECT count(*), min(file_row_number) FROM {_parquet([file])} WHERE {quoted(column)} IS NULL"
-            try:
-                nulls, row = database.sql(query).fetchall()[0]
-            except Exception as error:  # a damaged page
-                if "Out of Memory" in str(error):
-                    raise
-                raise DataError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
-            if nulls:
-                raise DataError(
-                    f"{name}: {role} column {column!r} has {nulls:,} nulls, the first in row {row:,}; drop or fill them"
-                )
+    """Check that every row has a session and a time, and that the files can be read; raises DataError."""
+    for column, role in ((job.session, "session"), (job.time, "time")):
+        query = (
+            f"SELECT file_index, count(*), min(file_row_number) FROM {_parquet(files)} WHERE {quoted(column)} IS NULL"
+            " GROUP BY file_index ORDER BY file_index LIMIT 1"
+        )
+        try:
+            found = database.sql(query).fetchall()
+        except Exception as error:  # a damaged page
+            if len(files) == 1 and "Out of Memory" not in str(error):
+                raise DataError(f"{names[0]}: cannot be read: {str(error).splitlines()[0]}") from error
+            for file, name in zip(files, names, strict=True) if len(files) > 1 else ():
+                _check_keys(database, job, [file], [name])  # to name it
+            raise
+        if found:
+            index, nulls, row = found[0]
+            raise DataError(
+                f"{names[index]}: {role} column {column!r} has {nulls:,} nulls, the first in row {row:,}; drop or fill"
+                " them"
+            )
 
 
 def _count(database: Any, job: ClusterJob, view: str) -> list[Counts]:
