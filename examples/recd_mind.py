@@ -12,6 +12,7 @@ model looks up and attends to distinct histories only. ``--plain`` trains on the
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import time
@@ -109,15 +110,17 @@ def distributed(model: nn.Module) -> tuple[nn.Module, CombinedOptimizer]:
     return parallel, CombinedOptimizer([parallel.fused_optimizer, dense])
 
 
-def reader_of(path: Path, groups: list[list[str]], batch_size: int, **how: Any) -> SessionReader:
-    """Batches of a clustered log."""
+def reader_of(
+    path: Path, groups: list[list[str]], batch_size: int, *, session: str | None = "session", **how: Any
+) -> SessionReader:
+    """Batches of a clustered log; of one in another order without a session."""
     return SessionReader(
         path,
         batch_size=batch_size,
         features=["history", "candidate"],
         groups=groups,
         dense=["label", "session"],
-        session="session",
+        session=session,
         transform=DedupedTransform(Truncate(LONGEST, features=["history"])),
         **how,
     )
@@ -217,6 +220,7 @@ def main() -> None:
                 f" {speed:,.0f} samples/s, {ids / kept:.2f} ids of the batch per id looked up"
             )
     dist.destroy_process_group()
+    gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 if __name__ == "__main__":

@@ -95,12 +95,14 @@ def mixed(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def test_hashes_that_are_no_use_at_all(compiled: bool) -> None:
-    """Six different rows of one hash, of their ends and of all of them: the plain path still tells them apart."""
-    rows = np.zeros((6, 4), np.uint64)
-    rows[:, 1] = np.arange(6)
-    begun = mixed(mixed(np.zeros(6, np.uint64), np.full(6, 4, np.uint64)), rows[:, 0])
-    rows[:, 2] = mixed(begun, rows[:, 1])  # so that nothing but zeros is mixed in next
-    column = JaggedArray.of(rows[[0, 1, 0, 2, 3, 4, 5, 1]].view(np.int64).ravel(), np.full(8, 4))
+    """Six different rows of one hash, of some values and of all of them: the plain path still tells them apart."""
+    rows = np.zeros((6, 12), np.uint64)
+    rows[:, 4] = np.arange(6)  # neither at an end nor in the middle, where rows are looked at first
+    begun = mixed(np.zeros(6, np.uint64), np.full(6, 12, np.uint64))
+    for position in range(5):
+        begun = mixed(begun, rows[:, position])
+    rows[:, 5] = begun  # so that nothing but zeros is mixed in next
+    column = JaggedArray.of(rows[[0, 1, 0, 2, 3, 4, 5, 1]].view(np.int64).ravel(), np.full(8, 12))
     if compiled:
         from flexshard._internal import duplicate_kernels
 

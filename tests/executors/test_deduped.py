@@ -14,6 +14,7 @@ pytest.importorskip("torchrec")
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -21,11 +22,13 @@ from torchrec import (
     EmbeddingConfig,
     JaggedTensor,
     KeyedJaggedTensor,
+    PoolingType,
 )
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 
 import flexshard
@@ -39,17 +42,25 @@ from flexshard.embeddings import (
     jagged_index_select,
 )
 from flexshard.errors import DataError
-from flexshard.executors import FlexShardEmbeddingCollectionSharder, Observer
+from flexshard.executors import (
+    FlexShardEmbeddingBagCollectionSharder,
+    FlexShardEmbeddingCollectionSharder,
+    LookaheadPipeline,
+    Observer,
+)
 from flexshard.planner import FlexShardPlanner, Tier
 from tests.executors import models, ranks
 
 ROWS, DIM, RATE, STEPS = 97, 4, 0.1, 4
 GROUPS = [["history", "authors"], ["liked"]]
+# What is deduplicated exactly, and what partially.
+HOW = {"exact": (GROUPS, []), "partial": (GROUPS[1:], GROUPS[:1])}
 TABLES = {"goods": ["history", "candidate"], "writers": ["authors"], "likes": ["liked"]}
+POOLING = {"goods": PoolingType.SUM, "shown": PoolingType.SUM, "writers": PoolingType.MEAN, "likes": PoolingType.MEAN}
 SPLIT_TABLES = {"goods": ["history"], "shown": ["candidate"], "writers": ["authors"], "likes": ["liked"]}
 
 
-def sessions(rank: int, step: int, samples: int = 40) -> InverseKeyedJaggedTensor:
+def sessions(rank: int, step: int, how: str = "exact", samples: int = 40) -> InverseKeyedJaggedTensor:
     """Sessions of some samples; the number of distinct rows differs by rank, and rank 1 once has hardly any."""
     generator = np.random.default_rng([rank, step])
     rows: list[dict[str, list[int]]] = []
@@ -63,13 +74,15 @@ def sessions(rank: int, step: int, samples: int = 40) -> InverseKeyedJaggedTenso
             candidate = [int(generator.integers(0, ROWS))]
             authors = [item // 2 for item in history]
             rows.append({"history": history, "authors": authors, "liked": liked, "candidate": candidate})
-    return InverseKeyedJaggedTensor.from_rows(rows, GROUPS, keys=["liked", "history", "candidate", "authors"])
+    groups, partial = HOW[how or "exact"]
+    keys = ["liked", "history", "candidate", "authors"]
+    return InverseKeyedJaggedTensor.from_rows(rows, groups, keys=keys, partial=partial)
 
 
 class Sequences(nn.Module):
     """Attention-like pooling of a history, once per distinct row or once per sample."""
 
-    def __init__(self, deduped: bool) -> None:
+    def __init__(self, deduped: str) -> None:
         super().__init__()
         torch.manual_seed(3)
         configs = [
@@ -103,17 +116,19 @@ class Pool(nn.Module):
 class Bags(nn.Module):
     """Pooled features of a batch."""
 
-    def __init__(self, deduped: bool) -> None:
+    def __init__(self, deduped: str) -> None:
         super().__init__()
         torch.manual_seed(3)
         configs = [
-            EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=features)
+            EmbeddingBagConfig(
+                name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=features, pooling=POOLING[name]
+            )
             for name, features in SPLIT_TABLES.items()
         ]
         self.deduped = deduped
         group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
         self.lookup: Any = (
-            DedupedEmbeddingBagCollection(configs, GROUPS, process_group=group)
+            DedupedEmbeddingBagCollection(configs, HOW[deduped][0], partial=HOW[deduped][1], process_group=group)
             if deduped
             else EmbeddingBagCollection(tables=configs)
         )
@@ -125,9 +140,7 @@ class Bags(nn.Module):
     def forward(self, batch: InverseKeyedJaggedTensor) -> torch.Tensor:
         found = self.lookup(batch if self.deduped else batch.to_keyed_jagged()).to_dict()
         pooled = torch.cat([found[key] for key in ("candidate", "history", "authors", "liked")], 1)
-        if not pooled.shape[0]:
-            return pooled.sum() * 0
-        weight = torch.arange(pooled.shape[0], dtype=torch.float32)[:, None] / 10
+        weight = (torch.ones_like(pooled[:, :1]).cumsum(0) - 1) / 10
         return (torch.tanh(pooled[:, :DIM] * pooled[:, DIM : 2 * DIM]).sum(1, keepdim=True) * weight).sum() + (
             pooled.square() * weight
         ).sum() / 100
@@ -146,22 +159,24 @@ def train(model: nn.Module, world: int) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         optimizer.zero_grad()
-        (sum(model(sessions(rank, step)) for rank in range(world)) / world).backward()
+        how = str(model.deduped)
+        (sum(model(sessions(rank, step, how)) for rank in range(world)) / world).backward()
         optimizer.step()
     return weights_of(model)
 
 
+@pytest.mark.parametrize("how", ["exact", "partial"])
 @pytest.mark.parametrize("kind", [Sequences, Bags])
-def test_unsharded_lookups_train_to_the_same_weights(kind: type[nn.Module]) -> None:
-    expected, found = train(kind(False), 2), train(kind(True), 2)
-    start = weights_of(kind(False))
+def test_unsharded_lookups_train_to_the_same_weights(kind: type[nn.Module], how: str) -> None:
+    expected, found = train(kind(""), 2), train(kind(how), 2)
+    start = weights_of(kind(""))
     for name, weight in expected.items():
         assert (weight - start[name]).abs().max() > 1e-2  # it did learn
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5)
 
 
 def test_a_sequence_stays_deduplicated_until_it_is_asked() -> None:
-    model, batch = Sequences(True), sessions(0, 0)
+    model, batch = Sequences("exact"), sessions(0, 0)
     found = model.lookup(batch)["history"]
     assert isinstance(found, DedupedJagged)
     group = batch.group_of("history")
@@ -237,8 +252,10 @@ def test_tables_and_groups_must_fit() -> None:
 SHARDED = {
     "torchrec row-wise": lambda: row_wise(compute_kernel="fused"),
     "torchrec table-wise": lambda: table_wise(rank=1, compute_kernel="fused"),
+    "cached": lambda: table_wise(rank=0, compute_kernel="fused"),
     "torchrec column-wise": lambda: column_wise(ranks=[0, 1], compute_kernel="fused"),
 }
+PIPELINES = {"TrainPipelineSparseDist": TrainPipelineSparseDist, "LookaheadPipeline": LookaheadPipeline}
 FUSED = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
 
 
@@ -249,8 +266,10 @@ def shard(model: nn.Module, how: str, plan: Any) -> Any:
         sharders: list[Any] = [FlexShardEmbeddingCollectionSharder(dict(FUSED))]
         planned = FlexShardPlanner(plan, profiles={name: profile() for name in TABLES}).collective_plan(model, sharders)
         return DistributedModelParallel(model, plan=planned, sharders=sharders, device=device)
-    bags = isinstance(model, Bags)
+    bags = any(isinstance(part, Bags) for part in model.modules())
     sharder: Any = EmbeddingBagCollectionSharder(dict(FUSED)) if bags else EmbeddingCollectionSharder(dict(FUSED))
+    if how == "cached":
+        sharder = FlexShardEmbeddingBagCollectionSharder(dict(FUSED), cache_load_factors={"goods": 1.0, "writers": 1.0})
     kind = EmbeddingBagCollection if bags else EmbeddingCollection
     parts = {path: part for path, part in model.named_modules() if isinstance(part, kind)}
     plans = {
@@ -269,6 +288,9 @@ def shard(model: nn.Module, how: str, plan: Any) -> Any:
     if bags:  # on the CPU, TorchRec does not load a bag's weights when it shards it (embeddingbag.py)
         state = parallel.state_dict()
         for name, tensor in state.items():
+            if isinstance(tensor, DTensor):  # of our sharder, which has loaded it
+                assert torch.equal(tensor.full_tensor(), weights[name])
+                continue
             for local in tensor.local_shards() if hasattr(tensor, "local_shards") else [tensor]:
                 meta = getattr(local, "metadata", None)
                 whole = weights[name]
@@ -305,12 +327,19 @@ def full_weights(parallel: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def train_sharded(rank: int, kind: type[nn.Module], deduped: bool, how: str, plan: Any) -> Any:
+def train_sharded(rank: int, kind: type[nn.Module], deduped: str, how: str, plan: Any) -> Any:
     parallel = shard(kind(deduped), how, plan)
     with Observer() as observer:
         for step in range(STEPS):
-            (parallel(sessions(rank, step))).backward()
+            (parallel(sessions(rank, step, deduped))).backward()
             observer.step()
+    tables, kept = (SPLIT_TABLES, "embedding_bags") if kind is Bags else (TABLES, "embeddings")
+    names = {f"lookup.{kept}.{table}.weight" for table in tables} if deduped else set(parallel.state_dict())
+    assert set(parallel.state_dict()) == names  # those of a collection that knows nothing of deduplication
+    if deduped:
+        optimizer, every = parallel.fused_optimizer, [set[str]()] * 4
+        torch.distributed.all_gather_object(every, {*optimizer.params, *optimizer.state_dict()["state"]})
+        assert set().union(*every) == names  # of tables that a rank has
     return full_weights(parallel), observer.calls()
 
 
@@ -330,6 +359,7 @@ def flex_plan() -> Any:
     return replace(plan, tables={name: replace(table, tiers=tuple(tiers)) for name, table in plan.tables.items()})
 
 
+@pytest.mark.parametrize("deduped", ["exact", "partial"])
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -341,10 +371,10 @@ def flex_plan() -> Any:
         (Bags, "torchrec column-wise"),
     ],
 )
-def test_sharded_lookups_train_to_the_same_weights(kind: type[nn.Module], how: str) -> None:
+def test_sharded_lookups_train_to_the_same_weights(kind: type[nn.Module], how: str, deduped: str) -> None:
     plan = flex_plan() if how == "flexshard" else None
-    expected = train(kind(False), 4)
-    for weights, _ in ranks.run(2, 2, train_sharded, kind, True, how, plan):
+    expected = train(kind(""), 4)
+    for weights, _ in ranks.run(2, 2, train_sharded, kind, deduped, how, plan):
         for name, weight in expected.items():
             np.testing.assert_allclose(weights[name], weight.numpy(), atol=2e-5, rtol=2e-5)
 
@@ -353,10 +383,10 @@ def test_what_is_sent_falls_by_the_dedup_factor() -> None:
     plan = flex_plan()
     whole = Tier("row_wise", 4, ROWS, 0, 1.0, None, 0.0, 0.0, 0.0)
     plan = replace(plan, tables={name: replace(table, tiers=(whole,)) for name, table in plan.tables.items()})
-    for deduped in (False, True):
+    for deduped in ("", "exact", "partial"):
         runs = ranks.run(2, 2, train_sharded, Sequences, deduped, "flexshard", plan)
         for step in range(STEPS):
-            batches = [sessions(rank, step) for rank in range(4)]
+            batches = [sessions(rank, step, deduped) for rank in range(4)]
             ids = sum((b.distinct if deduped else b.to_keyed_jagged()).values().numel() for b in batches)
             sent: dict[str, int] = {}
             for _, calls in runs:
@@ -398,30 +428,37 @@ def train_variable_batches(rank: int) -> float:
     return max(float((after[name] - before[name]).abs().max()) for name in before)
 
 
-def test_a_pipeline_prefetches_deduplicated_batches() -> None:
-    expected = train(Sequences(False), 4)
-    for weights, prefetched in ranks.run(2, 2, train_in_a_pipeline, flex_plan()):
+@pytest.mark.parametrize(
+    ("kind", "how", "pipeline"),
+    [
+        (Sequences, "flexshard", "TrainPipelineSparseDist"),
+        (Bags, "torchrec row-wise", "TrainPipelineSparseDist"),
+        (Bags, "cached", "LookaheadPipeline"),
+    ],
+)
+def test_a_pipeline_prefetches_deduplicated_batches(kind: type[nn.Module], how: str, pipeline: str) -> None:
+    expected = train(kind(""), 4)
+    plan = flex_plan() if how == "flexshard" else None
+    for weights, prefetched in ranks.run(2, 2, train_in_a_pipeline, kind, how, plan, pipeline):
         assert prefetched
         for name, weight in expected.items():
             np.testing.assert_allclose(weights[name], weight.numpy(), atol=2e-5, rtol=2e-5)
 
 
-def train_in_a_pipeline(rank: int, plan: Any) -> Any:
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
+def train_in_a_pipeline(rank: int, kind: type[nn.Module], how: str, plan: Any, pipeline_name: str) -> Any:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Sequences(True)
+            self.model = kind("partial")
 
         def forward(self, batch: InverseKeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
             loss = self.model(batch)
             return loss, loss.detach()
 
-    parallel = shard(Loss(), "flexshard", plan)
+    parallel = shard(Loss(), how, plan)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
-    pipeline = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
-    steps = iter([sessions(rank, step) for step in range(STEPS)])
+    pipeline = PIPELINES[pipeline_name](parallel, optimizer, torch.device("cpu"))
+    steps = iter([sessions(rank, step, "partial") for step in range(STEPS)])
     with contextlib.suppress(StopIteration):
         while True:
             pipeline.progress(steps)

@@ -135,6 +135,28 @@ def test_transforms_of_some_features_weights_and_dropped_features() -> None:
     assert (none.keys(), none.stride()) == ([], 0)
 
 
+@pytest.mark.parametrize("shape", ["even", "one long row", "no ids", "no rows"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_are_sorted_within_rows_and_weights_go_with_them(shape: str, weighted: bool, dtype: torch.dtype) -> None:
+    generator = np.random.default_rng(0)
+    lengths = {"even": generator.integers(0, 30, 500), "one long row": np.array([2] * 999 + [900])}.get(
+        shape, np.zeros(3 * (shape == "no ids"), np.int64)
+    )
+    most = torch.iinfo(dtype).max
+    values = torch.from_numpy(generator.choice([-5, 0, 3, 7, most], int(lengths.sum()))).to(dtype)
+    weights = torch.arange(values.numel(), dtype=torch.float32) if weighted else None
+    found, sizes, heavy = SortIds().change(values, torch.from_numpy(lengths), weights)
+    assert (found.dtype, sizes.tolist()) == (dtype, lengths.tolist())
+    rows = np.split(values.numpy(), np.cumsum(lengths)[:-1]) if lengths.size else []
+    assert found.tolist() == [value for row in rows for value in sorted(row.tolist())]
+    if weighted:
+        assert heavy is not None
+        starts = np.cumsum(lengths) - lengths
+        order = [start + at for start, row in zip(starts, rows, strict=True) for at in np.argsort(row, kind="stable")]
+        assert heavy.tolist() == order
+
+
 def test_transforms_that_cannot_be() -> None:
     for make in (
         lambda: HashIds(0),

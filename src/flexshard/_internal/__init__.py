@@ -62,7 +62,6 @@ if TYPE_CHECKING:
         distinct_rows as distinct_rows,
         jagged_of_arrow as jagged_of_arrow,
         joined as joined,
-        shared_runs as shared_runs,
     )
     from flexshard._internal.keyed_jagged import with_values as with_values
     from flexshard._internal.lazy import bound as bound
@@ -81,6 +80,11 @@ if TYPE_CHECKING:
         LevelGroups as LevelGroups,
         group_behind as group_behind,
         level_groups as level_groups,
+    )
+    from flexshard._internal.runs import (
+        check_sharing as check_sharing,
+        run_layout as run_layout,
+        shared_runs as shared_runs,
     )
     from flexshard._internal.streams import (
         continued_on as continued_on,
@@ -105,7 +109,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "device_copies": ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread_on", "to_device"],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "files": ["PathLike", "make_folder", "read_text", "replacing", "write_text"],
-        "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"],
+        "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined"],
         "keyed_jagged": ["with_values"],
         "lazy": ["bound"],
         "optional": ["has_numba", "has_triton"],
@@ -120,6 +124,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "read_chunks",
         ],
         "process_groups": ["LevelGroups", "group_behind", "level_groups"],
+        "runs": ["check_sharing", "run_layout", "shared_runs"],
         "streams": ["continued_on", "current_stream", "used_here"],
         "text_tables": ["as_text", "new_grid"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],

@@ -1,8 +1,8 @@
 """Compiled loops over rows of lists, for the exact search of duplicates; a plain path stands beside each.
 
-A row is found by a hash of its length and of its first and last values only (of the last alone of further features,
-which mostly change together), and then compared with the candidate as a whole. Rows that such a hash takes for others'
-are found by a hash of all their values, and compared again.
+A row is found by a hash of its length and of some values only: four at either end and the one in the middle (of the
+last alone of further features, which mostly change together), and then compared with the candidate as a whole. Rows
+that such a hash takes for others' are found by a hash of all their values, and compared again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["first_rows", "gather"]
+__all__ = ["first_rows", "gather", "overlaps"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -35,7 +35,7 @@ def first_rows(columns: Sequence[tuple[npt.NDArray[Any], IntArray]], rows: int) 
     table = np.zeros(1 << max(4, (2 * rows - 1).bit_length()), np.uint64)
     every = np.arange(rows)
     for number, (values, offsets) in enumerate(columns):
-        _hash_ends(values, offsets, hashes, number == 0)
+        _hash_some(values, offsets, hashes, number == 0)
     _probe(hashes, table, first)
     for values, offsets in columns:
         _compare(values, offsets, every, first, same)
@@ -61,14 +61,25 @@ def _mixed(h, value):  # type: ignore[no-untyped-def] # pragma: no cover - compi
 
 
 @numba.njit(cache=True)
-def _hash_ends(values, offsets, hashes, both):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def _hash_some(values, offsets, hashes, several):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     for row in range(hashes.size):
         begin, stop = offsets[row], offsets[row + 1]
         h = _mixed(hashes[row], np.uint64(stop - begin))
         if stop > begin:
             h = _mixed(h, np.uint64(values[stop - 1]))
-            if both:
-                h = _mixed(h, np.uint64(values[begin]))
+            if several:
+                # Four at either end tell lists apart that are padded, or share a first or last token. Each times an
+                # odd number of its own: sums wait for no product.
+                both, factor = np.uint64(values[begin]), np.uint64(0xBF58476D1CE4E5B9)
+                for position in range(begin + 1, min(begin + 4, stop)):
+                    both += np.uint64(values[position]) * factor
+                    factor += np.uint64(0x9E3779B97F4A7C16)
+                if stop - begin > 8:
+                    for position in range(stop - 4, stop - 1):
+                        both += np.uint64(values[position]) * factor
+                        factor += np.uint64(0x9E3779B97F4A7C16)
+                    h = _mixed(h, np.uint64(values[(begin + stop) // 2]))
+                h = _mixed(h, both)
         hashes[row] = h
 
 
@@ -118,6 +129,51 @@ def _compare(values, offsets, rows, first, same):  # type: ignore[no-untyped-def
             differ |= np.uint64(mine[position] ^ theirs[position])
         if differ != 0:
             same[row] = False
+
+
+def overlaps(columns: Sequence[npt.NDArray[Any]], offsets: IntArray, max_shift: int) -> IntArray:
+    """How many values at the start of each row are, in order, the last ones of the row before, in all columns.
+
+    Args:
+        columns: values (seen as unsigned integers), all with the same offsets.
+        offsets: of rows.
+        max_shift: most values of the row before that may stand before those.
+    """
+    shifts = np.zeros(offsets.size - 1, np.int64)
+    shifts[:1] = -1
+    agreed = 0
+    while agreed < len(columns):  # each column may put shifts further, which others have to agree with
+        for values in columns:
+            agreed = 1 if _advance(values, offsets, max_shift, shifts) else agreed + 1
+            if agreed >= len(columns):
+                break
+    lengths = np.diff(offsets)
+    return np.where(shifts >= 0, np.roll(lengths, 1) - shifts, 0)
+
+
+@numba.njit(cache=True)
+def _advance(values, offsets, max_shift, shifts):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Put each row's shift to the least, from where it is on, at which this column agrees; -1 where none does."""
+    moved = False
+    for row in range(1, shifts.size):
+        if shifts[row] < 0:
+            continue
+        begin, stop, end = offsets[row - 1], offsets[row], offsets[row + 1]
+        found = -1
+        for shift in range(shifts[row], min(max_shift + 1, stop - begin)):
+            size = stop - begin - shift
+            if size > end - stop:
+                continue
+            position = 0
+            while position < size and values[begin + shift + position] == values[stop + position]:
+                position += 1
+            if position == size:
+                found = shift
+                break
+        if found != shifts[row]:
+            shifts[row] = found
+            moved = True
+    return moved
 
 
 @numba.njit(cache=True)

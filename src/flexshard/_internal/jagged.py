@@ -17,7 +17,16 @@ from flexshard._internal.optional import has_numba
 from flexshard._internal.parquet_sources import is_list, one_array
 from flexshard.errors import DataError
 
-__all__ = ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "shared_runs"]
+__all__ = [
+    "Distinct",
+    "IntArray",
+    "JaggedArray",
+    "as_unsigned",
+    "compiled_kernels",
+    "distinct_rows",
+    "jagged_of_arrow",
+    "joined",
+]
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
@@ -88,10 +97,10 @@ def distinct_rows(*columns: JaggedArray, compiled: bool | None = None) -> Distin
     """
     if not columns or len({len(column) for column in columns}) > 1:
         raise DataError(f"columns of one batch have as many rows, found {[len(column) for column in columns]}")
-    rows, kernels = len(columns[0]), _kernels(len(columns[0]), compiled)
+    rows, kernels = len(columns[0]), compiled_kernels(len(columns[0]), compiled)
     if kernels is not None:
         parts = [
-            (_as_unsigned(values), column.offsets)
+            (as_unsigned(values), column.offsets)
             for column in columns
             for values in (column.values, column.weights)
             if values is not None
@@ -116,7 +125,7 @@ def distinct_rows(*columns: JaggedArray, compiled: bool | None = None) -> Distin
     return Distinct(both.astype(np.int64), first)
 
 
-def _kernels(rows: int, compiled: bool | None = None) -> Any:
+def compiled_kernels(rows: int, compiled: bool | None = None) -> Any:
     """Compiled loops, where they are wanted; None where they are not, or numba is not installed."""
     wanted = rows >= _COMPILED_ROWS if compiled is None else compiled
     if not wanted or not has_numba():
@@ -141,7 +150,7 @@ def _ones(rows: int) -> IntArray:
     return ones
 
 
-def _as_unsigned(values: AnyArray) -> AnyArray:
+def as_unsigned(values: AnyArray) -> AnyArray:
     """The values' bits, without copying them."""
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
 
@@ -181,14 +190,14 @@ def _joined(
 ) -> AnyArray:
     if rows is None:
         return _concatenated([values for values, _ in columns])
-    kernels, kind = _kernels(rows.size), columns[0][0].dtype
+    kernels, kind = compiled_kernels(rows.size), columns[0][0].dtype
     if kernels is None or any(values.dtype != kind for values, _ in columns):
         return np.concatenate([_taken(values, offsets, rows) for values, offsets in columns])
     sizes = [int(each.sum()) for each in lengths]
     buffer = _buffer(sum(sizes), kind)
     start = 0
     for (values, offsets), size in zip(columns, sizes, strict=True):
-        kernels.gather(_as_unsigned(values), offsets, rows, _as_unsigned(buffer[start : start + size]))
+        kernels.gather(as_unsigned(values), offsets, rows, as_unsigned(buffer[start : start + size]))
         start += size
     return buffer
 
@@ -264,72 +273,3 @@ def jagged_of_arrow(
             " hash or encode it before"
         )
     return JaggedArray(signed, offsets)
-
-
-def shared_runs(rows: JaggedArray, *, newest: str = "last", max_shift: int = 16) -> tuple[AnyArray, IntArray]:
-    """One buffer in which every list is a run, where a list goes on from the one before it (RecD paper, section 7).
-
-    A list that was shifted (some of the oldest values dropped, new ones added) shares what stayed with the list
-    before; anything else starts afresh, so the result is exact whatever the lists are.
-
-    Args:
-        rows: lists, those of one session one after the other; weights are not read.
-        newest: at which end new values are added, "last" or "first".
-        max_shift: most values that may have been dropped for a shift to be found.
-
-    Returns:
-        values of the buffer, and where each row's run starts in it; shape (rows,). Its length is the row's own.
-
-    Raises:
-        DataError: ``newest`` is neither.
-    """
-    if newest not in ("last", "first"):
-        raise DataError(f"newest is 'last' or 'first', found {newest!r}")
-    lengths = rows.lengths
-    values = rows.values if newest == "last" else _reversed(rows)
-    kept = _overlaps(values, rows.offsets, max_shift)
-    ends = np.cumsum(lengths - kept)
-    starts = ends - lengths
-    # Of every row, only what the row before does not have.
-    fresh = lengths - kept
-    source = np.repeat(rows.offsets[1:] - ends, fresh) + np.arange(int(ends[-1]) if ends.size else 0)
-    buffer = values[source]
-    if newest == "first":
-        return buffer[::-1].copy(), buffer.size - ends
-    return buffer, starts
-
-
-def _reversed(rows: JaggedArray) -> AnyArray:
-    """Every row's values back to front."""
-    mirrored = np.repeat(rows.offsets[:-1] + rows.offsets[1:] - 1, rows.lengths) - np.arange(rows.values.size)
-    return rows.values[mirrored]
-
-
-def _overlaps(values: AnyArray, offsets: IntArray, max_shift: int) -> IntArray:
-    """How many values at the start of each row are, in order, the last ones of the row before."""
-    lengths = np.diff(offsets)
-    overlaps = np.zeros(lengths.size, np.int64)
-    pairs = np.flatnonzero((lengths[1:] > 0) & (lengths[:-1] > 0)) + 1
-    longest = int(lengths.max(initial=0))
-    for shift in range(min(max_shift + 1, longest)):
-        if not pairs.size:
-            break
-        left = lengths[pairs - 1] - shift  # of the row before
-        fits = (left > 0) & (left <= lengths[pairs])
-        candidates = pairs[fits]
-        begins = offsets[candidates - 1] + shift
-        likely = values[begins] == values[offsets[candidates]]
-        candidates, begins, size = candidates[likely], begins[likely], left[fits][likely]
-        before = np.repeat(begins, size) + _counting(size)
-        after = np.repeat(offsets[candidates], size) + _counting(size)
-        ends = np.cumsum(size)
-        same = np.concatenate([[0], np.cumsum(values[before] == values[after])])
-        equal = same[ends] - same[ends - size] == size
-        overlaps[candidates[equal]] = size[equal]
-        pairs = pairs[overlaps[pairs] == 0]
-    return overlaps
-
-
-def _counting(sizes: IntArray) -> IntArray:
-    """0 to size - 1 for each size, one after the other."""
-    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -17,17 +17,21 @@ if TYPE_CHECKING:
         shared_runs as shared_runs,
     )
     from flexshard.embeddings.dedup.collections import (
-        Deduped as Deduped,
         DedupedEmbeddingBagCollection as DedupedEmbeddingBagCollection,
         DedupedEmbeddingCollection as DedupedEmbeddingCollection,
     )
-    from flexshard.embeddings.dedup.inverse import (
-        DedupedGroup as DedupedGroup,
-        InverseKeyedJaggedTensor as InverseKeyedJaggedTensor,
-    )
+    from flexshard.embeddings.dedup.group import DedupedGroup as DedupedGroup
+    from flexshard.embeddings.dedup.inverse import InverseKeyedJaggedTensor as InverseKeyedJaggedTensor
     from flexshard.embeddings.dedup.jagged import DedupedJagged as DedupedJagged
+    from flexshard.embeddings.dedup.modules import (
+        Deduped as Deduped,
+        DedupedCausal as DedupedCausal,
+        DedupedPerSample as DedupedPerSample,
+    )
     from flexshard.embeddings.dedup.partial import PartialJaggedTensor as PartialJaggedTensor
+    from flexshard.embeddings.dedup.runs import Runs as Runs
     from flexshard.embeddings.dedup.selection import jagged_index_select as jagged_index_select
+    from flexshard.embeddings.dedup.target_attention import TargetAttention as TargetAttention
     from flexshard.embeddings.ordering.bijection import IndexBijection as IndexBijection
     from flexshard.embeddings.ordering.reindexing import Reindex as Reindex
     from flexshard.embeddings.tensor_train.compressed import (
@@ -41,11 +45,15 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "dedup.collections": ["Deduped", "DedupedEmbeddingBagCollection", "DedupedEmbeddingCollection"],
-        "dedup.inverse": ["DedupedGroup", "InverseKeyedJaggedTensor"],
+        "dedup.collections": ["DedupedEmbeddingBagCollection", "DedupedEmbeddingCollection"],
+        "dedup.group": ["DedupedGroup"],
+        "dedup.inverse": ["InverseKeyedJaggedTensor"],
         "dedup.jagged": ["DedupedJagged"],
+        "dedup.modules": ["Deduped", "DedupedCausal", "DedupedPerSample"],
         "dedup.partial": ["PartialJaggedTensor"],
+        "dedup.runs": ["Runs"],
         "dedup.selection": ["jagged_index_select"],
+        "dedup.target_attention": ["TargetAttention"],
         "flexshard._internal": ["Distinct", "JaggedArray", "distinct_rows", "jagged_of_arrow", "shared_runs"],
         "flexshard.tables": ["TTShape"],
         "ordering.bijection": ["IndexBijection"],

@@ -46,7 +46,10 @@ if TYPE_CHECKING:
         FeatureDuplication as FeatureDuplication,
         measure_duplication as measure_duplication,
     )
-    from flexshard.ingestion.sessions.grouping import suggest_groups as suggest_groups
+    from flexshard.ingestion.sessions.grouping import (
+        suggest_groups as suggest_groups,
+        suggest_partial as suggest_partial,
+    )
     from flexshard.ingestion.storage.merged_reads import Disk as Disk, ReadCost as ReadCost
     from flexshard.ingestion.storage.popularity import (
         PopularBytes as PopularBytes,
@@ -83,7 +86,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "service.spec": ["IngestionSpec"],
         "sessions.clustering": ["Clustered", "cluster_sessions"],
         "sessions.duplication": ["Duplication", "FeatureDuplication", "measure_duplication"],
-        "sessions.grouping": ["suggest_groups"],
+        "sessions.grouping": ["suggest_groups", "suggest_partial"],
         "storage.merged_reads": ["Disk", "ReadCost"],
         "storage.popularity": ["PopularBytes", "StorageTier", "TieredStorage", "popular_bytes", "tiered_storage"],
         "storage.projections": ["ProjectionLog"],

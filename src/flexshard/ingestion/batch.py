@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from flexshard.embeddings import InverseKeyedJaggedTensor
+from flexshard.errors import DataError
 
 __all__ = ["BatchPosition", "ReaderPhases", "SessionBatch"]
 
@@ -101,3 +103,11 @@ class SessionBatch(Pipelineable):
         self.features.record_stream(stream)
         for tensor in self.dense.values():
             tensor.record_stream(stream)
+
+
+def _collated(_batch: Any, **_others: Any) -> NoReturn:
+    raise DataError("a reader's batches are whole; give DataLoader batch_size=None, so that it puts none together")
+
+
+# Where torch lets types say how they are put together (torch.utils.data.default_collate).
+default_collate_fn_map[SessionBatch] = _collated

@@ -28,6 +28,7 @@ class BatchMaker:
 
     features: Sequence[str]
     groups: Sequence[Sequence[str]]
+    sharing: Mapping[str, Any]  # partial, newest and max_shift
     weights: Mapping[str, str]
     dense: Sequence[str]
     nulls_as_nan: bool
@@ -37,7 +38,7 @@ class BatchMaker:
     def __call__(self, rows: Rows, position: BatchPosition) -> SessionBatch:
         """The batch of some rows; raises DataError as its parts."""
         start = perf_counter()
-        features = features_of(rows, self.features, self.groups, self.weights)
+        features = features_of(rows, self.features, self.groups, self.weights, self.sharing)
         dense = {name: dense_tensor(rows, name, nulls_as_nan=self.nulls_as_nan) for name in self.dense}
         converted = perf_counter()
         if self.transform is not None:
@@ -61,14 +62,18 @@ class BatchMaker:
 
 
 def features_of(
-    rows: Rows, features: Sequence[str], groups: Sequence[Sequence[str]], weights: Mapping[str, str]
+    rows: Rows,
+    features: Sequence[str],
+    groups: Sequence[Sequence[str]],
+    weights: Mapping[str, str],
+    sharing: Mapping[str, Any],
 ) -> InverseKeyedJaggedTensor:
-    """Features of a batch, each group's distinct rows once.
+    """Features of a batch, each group's distinct rows once; what is partially deduplicated, by its runs.
 
     Raises:
         DataError: values that are not ids; names file, row and column.
     """
-    how: dict[str, Any] = {"keys": features, "weights": weights}
+    how: dict[str, Any] = {"keys": features, "weights": weights, **sharing}
     try:
         return InverseKeyedJaggedTensor.from_arrow(rows.table, groups, **how)
     except DataError:

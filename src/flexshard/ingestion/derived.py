@@ -146,7 +146,7 @@ def _with_feature(
     groups = {id(group): group for group in (features.group_of(key) for key in inputs) if group is not None}
     if len(groups) == 1 and all(features.group_of(key) is not None for key in inputs):
         group = next(iter(groups.values()))
-        return _added(features, name, change([_lists(group.jagged[key]) for key in inputs]), group)
+        return _added(features, name, change([_lists(group.lists()[key]) for key in inputs]), group)
     plain = features.to_keyed_jagged() if groups else features.plain
     assert plain is not None
     return _added(features, name, change([_lists(plain[key]) for key in inputs]), None)
@@ -167,10 +167,9 @@ def _added(
         for part in [*(each.jagged for each in features.groups), features.plain]
         if part is not None
     )
-    groups = [
-        DedupedGroup(_appended(each.jagged, name, lists, weighted), each.inverse) if each is group else each
-        for each in features.groups
-    ]
+    groups: list[DedupedGroup] = []
+    for each in features.groups:
+        groups += each.of_lists(_appended(each.lists(), name, lists, weighted)) if each is group else [each]
     plain = features.plain if group is not None else _appended(features.plain, name, lists, weighted)
     return InverseKeyedJaggedTensor(groups, plain, [*features.keys(), name])
 

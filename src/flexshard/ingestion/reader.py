@@ -19,7 +19,7 @@ from flexshard.ingestion.batch import BatchPosition, SessionBatch
 from flexshard.ingestion.batches import BatchRows
 from flexshard.ingestion.conversion import BatchMaker
 from flexshard.ingestion.order import EpochOrder, OrderSettings
-from flexshard.ingestion.reader_arguments import check_arguments, checked_shuffle
+from flexshard.ingestion.reader_arguments import check_arguments, checked_groups, checked_shuffle
 from flexshard.ingestion.reader_state import ReaderPlace, checked_state
 from flexshard.ingestion.reading_ahead import read_ahead
 from flexshard.ingestion.session_starts import scanned_sessions
@@ -39,8 +39,8 @@ class SessionReader(IterableDataset[SessionBatch]):
     many batches as the others, any number of DataLoader workers gives them in the same order, and a checkpoint of one
     number of ranks and workers goes on with another, with no sample lost or read twice.
 
-    Without ``shuffle``, one lane follows the order of the files. Splits are ranges of rows, whatever row groups they
-    are in; a range within a row group takes decoding what is before it there.
+    Without ``shuffle``, one lane follows the order of the files. Splits are ranges of rows; a range within a row group
+    takes decoding what is before it there.
     """
 
     def __init__(
@@ -50,6 +50,9 @@ class SessionReader(IterableDataset[SessionBatch]):
         batch_size: int,
         features: Sequence[str],
         groups: Sequence[Sequence[str]] = (),
+        partial: Sequence[Sequence[str]] = (),
+        newest: str = "last",
+        max_shift: int = 16,
         dense: Sequence[str] = (),
         weights: Mapping[str, str] | None = None,
         transform: Callable[[InverseKeyedJaggedTensor], InverseKeyedJaggedTensor] | None = None,
@@ -76,6 +79,8 @@ class SessionReader(IterableDataset[SessionBatch]):
             batch_size: B, of each rank.
             features: columns of ids or of lists of ids. Here and below, ``map/key`` is a key of a column of maps.
             groups: of features to deduplicate together (``dedup_sparse_features`` in the paper).
+            partial, newest, max_shift: of features whose lists grow or shift within a session, and how, as of
+                :meth:`InverseKeyedJaggedTensor.from_keyed_jagged`.
             dense: columns of a number per row, such as labels, or of lists of as many numbers in every row.
             weights: column with the weights of a feature, by feature.
             transform: of the features, such as :class:`DedupedTransform`.
@@ -110,7 +115,6 @@ class SessionReader(IterableDataset[SessionBatch]):
         super().__init__()
         self.batch_size = check_int(batch_size, "batch_size", DataError)
         self.features, self.dense = list(features), list(dense)
-        self.groups = [list(group) for group in groups]
         self.weights = dict(weights or {})
         self.transform, self.preprocess = transform, list(preprocess)
         self.session, self.time = session, time
@@ -131,7 +135,10 @@ class SessionReader(IterableDataset[SessionBatch]):
             drop_last=drop_last,
             pad_last=pad_last,
         )
-        self.shuffle = checked_shuffle(shuffle, session=session, groups=self.groups, whole_sessions=whole_sessions)
+        self.groups, self.partial = checked_groups(self.features, groups, partial, newest, max_shift)
+        self._sharing = {"partial": self.partial, "newest": newest, "max_shift": max_shift}
+        some = bool(self.groups or self.partial)
+        self.shuffle = checked_shuffle(shuffle, session=session, groups=some, whole_sessions=whole_sessions)
         lanes_used = self.world_size if lanes is None else check_int(lanes, "lanes", DataError)
         self._given = {"lanes": lanes is not None, "shuffle_window": shuffle_window is not None}
         columns = list(dict.fromkeys([*self.features, *self.weights.values(), *self.dense]))
@@ -345,7 +352,7 @@ class SessionReader(IterableDataset[SessionBatch]):
         """A rank's batch after so many of the epoch."""
         share = order.share(consumed, rank, world_size, pad_last=self.pad_last)
         position = self._position(order, epoch, consumed, rank, world_size, share.repeated)
-        what = (self.features, self.groups, self.weights, self.dense, self.dense_nulls == "nan")
+        what = (self.features, self.groups, self._sharing, self.weights, self.dense, self.dense_nulls == "nan")
         made = BatchMaker(*what, self.transform, self.preprocess)
         return made(rows.read(share.ranges), position)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexshard._internal import first_repeated
+import pyarrow as pa
+
+from flexshard._internal import check_int, first_repeated
+from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
 
-__all__ = ["check_arguments", "checked_shuffle"]
+__all__ = ["check_arguments", "checked_groups", "checked_shuffle"]
 
 
 def check_arguments(
@@ -36,10 +39,24 @@ def check_arguments(
         raise DataError("for batches of whole sessions, name the session column")
 
 
-def checked_shuffle(
-    shuffle: bool | str, *, session: str | None, groups: Sequence[Sequence[str]], whole_sessions: bool
-) -> str | None:
-    """What is shuffled: samples, sessions or nothing; raises DataError where that cannot be."""
+def checked_groups(
+    features: Sequence[str],
+    groups: Sequence[Sequence[str]],
+    partial: Sequence[Sequence[str]],
+    newest: str,
+    max_shift: int,
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Groups, exact and partial, that batches of these features can have; raises DataError."""
+    check_int(max_shift, "max_shift", DataError, least=0)
+    nothing = pa.table({name: pa.array([], pa.large_list(pa.int64())) for name in features})
+    InverseKeyedJaggedTensor.from_arrow(nothing, groups, partial=partial, newest=newest)
+    return [list(group) for group in groups], [list(group) for group in partial]
+
+
+def checked_shuffle(shuffle: bool | str, *, session: str | None, groups: bool, whole_sessions: bool) -> str | None:
+    """What is shuffled: samples, sessions or nothing; raises DataError where that cannot be, or where there are groups
+    that it would leave without use.
+    """
     if shuffle is True:
         if session is None and groups:
             raise DataError(

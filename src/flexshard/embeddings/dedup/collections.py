@@ -1,114 +1,111 @@
-"""Lookups, pooling and attention on distinct rows (RecD paper, section 5: O5, O6, O7)."""
+"""Lookups of what a batch keeps alone (RecD paper, section 5: O5; section 7)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
-from torchrec import EmbeddingBagCollection
+from torch.nn import functional
+from torchrec import EmbeddingBagCollection, PoolingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from flexshard._internal import first_repeated
+from flexshard.embeddings.dedup.group import DedupedGroup
 from flexshard.embeddings.dedup.inverse import InverseKeyedJaggedTensor
 from flexshard.embeddings.dedup.jagged import DedupedJagged
 from flexshard.embeddings.dedup.keyed import padded
+from flexshard.embeddings.dedup.partial import PartialJaggedTensor
+from flexshard.embeddings.dedup.selection import run_places
 from flexshard.errors import DataError
 
-__all__ = ["Deduped", "DedupedEmbeddingBagCollection", "DedupedEmbeddingCollection"]
+__all__ = ["DedupedEmbeddingBagCollection", "DedupedEmbeddingCollection"]
+
+Found: TypeAlias = DedupedJagged | PartialJaggedTensor | JaggedTensor
 
 
-class Deduped(nn.Module):
-    """Any pooling or attention module, run once per distinct row (O7).
+class _StockNames(nn.Module, FusedOptimizerModule):
+    """Whose optimizer in backward has the names of its ``state_dict``, those without the collections inside."""
 
-    The module's inputs and outputs have a row per sample in their first dimension; it must treat rows one by one (no
-    batch normalisation, no dropout that should differ between samples of one session).
-    """
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """Of all sharded collections inside; empty before DistributedModelParallel has sharded them."""
+        held = [part.fused_optimizer for part in self._collections() if isinstance(part, FusedOptimizerModule)]
+        return CombinedOptimizer(held)
 
-    def __init__(self, module: nn.Module) -> None:
-        """Wrap ``module``, which takes JaggedTensors (or what ``forward`` is given besides)."""
-        super().__init__()
-        self.module = module
-
-    def forward(self, *sequences: DedupedJagged | JaggedTensor, **others: Any) -> Any:
-        """Its output for every sample; shape (B, ...), for each tensor that it returns.
-
-        Args:
-            sequences: of features of one group, given to the module as JaggedTensors of R lists; or of plain features,
-                for which it runs as it would by itself.
-            others: given to it as they are.
-
-        Raises:
-            DataError: no sequences, or of different groups; or an output that has not a row per distinct row.
-        """
-        shared = _shared(sequences)
-        return _expanded(self.module(*(_distinct(sequence) for sequence in sequences), **others), shared)
+    def _collections(self) -> Sequence[nn.Module]:
+        raise NotImplementedError
 
 
-@torch.fx.wrap
-def _shared(sequences: tuple[DedupedJagged | JaggedTensor, ...]) -> DedupedJagged | None:
-    """One of them, all being of one group; None if they are plain."""
-    if not sequences:
-        raise DataError("a deduplicated module needs a sequence; call it with DedupedJagged values")
-    deduped = [sequence for sequence in sequences if isinstance(sequence, DedupedJagged)]
-    if not deduped:
-        return None
-    first = deduped[0]
-    for other in deduped[1:]:
-        if other.inverse is not first.inverse and not torch.equal(other.inverse, first.inverse):
-            raise DataError("sequences of different groups have rows of their own; put their features in one group")
-    if len(deduped) < len(sequences):
-        raise DataError("a plain sequence has a row per sample; put its feature in the group of the others")
-    return first
-
-
-@torch.fx.wrap
-def _distinct(sequence: DedupedJagged | JaggedTensor) -> JaggedTensor:
-    return sequence.distinct() if isinstance(sequence, DedupedJagged) else sequence
-
-
-@torch.fx.wrap
-def _expanded(result: Any, shared: DedupedJagged | None) -> Any:
-    """A module's outputs, for every sample."""
-    if shared is None:
-        return result
-    rows = int(shared.lengths.numel())
-
-    def expand(output: torch.Tensor) -> torch.Tensor:
-        if output.shape[:1] != (rows,):
-            raise DataError(f"the module returned shape {tuple(output.shape)} for {rows} distinct rows")
-        return output.index_select(0, shared.inverse)
-
-    return pytree.tree_map_only(torch.Tensor, expand, result)
-
-
-class DedupedEmbeddingCollection(nn.Module):
-    """An EmbeddingCollection that looks up distinct rows alone (O5).
+class DedupedEmbeddingCollection(_StockNames):
+    """An EmbeddingCollection that looks up what a batch keeps: distinct rows, or shared buffers (O5).
 
     It holds the collection as ``collection``, so that DistributedModelParallel shards it as it would by itself: with
-    TorchRec's sharders, or a FlexShard plan. Inverse indices stay where they are.
+    TorchRec's sharders, or a FlexShard plan. Inverse indices stay where they are. Its ``state_dict`` and its fused
+    optimizer have the collection's own names, so that weights and optimizer states of models with and without it load
+    into each other.
     """
 
     def __init__(self, collection: nn.Module) -> None:
         """Wrap an EmbeddingCollection, sharded or not."""
         super().__init__()
         self.collection = collection
+        self.register_state_dict_post_hook(_without_collection)
+        self.register_load_state_dict_pre_hook(_with_collection)
 
-    def forward(self, features: InverseKeyedJaggedTensor) -> dict[str, DedupedJagged | JaggedTensor]:
-        """Embeddings by feature: of distinct rows where a feature is in a group, of every sample where it is plain."""
+    def _collections(self) -> Sequence[nn.Module]:
+        return [self.collection]
+
+    @property
+    def embeddings(self) -> Any:
+        """The collection's tables, at the place that they have in ``state_dict``."""
+        return self.collection.embeddings
+
+    def forward(self, features: InverseKeyedJaggedTensor) -> dict[str, Found]:
+        """Embeddings by feature: of distinct rows or buffers where it is in a group, of every sample where it is plain.
+
+        Raises:
+            DataError: a KeyedJaggedTensor.
+        """
+        _check_is_batch(features)
         return _by_feature(features, self.collection(features.distinct))
+
+
+def _without_collection(_module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    _renamed(state, prefix, lambda name: name.removeprefix("collection."))
+
+
+def _with_collection(_module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    _renamed(state, prefix, lambda name: name if name.startswith("collection.") else f"collection.{name}")
+
+
+def _renamed(state: dict[str, Any], prefix: str, change: Callable[[str], str]) -> None:
+    """Change the names of what is under a prefix, in place, as hooks have to."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[prefix + change(key.removeprefix(prefix))] = state.pop(key)
 
 
 # What is wrapped stays whole where a pipeline traces the model to find out what its lookups are given.
 @torch.fx.wrap
-def _by_feature(features: InverseKeyedJaggedTensor, outputs: Any) -> dict[str, DedupedJagged | JaggedTensor]:
+def _check_is_batch(features: Any) -> None:
+    if isinstance(features, KeyedJaggedTensor):
+        raise DataError(
+            "found a KeyedJaggedTensor for a deduplicated batch; make one with"
+            " InverseKeyedJaggedTensor.from_keyed_jagged(features, groups), whose groups may be none"
+        )
+
+
+@torch.fx.wrap
+def _by_feature(features: InverseKeyedJaggedTensor, outputs: Any) -> dict[str, Found]:
     return {name: _deduped(features, name, embeddings) for name, embeddings in outputs.items()}
 
 
-def _deduped(features: InverseKeyedJaggedTensor, name: str, embeddings: JaggedTensor) -> DedupedJagged | JaggedTensor:
+def _deduped(features: InverseKeyedJaggedTensor, name: str, embeddings: JaggedTensor) -> Found:
     # Where several tables share a feature, TorchRec appends the table's name: feature@table.
     feature = name if name in features.keys() else name.rpartition("@")[0]
     group = features.group_of(feature)
@@ -117,21 +114,28 @@ def _deduped(features: InverseKeyedJaggedTensor, name: str, embeddings: JaggedTe
     expanded = None
     if group.expanded_lengths is not None:
         expanded = group.expanded_lengths[group.keys.index(feature)]
+    if group.runs is not None:
+        return PartialJaggedTensor.of_runs(embeddings.values(), group.runs, group.inverse, expanded)
     return DedupedJagged(embeddings.values(), embeddings.lengths()[: group.num_distinct], group.inverse, expanded)
 
 
-class DedupedEmbeddingBagCollection(nn.Module):
+class DedupedEmbeddingBagCollection(_StockNames):
     """An EmbeddingBagCollection per group of features, so that pooled embeddings are sent once per distinct row (O5).
 
-    A table is in one collection, so the features of a table are in one group or all plain. ``groups`` must be those
-    of the batches that it is given.
+    A table is in one collection, so the features of a table are in one group or all plain. Of a partially deduplicated
+    group, pieces of the buffer are pooled, looked up and sent once, and put together to each list's on every rank. A
+    batch has the groups of the collection, or none at all.
+
+    Names in ``state_dict`` and of the fused optimizer, and the order of what comes out, are those of an
+    EmbeddingBagCollection of ``tables``, whatever the groups.
     """
 
     def __init__(
         self,
         tables: Sequence[Any],
-        groups: Sequence[Sequence[str]],
+        groups: Sequence[Sequence[str]] = (),
         *,
+        partial: Sequence[Sequence[str]] = (),
         is_weighted: bool = False,
         device: torch.device | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -140,7 +144,7 @@ class DedupedEmbeddingBagCollection(nn.Module):
 
         Args:
             tables: EmbeddingBagConfigs.
-            groups: of features; features in none are plain.
+            groups, partial: of features, as batches have them; features in none are plain.
             is_weighted, device: as for EmbeddingBagCollection.
             process_group: all ranks of a job in which tables are sharded row-wise over gloo, which needs as many rows
                 on every rank: each group is filled up with empty ones to the most that any rank has (one all-reduce of
@@ -150,8 +154,9 @@ class DedupedEmbeddingBagCollection(nn.Module):
             DataError: a table whose features are in different groups, or a group with no table.
         """
         super().__init__()
-        group_of = {key: number for number, group in enumerate(groups) for key in group}
-        twice = first_repeated(key for group in groups for key in group)
+        every = [*groups, *partial]
+        group_of = {key: number for number, group in enumerate(every) for key in group}
+        twice = first_repeated(key for group in every for key in group)
         if twice is not None:
             raise DataError(f"feature {twice!r} is named twice in the groups; a feature belongs to one group")
         tables_of: dict[int, list[Any]] = {}
@@ -163,10 +168,23 @@ class DedupedEmbeddingBagCollection(nn.Module):
                     " in one group"
                 )
             tables_of.setdefault(homes.pop(), []).append(table)
-        for number, group in enumerate(groups):
+        for number, group in enumerate(every):
             if number not in tables_of:
                 raise DataError(f"no table has the features of group {number}, {', '.join(group)}")
-        self._groups = [list(group) for group in groups]
+        if partial and is_weighted:
+            raise DataError("lists that share ids have no weights; put weighted features in groups, not in partial")
+        self._groups = [list(group) for group in every]
+        self._num_exact = len(groups)
+        self._names = [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+        self._home = {table.name: _name(number) for number, held in tables_of.items() for table in held}
+        self._features = {
+            _name(number): [feature for table in held for feature in table.feature_names]
+            for number, held in tables_of.items()
+        }
+        self._is_mean = {
+            _name(number): [table.pooling == PoolingType.MEAN for table in held for _ in table.feature_names]
+            for number, held in tables_of.items()
+        }
         self._process_group = process_group
         self.collections = nn.ModuleDict(
             {
@@ -174,14 +192,31 @@ class DedupedEmbeddingBagCollection(nn.Module):
                 for number, group_tables in sorted(tables_of.items())
             }
         )
+        self.register_state_dict_post_hook(_without_groups)
+        self.register_load_state_dict_pre_hook(_with_groups)
+
+    def _collections(self) -> Sequence[nn.Module]:
+        return list(self.collections.values())
+
+    @property
+    def embedding_bags(self) -> dict[str, Any]:
+        """All tables by name, at the place that they have in ``state_dict``."""
+        found: dict[str, Any] = {}
+        for collection in self.collections.values():
+            found |= dict(collection.embedding_bags.items())
+        return found
 
     def forward(self, features: InverseKeyedJaggedTensor) -> KeyedTensor:
-        """Pooled embeddings of every sample; shape (B, sum of dims), in order of plain features, then groups.
+        """Pooled embeddings of every sample; shape (B, sum of dims), in the order of an EmbeddingBagCollection.
 
         Raises:
-            DataError: the batch has other groups.
+            DataError: the batch has other groups, or is a KeyedJaggedTensor.
         """
-        _check_same_groups(features, self._groups, _name(-1) in self.collections)
+        _check_is_batch(features)
+        if isinstance(features, InverseKeyedJaggedTensor) and not features.groups and self._groups:
+            answers = [collection(_of(features, self._features[name])) for name, collection in self.collections.items()]
+            return _in_order(self._names, answers)
+        _check_same_groups(features, self._groups, self._num_exact, _name(-1) in self.collections)
         # All collections are asked before the first answer is awaited: sharded ones answer late.
         even = None if self._process_group is None else _evened(features, self._process_group)
         asked = {}
@@ -190,40 +225,119 @@ class DedupedEmbeddingBagCollection(nn.Module):
                 asked[name] = collection(features.plain)
             else:
                 number = _number(name)
-                asked[name] = collection(features.groups[number].jagged if even is None else even[number])
-        return _side_by_side(features, asked)
+                asked[name] = collection(features.groups[number].bags if even is None else even[number])
+        return _side_by_side(features, asked, self._names, self._is_mean)
+
+
+def _without_groups(_module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    _renamed(state, prefix, lambda name: name.split(".", 2)[2] if name.startswith("collections.") else name)
+
+
+def _with_groups(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    homes: dict[str, str] = module._home
+
+    def home(name: str) -> str:
+        kind, _, rest = name.partition(".")
+        table = rest.partition(".")[0]
+        return f"collections.{homes[table]}.{name}" if kind == "embedding_bags" and table in homes else name
+
+    _renamed(state, prefix, home)
+
+
+def _of(features: InverseKeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedTensor:
+    """These features of a plain batch."""
+    plain = features.plain
+    assert plain is not None  # a batch without groups has nothing else
+    missing = next((key for key in keys if key not in plain.keys()), None)
+    if missing is not None:
+        raise DataError(f"no feature {missing!r} in the batch; there are {', '.join(plain.keys())}")
+    ends, stride = plain.offset_per_key(), plain.stride()
+    places = [plain.keys().index(key) for key in dict.fromkeys(keys)]
+
+    def parts(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[ends[place] : ends[place + 1]] for place in places])
+
+    weights = plain.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=list(dict.fromkeys(keys)),
+        values=parts(plain.values()),
+        lengths=torch.cat([plain.lengths()[place * stride : (place + 1) * stride] for place in places]),
+        weights=None if weights is None else parts(weights),
+        stride=stride,
+    )
 
 
 @torch.fx.wrap
-def _check_same_groups(features: InverseKeyedJaggedTensor, groups: list[list[str]], plain: bool) -> None:
+def _check_same_groups(
+    features: InverseKeyedJaggedTensor, groups: list[list[str]], num_exact: int, plain: bool
+) -> None:
     batch_groups = [group.keys for group in features.groups]
     if batch_groups != groups:
         raise DataError(f"the batch has groups {batch_groups}, the collection {groups}")
+    for number, group in enumerate(features.groups):
+        if (group.runs is None) != (number < num_exact):
+            found, due = ("exactly", "partially") if group.runs is None else ("partially", "exactly")
+            raise DataError(
+                f"the batch deduplicates {', '.join(group.keys)} {found}, the collection {due}; name them in"
+                " 'groups' or in 'partial' of both"
+            )
     if plain and features.plain is None:
         raise DataError("the batch has no plain features, but the collection has tables of such")
 
 
 @torch.fx.wrap
 def _evened(features: InverseKeyedJaggedTensor, process_group: dist.ProcessGroup) -> list[KeyedJaggedTensor]:
-    """Every group, with as many rows as any rank has."""
-    most = torch.tensor([group.num_distinct for group in features.groups], device=features.device())
+    """What each group pools, with as many rows as any rank has."""
+    bags = [group.bags for group in features.groups]
+    most = torch.tensor([each.stride() for each in bags], device=features.device())
     dist.all_reduce(most, dist.ReduceOp.MAX, process_group)
-    return [padded(group.jagged, rows) for group, rows in zip(features.groups, most.tolist(), strict=True)]
+    return [padded(each, rows) for each, rows in zip(bags, most.tolist(), strict=True)]
 
 
 @torch.fx.wrap
-def _side_by_side(features: InverseKeyedJaggedTensor, asked: dict[str, Any]) -> KeyedTensor:
+def _side_by_side(
+    features: InverseKeyedJaggedTensor, asked: dict[str, Any], names: list[str], is_mean: dict[str, list[bool]]
+) -> KeyedTensor:
     """Pooled embeddings of all collections, for every sample."""
-    keys: list[str] = []
-    dims: list[int] = []
-    values: list[torch.Tensor] = []
-    for name, rows in asked.items():
-        pooled = rows.values()
-        keys += rows.keys()
-        dims += rows.length_per_key()
+    found = []
+    for name, answer in asked.items():
+        rows = KeyedTensor(answer.keys(), answer.length_per_key(), answer.values())
         number = _number(name)
-        values.append(pooled if number < 0 else pooled.index_select(0, features.groups[number].inverse))
-    return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat(values, dim=1))
+        if number >= 0:
+            group = features.groups[number]
+            pooled = rows.values() if group.runs is None else _put_together(group, rows, is_mean[name])
+            rows = KeyedTensor(rows.keys(), rows.length_per_key(), pooled.index_select(0, group.inverse))
+        found.append(rows)
+    return _in_order(names, found)
+
+
+def _put_together(group: DedupedGroup, rows: KeyedTensor, is_mean: list[bool]) -> torch.Tensor:
+    """Of pooled pieces of a group's buffer, what each distinct list pools; shape (R, sum of dims)."""
+    runs = group.runs
+    assert runs is not None
+    pieces, pooled = runs.segments, rows.values()[: runs.segments.lengths.numel()]
+    widths = torch.tensor(rows.length_per_key(), device=pooled.device)
+    mean = torch.tensor(is_mean, device=pooled.device).repeat_interleave(widths, output_size=pooled.shape[1])
+    if any(is_mean):  # a piece's mean weighs as much as it has ids
+        pooled = pooled * torch.where(mean, pieces.lengths[:, None], 1)
+    places = run_places(pieces.first.long(), pieces.counts, pieces.total)
+    begins = torch.cumsum(pieces.counts, 0) - pieces.counts
+    if not pieces.total:
+        return pooled.new_zeros(runs.lengths.numel(), pooled.shape[1]) + 0 * pooled.sum()
+    lists = functional.embedding_bag(places, pooled, begins, mode="sum")
+    if any(is_mean):
+        lists = lists / torch.where(mean, runs.lengths[:, None].clamp(min=1), 1)
+    return lists
+
+
+def _in_order(names: list[str], found: Sequence[KeyedTensor]) -> KeyedTensor:
+    """All of them side by side, in the order of an EmbeddingBagCollection."""
+    columns: dict[str, tuple[torch.Tensor, int]] = {}
+    for rows in found:
+        parts = rows.values().split(rows.length_per_key(), dim=1)
+        columns |= dict(zip(rows.keys(), zip(parts, rows.length_per_key(), strict=True), strict=True))
+    values = torch.cat([columns[name][0] for name in names], dim=1)
+    return KeyedTensor(keys=list(names), length_per_key=[columns[name][1] for name in names], values=values)
 
 
 def _name(number: int) -> str:

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from flexshard._internal import JaggedArray, PathLike, bound, distinct_rows, first_repeated
+from flexshard.embeddings.dedup.group import DedupedGroup, Sharing, partial_group
 from flexshard.embeddings.dedup.keyed import (
     Groups,
     arrow_columns,
@@ -24,51 +25,28 @@ from flexshard.embeddings.dedup.keyed import (
     keyed,
     lists_of_rows,
     padded,
-    rows_of,
 )
 from flexshard.errors import DataError
 
-__all__ = ["DedupedGroup", "InverseKeyedJaggedTensor"]
+__all__ = ["InverseKeyedJaggedTensor"]
 
 Transform = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
 
 
 @dataclass(frozen=True)
-class DedupedGroup:
-    """Features that share one inverse index.
+class _Found:
+    """What is to be deduplicated, and how."""
 
-    Attributes:
-        jagged: the distinct rows of every feature; stride R.
-        inverse: the distinct row that each sample has; shape (B,), int64.
-        expanded_lengths: number of ids of each feature in the whole batch, where the host knows it; a batch that goes
-            from the host to a device knows it.
-    """
-
-    jagged: KeyedJaggedTensor
-    inverse: torch.Tensor
-    expanded_lengths: tuple[int, ...] | None = None
-
-    @property
-    def keys(self) -> list[str]:
-        """Its features."""
-        return list(self.jagged.keys())
-
-    @property
-    def num_distinct(self) -> int:
-        """R."""
-        return int(self.jagged.stride())
-
-    def counted(self) -> DedupedGroup:
-        """The same, of a batch on the host, with what a device need not be asked for later on."""
-        self.jagged.offset_per_key()
-        lengths = self.jagged.lengths().view(len(self.keys), -1)
-        return replace(self, expanded_lengths=tuple(lengths[:, self.inverse].sum(dim=1).tolist()))
+    groups: list[list[str]]
+    partial: list[list[str]]
+    how: Sharing
 
 
 class InverseKeyedJaggedTensor(Pipelineable):
     """A batch of B samples in which each group of features keeps its distinct rows once.
 
-    Rows of a group are the same only if all of its features are. Features in no group stay a KeyedJaggedTensor.
+    Rows of a group are the same only if all of its features are. Features in no group stay a KeyedJaggedTensor. Of a
+    group with runs, distinct rows share what their lists have in common, too.
 
     Attributes:
         groups: in the order they were asked for.
@@ -109,23 +87,43 @@ class InverseKeyedJaggedTensor(Pipelineable):
     # From other formats, and back.
 
     @classmethod
-    def from_keyed_jagged(cls, features: KeyedJaggedTensor, groups: Groups) -> InverseKeyedJaggedTensor:
+    def from_keyed_jagged(
+        cls,
+        features: KeyedJaggedTensor,
+        groups: Groups = (),
+        *,
+        partial: Groups = (),
+        newest: str = "last",
+        max_shift: int = 16,
+    ) -> InverseKeyedJaggedTensor:
         """Find the distinct rows of each group; the work is done on the CPU, the result is on ``features``' device.
 
+        Args:
+            features: a batch.
+            groups: features to deduplicate together.
+            partial: features to deduplicate partially together: distinct rows whose lists go on from those of the row
+                before share a buffer, for which the samples of a session have to follow each other. The lists of
+                features named together have equal lengths.
+            newest, max_shift: of these, as of :meth:`PartialJaggedTensor.from_jagged`.
+
         Raises:
-            DataError: a group that names an unknown feature or one a second time; batches of different size per key.
+            DataError: a group that names an unknown feature or one a second time; batches of different size per key;
+                weights or lists of different lengths where there may be none.
         """
         if features.variable_stride_per_key():
             raise DataError("features have batches of different size per key; give every key one length per sample")
-        names = checked_groups(groups, features.keys())
-        return cls._of_columns(columns_of(features), names, features.lengths().dtype, features.device())
+        found = _Found(*checked_groups(groups, partial, features.keys()), Sharing(newest, max_shift))
+        return cls._of_columns(columns_of(features), found, features.lengths().dtype, features.device())
 
     @classmethod
     def from_arrow(
         cls,
         table: pa.Table | pa.RecordBatch,
-        groups: Groups,
+        groups: Groups = (),
         *,
+        partial: Groups = (),
+        newest: str = "last",
+        max_shift: int = 16,
         keys: Sequence[str] | None = None,
         weights: Mapping[str, str] | None = None,
         where: str = "the batch",
@@ -135,7 +133,7 @@ class InverseKeyedJaggedTensor(Pipelineable):
 
         Args:
             table: one row per sample; a null list is an empty one.
-            groups: features to deduplicate together.
+            groups, partial, newest, max_shift: as of :meth:`from_keyed_jagged`.
             keys: features to read; by default every column that is not the weights of another.
             weights: the column with a feature's weights, by feature; all features have them or none.
             where: the file, for messages.
@@ -146,44 +144,63 @@ class InverseKeyedJaggedTensor(Pipelineable):
                 weights of other lengths than the values; names column and row.
         """
         columns = arrow_columns(table, keys, dict(weights or {}), where, first_row)
-        return cls._of_columns(columns, checked_groups(groups, list(columns)), torch.int32, torch.device("cpu"))
+        how = Sharing(newest, max_shift, where, first_row)
+        found = _Found(*checked_groups(groups, partial, list(columns)), how)
+        return cls._of_columns(columns, found, torch.int32, torch.device("cpu"))
 
     @classmethod
     def _of_columns(
-        cls, columns: Mapping[str, JaggedArray], groups: Groups, lengths: torch.dtype, device: torch.device
+        cls, columns: Mapping[str, JaggedArray], found: _Found, lengths: torch.dtype, device: torch.device
     ) -> InverseKeyedJaggedTensor:
         """The distinct rows of each group, and the other columns as they are."""
         groups_made = []
-        for group in groups:
+        for number, group in enumerate([*found.groups, *found.partial]):
             group_columns = {key: columns[key] for key in group}
             same = distinct_rows(*group_columns.values())
-            jagged = keyed(group_columns, lengths, device, rows=same.first)
-            groups_made.append(DedupedGroup(jagged, torch.from_numpy(same.inverse).to(device)))
-        grouped = {key for group in groups for key in group}
+            inverse = torch.from_numpy(same.inverse).to(device)
+            if number < len(found.groups):
+                made = DedupedGroup(keyed(group_columns, lengths, device, rows=same.first), inverse)
+            else:
+                made = partial_group(group_columns, same.first, inverse, lengths, device, found.how)
+            groups_made.append(made)
+        grouped = {key for group in groups_made for key in group.keys}
         rest = {key: column for key, column in columns.items() if key not in grouped}
         return cls(groups_made, keyed(rest, lengths, device) if rest else None, list(columns))
 
     @classmethod
     def from_rows(
-        cls, rows: Sequence[Mapping[str, Sequence[int]]], groups: Groups, *, keys: Sequence[str] | None = None
+        cls,
+        rows: Sequence[Mapping[str, Sequence[int]]],
+        groups: Groups = (),
+        *,
+        keys: Sequence[str] | None = None,
+        **how: Any,
     ) -> InverseKeyedJaggedTensor:
         """From a list of ids per feature and sample; a feature that a row leaves out is an empty list.
+
+        Args:
+            rows: of the batch.
+            groups: as of :meth:`from_keyed_jagged`.
+            keys: features to read; by default all.
+            how: further arguments of :meth:`from_arrow`.
 
         Raises:
             DataError: as :meth:`from_arrow`.
         """
         names = list(keys if keys is not None else dict.fromkeys(key for row in rows for key in row))
         columns = {name: lists_of_rows(rows, name) for name in names}
-        return cls.from_arrow(pa.table(columns), groups, keys=names)
+        return cls.from_arrow(pa.table(columns), groups, keys=names, **how)
 
     def to_keyed_jagged(self) -> KeyedJaggedTensor:
         """The whole batch, every sample with lists of its own: equal, bit for bit, to what this was made from."""
-        parts = [rows_of(group.jagged, group.inverse) for group in self.groups]
+        parts = [group.expand() for group in self.groups]
         return in_order([*parts, *([] if self.plain is None else [self.plain])], self._keys, self._stride)
 
     @cached_property
     def distinct(self) -> KeyedJaggedTensor:
         """Ids of distinct rows alone, as every lookup takes them: R lists per group, then empty ones up to B.
+
+        Of a partially deduplicated group, the ids of its buffer.
 
         All keys have stride B, so that TorchRec takes them for an ordinary batch: its variable batches (VBE) lose
         gradients on the CPU (fbgemm 1.8: ``permute_1D_sparse_data`` has no backward for lengths per key there).
@@ -214,20 +231,26 @@ class InverseKeyedJaggedTensor(Pipelineable):
         """Run ``transform`` on distinct rows, group by group, and on the plain features.
 
         The transform may change values, lengths, weights and keys, but keeps rows and what a row depends on: itself.
+        One that has a true attribute ``per_id``, because it maps ids one by one whatever their rows, runs once per id
+        of a shared buffer; others get every distinct row's own list, and what these share is found again.
 
         Raises:
-            DataError: it returned another number of rows.
+            DataError: it returned another number of rows, or one with ``per_id`` another number of ids.
         """
         groups, keys = [], []
         for group in self.groups:
-            result = transform(group.jagged)
+            on_buffer = group.runs is not None and getattr(transform, "per_id", False)
+            result = transform(group.jagged if on_buffer else group.lists())
             if result.stride() != group.num_distinct and result.keys():
                 raise DataError(
                     f"a transform of {group.keys} returned {result.stride()} rows for {group.num_distinct}; it must"
                     " keep them"
                 )
+            found, due = result.values().numel() * len(group.keys), group.jagged.values().numel() * len(result.keys())
+            if on_buffer and found != due:
+                raise DataError(f"a transform of {group.keys} says per_id, but returned more or fewer ids than it got")
             if result.keys():
-                groups.append(DedupedGroup(result, group.inverse))
+                groups += [replace(group, jagged=result)] if on_buffer else group.of_lists(result)
                 keys += list(result.keys())
         plain = None if self.plain is None else transform(self.plain)
         if plain is not None and plain.keys():
@@ -264,21 +287,11 @@ class InverseKeyedJaggedTensor(Pipelineable):
             DataError: no such feature.
         """
         group = self.group_of(key)
-        if group is None:
-            return 1.0
-        rows, index = group.num_distinct, group.keys.index(key)
-        lengths = group.jagged.lengths()[index * rows : (index + 1) * rows]  # jagged[key] has no batches of no rows
-        kept = int(lengths.sum())
-        return int(lengths[group.inverse].sum()) / kept if kept else 1.0
+        return 1.0 if group is None else group.dedup_factor(key)
 
     def nbytes(self) -> int:
-        """Bytes of all tensors: values, lengths, weights and inverse indices."""
-        jagged = [group.jagged for group in self.groups] + ([] if self.plain is None else [self.plain])
-        tensors = [group.inverse for group in self.groups]
-        for each in jagged:
-            tensors += [each.values(), each.lengths()]
-            tensors += [each.weights()] if each.weights_or_none() is not None else []
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Bytes of all tensors: values, lengths, weights, inverse indices and runs."""
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def __repr__(self) -> str:
         groups = ", ".join(f"{'+'.join(g.keys)}: {g.num_distinct} of {self._stride}" for g in self.groups)
@@ -343,35 +356,32 @@ class InverseKeyedJaggedTensor(Pipelineable):
         batch: InverseKeyedJaggedTensor = bound("flexshard.embeddings", "InverseKeyedJaggedTensor.load")(path)
         return batch
 
-    def parts(self) -> list[tuple[KeyedJaggedTensor, torch.Tensor | None]]:
-        """Every group and the plain features: lists, and the inverse index, None for plain ones."""
-        parts: list[tuple[KeyedJaggedTensor, torch.Tensor | None]] = [(g.jagged, g.inverse) for g in self.groups]
+    def parts(self) -> list[tuple[KeyedJaggedTensor, DedupedGroup | None]]:
+        """Lists of every group, or buffers, and of the plain features; and the group, None for plain ones."""
+        parts: list[tuple[KeyedJaggedTensor, DedupedGroup | None]] = [(group.jagged, group) for group in self.groups]
         return parts if self.plain is None else [*parts, (self.plain, None)]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [t for t in pytree.tree_leaves(self) if isinstance(t, torch.Tensor)]
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> InverseKeyedJaggedTensor:
-        groups = [
-            DedupedGroup(changed(group.jagged, change), change(group.inverse), group.expanded_lengths)
-            for group in self.groups
-        ]
+        groups = [group.each(change) for group in self.groups]
         plain = None if self.plain is None else changed(self.plain, change)
         return InverseKeyedJaggedTensor(groups, plain, self._keys)
 
 
 def _flatten(batch: InverseKeyedJaggedTensor) -> tuple[list[Any], Any]:
-    children = [child for group in batch.groups for child in (group.jagged, group.inverse)]
+    children = [child for group in batch.groups for child in (group.jagged, group.inverse, group.runs)]
     expanded = [group.expanded_lengths for group in batch.groups]
     return [*children, batch.plain], (batch.keys(), batch.stride(), expanded)
 
 
 def _unflatten(children: Iterable[Any], context: Any) -> InverseKeyedJaggedTensor:
-    *pairs, plain = children
+    *parts, plain = children
     batch = InverseKeyedJaggedTensor.__new__(InverseKeyedJaggedTensor)  # leaves need not be tensors: nothing to check
     batch.groups = tuple(
-        DedupedGroup(jagged, index, expanded)
-        for jagged, index, expanded in zip(pairs[::2], pairs[1::2], context[2], strict=True)
+        DedupedGroup(jagged, index, expanded, runs)
+        for jagged, index, runs, expanded in zip(parts[::3], parts[1::3], parts[2::3], context[2], strict=True)
     )
     batch.plain = plain
     batch._keys, batch._stride = list(context[0]), context[1]

@@ -30,6 +30,11 @@ class DedupedJagged:
     inverse: torch.Tensor
     expanded_length: int | None = None
 
+    @property
+    def num_distinct(self) -> int:
+        """R."""
+        return int(self.lengths.numel())
+
     def distinct(self) -> JaggedTensor:
         """The distinct rows alone; R lists."""
         return JaggedTensor(self.values, lengths=self.lengths)

@@ -30,23 +30,25 @@ __all__ = [
 Groups = Sequence[Sequence[str]]
 
 
-def checked_groups(groups: Groups, keys: Sequence[str]) -> list[list[str]]:
-    """Groups of features that are there, each in one group at most; raises DataError."""
-    if isinstance(groups, str) or any(isinstance(group, str) for group in groups):
-        raise DataError(f"groups are lists of features, such as [['history', 'authors']]; found {groups!r}")
-    names = [list(group) for group in groups]
-    for number, group in enumerate(names):
-        if not group:
-            raise DataError(f"group {number} names no feature")
-        for key in group:
-            if key not in keys:
-                raise DataError(
-                    f"group {number} names feature {key!r}, which is not there; there are {', '.join(keys)}"
-                )
-    twice = first_repeated(key for group in names for key in group)
+def checked_groups(groups: Groups, partial: Groups, keys: Sequence[str]) -> tuple[list[list[str]], list[list[str]]]:
+    """Groups of features that are there, exact and partial, each in one group at most; raises DataError."""
+    for found in (groups, partial):
+        if isinstance(found, str) or any(isinstance(group, str) for group in found):
+            raise DataError(f"groups are lists of features, such as [['history', 'authors']]; found {found!r}")
+    exact_names, partial_names = [list(group) for group in groups], [list(group) for group in partial]
+    for noun, names in (("group", exact_names), ("partial group", partial_names)):
+        for number, group in enumerate(names):
+            if not group:
+                raise DataError(f"{noun} {number} names no feature")
+            for key in group:
+                if key not in keys:
+                    raise DataError(
+                        f"{noun} {number} names feature {key!r}, which is not there; there are {', '.join(keys)}"
+                    )
+    twice = first_repeated(key for group in [*exact_names, *partial_names] for key in group)
     if twice is not None:
         raise DataError(f"feature {twice!r} is named twice in the groups; a feature belongs to one group")
-    return names
+    return exact_names, partial_names
 
 
 def columns_of(features: KeyedJaggedTensor) -> dict[str, JaggedArray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard.embeddings import DedupedGroup, InverseKeyedJaggedTensor
+from flexshard.embeddings import DedupedGroup, InverseKeyedJaggedTensor, Runs
 from flexshard.ingestion.batch import BatchPosition, ReaderPhases, SessionBatch
 
 __all__ = ["PackedBatch", "batch_hash", "pack"]
@@ -26,6 +26,7 @@ class _Jagged:
     stride: int
     weighted: bool
     grouped: bool
+    runs: tuple[str, int] | None = field(default=None, repr=False)  # newest and max_shift
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ class PackedBatch:
 def pack(batch: SessionBatch) -> PackedBatch:
     """A batch on the host as arrays; they share its memory."""
     parts, arrays = [], []
-    jagged = [(group.jagged, group.inverse) for group in batch.features.groups]
-    for part, inverse in [*jagged, *([] if batch.features.plain is None else [(batch.features.plain, None)])]:
-        weights = part.weights_or_none()
-        parts.append(_Jagged(tuple(part.keys()), int(part.stride()), weights is not None, inverse is not None))
-        tensors = [part.values(), part.lengths(), weights, inverse]
+    for part, group in batch.features.parts():
+        weights, runs = part.weights_or_none(), None if group is None else group.runs
+        how = None if runs is None else (runs.newest, runs.max_shift)
+        parts.append(_Jagged(tuple(part.keys()), int(part.stride()), weights is not None, group is not None, how))
+        tensors = [part.values(), part.lengths(), weights, None if group is None else group.inverse]
+        tensors += [] if runs is None else [runs.starts, runs.lengths]
         arrays += [tensor.numpy() for tensor in tensors if tensor is not None]
     arrays += [tensor.numpy() for tensor in batch.dense.values()]
     keys = tuple(batch.features.keys())
@@ -78,7 +80,11 @@ def _unpacked(packed: PackedBatch) -> SessionBatch:
         weights = tensor() if part.weighted else None
         jagged = KeyedJaggedTensor(list(part.keys), values, lengths=lengths, weights=weights, stride=part.stride)
         if part.grouped:
-            groups.append(DedupedGroup(jagged, tensor()))
+            inverse, runs = tensor(), None
+            if part.runs is not None:
+                starts, each = tensor().numpy(), tensor().numpy()
+                runs = Runs.of(starts, each, newest=part.runs[0], max_shift=part.runs[1])
+            groups.append(DedupedGroup(jagged, inverse, runs=runs))
         else:
             plain = jagged
     dense = {name: tensor() for name in packed.dense}
@@ -91,6 +97,8 @@ def batch_hash(batch: SessionBatch) -> str:
     packed = pack(batch)
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((packed.keys, packed.parts, packed.dense, packed.position)).encode())
+    if any(part.runs is not None for part in packed.parts):  # others have the hashes that they always had
+        digest.update(repr([part.runs for part in packed.parts]).encode())
     for array in packed.arrays:
         digest.update(f"{array.dtype.str}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)

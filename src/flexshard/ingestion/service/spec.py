@@ -228,6 +228,9 @@ class _Fields(StrictModel):
     dense: list[str] = Field(default_factory=list)
     weights: dict[str, str] = Field(default_factory=dict)
     groups: list[Names] = Field(default_factory=list)
+    partial: list[Names] = Field(default_factory=list)
+    newest: Literal["last", "first"] = "last"
+    max_shift: Annotated[int, Field(ge=0)] = 16
     session: str | None = None
     time: str | None = None
     whole_sessions: bool = False
@@ -280,8 +283,8 @@ class IngestionSpec(_Fields):
         paths: files, globs, folders or URLs.
         partitions: of folders called ``name=value``, those to read, by name.
         batch_size: of each rank.
-        features, weights, dense, groups, session, time, whole_sessions, shuffle, shuffle_window, seed, lanes,
-            drop_last, pad_last, dense_nulls, read_gap: as for :class:`SessionReader`.
+        features, weights, dense, groups, partial, newest, max_shift, session, time, whole_sessions, shuffle,
+            shuffle_window, seed, lanes, drop_last, pad_last, dense_nulls, read_gap: as for :class:`SessionReader`.
         transforms: what is done to batches, in order; each has ``op`` and its fields.
         epochs: passes over the dataset.
         bad_batches: what to do where rows cannot be read: ``raise``, or ``skip``, which gives the rank its last good
@@ -345,6 +348,9 @@ class IngestionSpec(_Fields):
             batch_size=self.batch_size,
             features=self.features,
             groups=self.groups,
+            partial=self.partial,
+            newest=self.newest,
+            max_shift=self.max_shift,
             dense=self.dense,
             weights=self.weights,
             preprocess=[step.make() for step in self.transforms],

@@ -140,7 +140,8 @@ class _Process:
         self._starts = 0  # since it was last ready
         self.is_ready, self.heard = False, 0.0
         self.process, self._connection = self._launched()
-        threading.Thread(target=self._run, name=f"flexshard-ingest-{worker}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"flexshard-ingest-{worker}", daemon=True)
+        self._thread.start()
 
     def start(self, split: Split) -> Reading:
         reading = Reading()
@@ -162,6 +163,7 @@ class _Process:
         self._tasks.put(None)
         self.process.kill()
         self.process.wait()
+        self._thread.join(_JOIN_SECONDS)  # what makes tensors at the end of the interpreter would end it badly
 
     def _launched(self) -> tuple[subprocess.Popen[bytes], Channel]:
         self.is_ready, self.heard = False, time.monotonic()
