@@ -108,3 +108,22 @@ def test_lookahead_train_gives_the_same_bits(tmp_path: Path) -> None:
     assert 0 < fetched < read
     assert lookahead >= 2
     assert done.stdout.count("equal to the last bit") == 4
+
+
+@pytest.mark.parametrize("ranks", first(1, [2, 1]))
+def test_growing_histories_train_to_the_same_losses_from_fewer_ids(tmp_path: Path, ranks: int) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "growing_histories.py")]
+    command += ["--rows", "20000", "--steps", "4", "--batch-size", "512", "--dim", "16"]
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_PORT": "29535"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    pattern = r"  (\w+) +\d+ ms .* times fewer: (\S+) ids looked up, (\S+) bytes of batches.* differs by (\S+)"
+    found = re.findall(pattern, done.stdout)
+    assert [way for way, *_ in found] == ["plain", "exact", "partial"] * 2
+    for way, ids, nbytes, differs in found:
+        assert float(differs) < 1e-5
+        assert way != "exact" or float(ids) < 1.5
+        assert way != "partial" or float(ids) > 4
+        assert way != "partial" or float(nbytes) > 2

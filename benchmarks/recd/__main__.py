@@ -1,6 +1,6 @@
 """Storage, reader, conversion and training of deduplicated batches, each against its baseline in the same run.
 
-python -m benchmarks.recd                  # all; or: storage reader conversion training
+python -m benchmarks.recd                  # all; or: storage reader conversion training histories order
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchmarks.recd import conversion, reader, storage, training
+from benchmarks.recd import conversion, histories, order, reader, storage, training
 from benchmarks.timing import machine
 
-PARTS = {"storage": storage.main, "reader": reader.main, "conversion": conversion.main, "training": training.main}
+PARTS = {
+    "storage": storage.main,
+    "reader": reader.main,
+    "conversion": conversion.main,
+    "training": training.main,
+    "histories": histories.main,
+    "order": order.main,
+}
 
 
 def main() -> None:

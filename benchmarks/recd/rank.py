@@ -18,11 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from benchmarks.recd import data  # noqa: F401 - puts the examples on the path
 from flexshard._internal import write_text
 from flexshard.costmodels import PhaseCurve, StepModel
-from flexshard.embeddings import DedupedJagged
+from flexshard.embeddings import DedupedJagged, InverseKeyedJaggedTensor
 from flexshard.executors import Observer
 from flexshard.ingestion import SessionBatch
 from recd_mind import News, distributed, reader_of
@@ -34,9 +35,11 @@ CT, DE, DC = (
     "by session, deduplicated lookups (CT+DE+JIS)",
     "by session, deduplicated compute (CT+DE+DC)",
 )
+ONCE = "by session, reader once per impression (NRMS)"
 CONFIGURATIONS: dict[str, tuple[str, bool, bool, int]] = {  # data, deduplicated lookups and compute, batch size
     "in time, plain": ("in time", False, False, BATCH),
     CT: ("by session", False, False, BATCH),
+    ONCE: ("by session", False, False, BATCH),
     DE: ("by session", True, False, BATCH),
     DC: ("by session", True, True, BATCH),
     "by session, larger batch (CT+DE+DC+B)": ("by session", True, True, LARGER),
@@ -57,6 +60,34 @@ class Expanding(News):
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.dense["label"].float()), logits
 
 
+class Impressions(News):
+    """As NRMS is written for rows that are impressions: a history and the articles shown, the reader computed once."""
+
+    def forward(self, batch: SessionBatch) -> tuple[Tensor, Tensor]:
+        """Loss, and a logit per article shown."""
+        found = self.lookup(batch.features)
+        readers, shown = self.reader(found["history"]), found["candidate"]
+        logits = (readers.repeat_interleave(shown.lengths(), 0) * shown.values()).sum(1) + self.bias
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.dense["label"].float()), logits
+
+
+def by_impression(batch: SessionBatch) -> SessionBatch:
+    """The same samples with a row per impression."""
+    session = batch.dense["session"]
+    first = torch.cat([torch.tensor([True]), session[1:] != session[:-1]]).nonzero().squeeze(1)
+    shown = torch.diff(first, append=torch.tensor([session.numel()]))
+    plain = batch.features.to_keyed_jagged()
+    history, candidate = plain["history"], plain["candidate"]
+    if not bool((candidate.lengths() == 1).all()):
+        raise ValueError("a sample has one candidate")
+    lengths = history.lengths()[first]
+    kept = torch.repeat_interleave(history.offsets()[first] - torch.cumsum(lengths, 0) + lengths, lengths)
+    ids = history.values()[kept + torch.arange(kept.numel())]
+    both = torch.cat([ids, candidate.values()])
+    features = KeyedJaggedTensor(["history", "candidate"], both, lengths=torch.cat([lengths, shown]))
+    return SessionBatch(InverseKeyedJaggedTensor([], features), batch.dense, batch.phases)
+
+
 @dataclass
 class Run:
     """A model and its batches."""
@@ -75,11 +106,16 @@ def main() -> None:
     dist.init_process_group("gloo")
     runs = {}
     for name, (path, lookups, compute, size) in CONFIGURATIONS.items():
+        if name == ONCE and not job["impressions"]:
+            continue
         torch.manual_seed(0)
-        model, optimizer = distributed((News if compute or not lookups else Expanding)(job["items"]))
-        how = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "drop_last": True}
+        kind = Impressions if name == ONCE else News if compute or not lookups else Expanding
+        model, optimizer = distributed(kind(job["items"]))
+        how: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "drop_last": True}
+        how["session"] = "session" if path == "by session" else None
         reader = reader_of(Path(job["paths"][path]), GROUPS if lookups else [], size, **how)
         found = list(itertools.islice(reader, ROUNDS + WARM))
+        found = [by_impression(batch) for batch in found] if name == ONCE else found
         few = torch.tensor(len(found))
         dist.all_reduce(few, dist.ReduceOp.MIN)
         runs[name] = Run(model, optimizer, found[: int(few)], [], [])
@@ -100,6 +136,8 @@ def main() -> None:
     for name, run in runs.items():
         _, lookups, compute, size = CONFIGURATIONS[name]
         factor = statistics.fmean(batch.features.dedup_factor("history") for batch in run.batches)
+        if name == ONCE:
+            factor = statistics.fmean(size / batch.features.stride() for batch in run.batches)
         results[name] = {
             "batch_size": size,
             "dedup_factor": factor,
@@ -107,7 +145,7 @@ def main() -> None:
             "samples_per_s": size * dist.get_world_size() / statistics.median(run.seconds),
             "activation_bytes": activations[name],
             "bytes": bytes_of[name],
-            "loss_difference": difference(run, runs[CT]) if name in (DE, DC) else None,
+            "loss_difference": difference(run, runs[CT]) if name in (ONCE, DE, DC) else None,
             "ratio": statistics.median(
                 a / b for a, b in zip(run.seconds, runs["shuffled, plain"].seconds, strict=True)
             ),
@@ -197,8 +235,6 @@ def step_model(plain: Run, expanding: Run) -> StepModel:
 
 def cut(batch: SessionBatch, rows: int) -> SessionBatch:
     """The first rows of a plain batch."""
-    from flexshard.embeddings import InverseKeyedJaggedTensor
-
     whole = batch.features.to_keyed_jagged()
     stride = whole.stride()
     values, lengths = [], []
@@ -206,8 +242,6 @@ def cut(batch: SessionBatch, rows: int) -> SessionBatch:
         own = whole.lengths()[place * stride : place * stride + rows]
         lengths.append(own)
         values.append(whole[key].values()[: int(own.sum())])
-    from torchrec import KeyedJaggedTensor
-
     features = KeyedJaggedTensor(keys=whole.keys(), values=torch.cat(values), lengths=torch.cat(lengths), stride=rows)
     dense = {name: tensor[:rows] for name, tensor in batch.dense.items()}
     return SessionBatch(InverseKeyedJaggedTensor([], features), dense, batch.phases)
@@ -223,8 +257,6 @@ def look_up(news: Any, batch: SessionBatch) -> float:
 
 
 def attend(news: Any, history: Any) -> float:
-    from torchrec import JaggedTensor
-
     values = history.values().detach().requires_grad_()
     readers = news.reader(JaggedTensor(values, lengths=history.lengths()))
     readers.backward(torch.zeros_like(readers))

@@ -45,6 +45,7 @@ def train(log: Log, folder: Path) -> dict[str, Any]:
             "shuffled": str(folder / f"{log.name}.random.parquet"),
         },
         "items": log.items,
+        "impressions": log.name == "MIND",  # whose sessions are: one history and what was shown
         "result": str(result),
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
