@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -130,9 +132,10 @@ def test_a_causal_module_runs_once_per_start(how: str, newest: str) -> None:
     # Lists of up to six ids begin alike (the empty one too), seven by themselves after them; then those of 20 and of 3.
     starts = 1 + 7 + 2 if newest == "last" else distinct
     assert model.module.lists[0] == {"plain": 2 * len(LISTS), "exact": distinct, "partial": starts}[how]
-    assert len(model.module.lists) == 2  # the second is the check that it is causal, once
-    model(table(batch(how, newest))["h"])
-    assert len(model.module.lists) == 3
+    assert len(model.module.lists) == 3  # with the check that it is causal, at calls 1, 2, 4, ...
+    for calls in (6, 7, 10, 11):
+        model(table(batch(how, newest))["h"])
+        assert len(model.module.lists) == calls
 
 
 def test_modules_that_samples_cannot_share() -> None:
@@ -151,7 +154,11 @@ def test_modules_that_samples_cannot_share() -> None:
             return functional.dropout(rows.lengths().double(), 0.5, self.training)
 
     module = Deduped(Hidden())
-    with pytest.raises(DataError, match="the module drew random numbers while training, as dropout does"):
+    with pytest.raises(DataError, match="the module drew random numbers, as dropout does"):
+        module(history)
+    module.eval()
+    module.module.train()
+    with pytest.raises(DataError, match="the module drew random numbers"):
         module(history)
     module.eval()(history)
     module.train()(lookup()(batch("plain"))["h"])  # every sample has a row of its own here
@@ -162,6 +169,96 @@ def test_modules_that_samples_cannot_share() -> None:
 
     with pytest.raises(DataError, match=r"the causal module returned \(\d+,\) for \d+ values of its sequences"):
         DedupedCausal(Wrong())(history)
+
+
+class OfRows(nn.Module):
+    """What is given of the rows' lists, whose means have a few numbers each."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, rows: JaggedTensor) -> Any:
+        return self.change(torch.stack([row.sum(0) for row in rows.to_dense()]))
+
+
+def test_rows_that_depend_on_each_other_are_noticed() -> None:
+    history = lookup()(batch("exact"))["h"]
+    own = torch.Generator()
+
+    @dataclass
+    class Answer:
+        rows: Tensor
+
+    ways: list[tuple[Callable[[Tensor], Any], str]] = [
+        (lambda rows: functional.batch_norm(rows, None, None, training=True), "does not treat rows one by one"),
+        (lambda rows: rows * torch.rand(rows.shape, generator=own), "does not treat rows one by one"),
+        (lambda rows: rows - rows.mean(0), "does not treat rows one by one"),
+        (Answer, "the module returned a Answer, whose rows are not seen"),
+    ]
+    for change, message in ways:
+        with pytest.raises(DataError, match=message):
+            Deduped(OfRows(change))(history)
+    module = Deduped(OfRows(lambda rows: {"rows": (functional.layer_norm(rows, rows.shape[1:]), 3, None)}))
+    assert module(history)["rows"][0].shape == (2 * len(LISTS), DIM)
+
+
+class Blocks(nn.Module):
+    """Attention both ways within blocks of some places; with a gate, once it has opened."""
+
+    def __init__(self, size: int, dim: int = DIM, gate: float = 1.0) -> None:
+        super().__init__()
+        self.attention, self.size = nn.MultiheadAttention(dim, 2, batch_first=True), size
+        self.gate = nn.Parameter(torch.tensor(gate))
+
+    def forward(self, rows: JaggedTensor) -> JaggedTensor:
+        parts = [part[None] for row in rows.to_dense() for part in row.split(self.size) if part.shape[0]]
+        found = torch.cat([self.attention(part, part, part)[0][0] for part in parts])
+        return JaggedTensor(rows.values() + self.gate * found, lengths=rows.lengths())
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_modules_that_are_nearly_causal_are_refused(size: float) -> None:
+    lists = [list(range(length)) for length in (8, 16, 24, 32, 64)]
+    values = size * torch.randn(sum(map(len, lists)), DIM)
+    history = JaggedTensor(values, lengths=torch.tensor([len(each) for each in lists]))
+    for block in (8, 64):
+        with pytest.raises(DataError, match="not causal"):
+            DedupedCausal(Blocks(block))(history)
+    opening = DedupedCausal(Blocks(64, gate=0.0))
+    for _ in range(3):
+        opening(history)
+    nn.init.ones_(opening.module.gate)
+    with pytest.raises(DataError, match="not causal"):
+        [opening(history) for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16, "autocast"])
+def test_causal_modules_are_taken_in_any_precision(kind: Any) -> None:
+    lengths = torch.tensor([3, 0, 17, 40])
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, rows: JaggedTensor) -> Tensor:
+            found = []
+            for row in rows.to_dense():
+                if row.shape[0]:
+                    mask = torch.ones(row.shape[0], row.shape[0], dtype=torch.bool).triu(1)
+                    found.append(self.layers(row[None], mask=mask)[0])
+            return torch.cat(found)
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        values, module = torch.randn(int(lengths.sum()), 64), DedupedCausal(Masked())
+        if isinstance(kind, torch.dtype):
+            values, module = values.to(kind), module.to(kind)
+        with torch.autocast("cpu", enabled=kind == "autocast"):
+            for _ in range(4):
+                module(JaggedTensor(values, lengths=lengths))
 
 
 def test_why_batch_normalisation_is_refused() -> None:
@@ -266,7 +363,7 @@ def test_weights_and_order_are_those_of_stock_collections() -> None:
         ),
     ):
         state = theirs.state_dict()
-        assert sorted(state) == sorted(mine.state_dict())
+        assert list(state) == list(mine.state_dict())
         mine.load_state_dict(state)
         assert all(torch.equal(value, state[name]) for name, value in mine.state_dict().items())
         assert sorted(state) == sorted(theirs.state_dict())  # nobody's dictionary has changed
@@ -307,11 +404,30 @@ def test_batches_that_do_not_belong() -> None:
         collection(InverseKeyedJaggedTensor.from_rows(rows, [["c"], ["a", "d"]]))
     with pytest.raises(DataError, match="no feature 'a' in the batch; there are b, c, d"):
         collection(InverseKeyedJaggedTensor.from_rows([{"b": [1], "c": [1], "d": [1]}]))
+    for wrong, message in (
+        ("c", "a group is a list of features' names, found 'c'; write groups as"),
+        (["c", "zzz"], "no table has feature 'zzz' of group 0; leave it out"),
+    ):
+        with pytest.raises(DataError, match=message):
+            DedupedEmbeddingBagCollection(bags, [wrong])
     with pytest.raises(DataError, match="lists that share ids have no weights"):
         DedupedEmbeddingBagCollection(bags, partial=[["a", "d"]], is_weighted=True)
     whole = SessionBatch(InverseKeyedJaggedTensor.from_rows(rows), {}, ReaderPhases(), BatchPosition())
     loader: DataLoader[Any] = DataLoader([whole, whole])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="a reader's batches are whole; give DataLoader batch_size=None"):
         next(iter(loader))
+    none = DedupedEmbeddingBagCollection(bags[:1], partial=[["b"]])
+    assert not none(InverseKeyedJaggedTensor.from_rows([{"b": []}, {"b": []}], partial=[["b"]])).values().any()
+    for option in ("add_bias_kv", "add_zero_attn", "kdim", "vdim", "batch_first"):
+        with pytest.raises(DataError, match=f"TargetAttention has no '{option}'"):
+            TargetAttention(4, 2, **{option: True})
+    lists = JaggedTensor(torch.ones(3, 4), lengths=torch.tensor([1, 2]))
+    for rows_of, history, message in (
+        (1, lists, r"target has shape \(1, 4\) for 2 samples' histories"),
+        (4, lists, r"target has shape \(4, 4\) for 2"),
+        (2, torch.ones(2, 3, 4), "found Tensor"),
+    ):
+        with pytest.raises(DataError, match=message):
+            TargetAttention(4, 2)(torch.ones(rows_of, 4), history)
     jagged = DedupedJagged(torch.ones(1, 2), torch.tensor([1]), torch.tensor([0, 0]))
     assert Deduped(nn.Identity())(jagged) is not None

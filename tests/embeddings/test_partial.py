@@ -22,8 +22,10 @@ from flexshard.ingestion import (
     BatchPosition,
     DedupedTransform,
     HashIds,
+    NGrams,
     ReaderPhases,
     SessionBatch,
+    SortIds,
     Truncate,
     batch_hash,
 )
@@ -228,9 +230,39 @@ def test_transforms_run_once_per_id_or_once_per_list() -> None:
     expected = HashIds(7, features=["kind"])(Truncate(4)(HashIds(1000, features=["seen"])(plain)))
     assert same(short.to_keyed_jagged(), expected)
     assert short.distinct["seen"].values().numel() == 39  # what lists share is found again
-    apart = DedupedTransform(Truncate(3, features=["kind"]))(batch)  # lists of other lengths are runs of their own
-    assert sorted(group.keys for group in apart.groups) == [["kind"], ["seen"]]
-    assert same(apart.to_keyed_jagged(), Truncate(3, features=["kind"])(plain))
+    # Whether groups hold must not depend on what lists a batch has.
+    with pytest.raises(DataError, match="'seen' and 'kind' of one partial group lists of different lengths; put each"):
+        DedupedTransform(Truncate(3, features=["kind"]))(batch)
+    pairs = NGrams("seen", "pairs", n=2, num_rows=50)
+    named, alone = (
+        pairs(SessionBatch(features, {}, ReaderPhases(), BatchPosition())).features
+        for features in (batch, InverseKeyedJaggedTensor.from_keyed_jagged(plain))
+    )
+    assert [group.keys for group in named.groups] == [["seen", "kind"], ["pairs"]]
+    assert same(named.to_keyed_jagged(), alone.to_keyed_jagged())
+
+    class Weighted(torch.nn.Module):
+        def __init__(self, per_id: bool) -> None:
+            super().__init__()
+            self.per_id = per_id
+
+        def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+            weights = torch.ones(features.values().numel())
+            return KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths())
+
+    for per_id in (False, True):
+        with pytest.raises(DataError, match=r"a transform gave .* weights, which lists that share ids cannot have"):
+            DedupedTransform(Weighted(per_id))(batch)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_floats_are_sorted_whatever_they_are(kind: torch.dtype) -> None:
+    numbers = torch.tensor([float("inf"), 1.0, 2.0, 3.0, 0.5, float("-inf"), torch.finfo(kind).max], dtype=kind)
+    for weights in (None, torch.arange(7.0)):
+        features = KeyedJaggedTensor(["a"], numbers, weights, torch.tensor([1, 2, 2, 2]))
+        found = SortIds()(features)
+        assert found.values().tolist() == numbers[[0, 1, 2, 4, 3, 5, 6]].tolist()
+        assert weights is None or found.weights().tolist() == [0, 1, 2, 4, 3, 5, 6]
 
 
 def test_causal_sequences_are_the_longest_lists_of_each_start() -> None:

@@ -211,7 +211,7 @@ def test_a_module_runs_once_per_distinct_row() -> None:
 
     rows = DedupedJagged(torch.tensor([24.0, 10.0, 11.0]), torch.tensor([1, 2]), torch.tensor([0, 0, 1]))
     total, lengths = Deduped(Count())(rows)
-    assert seen == [2]
+    assert seen == [2, 1]  # the other is one row by itself, as a check
     assert total.tolist() == [24, 24, 21]  # section 5's example
     assert lengths.tolist() == [1, 1, 2]
     other = DedupedJagged(rows.values, rows.lengths, torch.tensor([0, 1, 1]))
@@ -377,6 +377,41 @@ def test_sharded_lookups_train_to_the_same_weights(kind: type[nn.Module], how: s
     for weights, _ in ranks.run(2, 2, train_sharded, kind, deduped, how, plan):
         for name, weight in expected.items():
             np.testing.assert_allclose(weights[name], weight.numpy(), atol=2e-5, rtol=2e-5)
+
+
+def pooled_in_one_group(rank: int, poolings: list[PoolingType]) -> tuple[np.ndarray, np.ndarray]:
+    """What a sharded collection pools of one partial group, and what a stock one does."""
+    features = [f"f{number}" for number in range(len(poolings))]
+    tables = [
+        EmbeddingBagConfig(name=f"t{n}", num_embeddings=20, embedding_dim=4, feature_names=[f"f{n}"], pooling=pooling)
+        for n, pooling in enumerate(poolings)
+    ]
+    torch.manual_seed(0)
+    stock = EmbeddingBagCollection(tables=tables)
+    ours = DedupedEmbeddingBagCollection(tables, partial=[features])
+    ours.load_state_dict(stock.state_dict())
+    sharder: Any = EmbeddingBagCollectionSharder(dict(FUSED))
+    part = ours.collections["group_0"]
+    placed = {table.name: table_wise(rank=0, compute_kernel="fused") for table in tables}
+    plan = construct_module_sharding_plan(part, placed, sharder, local_size=1, world_size=1, device_type="cpu")
+    sharded = DistributedModelParallel(
+        ours, plan=ShardingPlan({"collections.group_0": plan}), sharders=[sharder], device=torch.device("cpu")
+    )
+    for name, held in sharded.state_dict().items():
+        held.local_shards()[0].tensor.copy_(stock.state_dict()[name])
+    rows = [{key: list(range(end)) for key in features} for end in range(6)]
+    batch = InverseKeyedJaggedTensor.from_rows(rows, partial=[features])
+    expected = stock(batch.to_keyed_jagged())
+    assert sharded(batch).keys() == expected.keys()
+    return sharded(batch).values().detach().numpy(), expected.values().detach().numpy()
+
+
+def test_sums_and_means_of_one_group_keep_their_pooling_when_sharded() -> None:
+    """TorchRec's sharded collections have the tables of one pooling together, whatever the order they were given in."""
+    sums, means = PoolingType.SUM, PoolingType.MEAN
+    for order in ([sums, means, sums], [means, sums, means]):
+        ((found, expected),) = ranks.run(1, 1, pooled_in_one_group, order)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_what_is_sent_falls_by_the_dedup_factor() -> None:

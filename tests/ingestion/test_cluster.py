@@ -154,6 +154,16 @@ def test_many_files_take_no_more_memory_than_one(tmp_path: Path, files: int) -> 
     found = pq.read_table(tmp_path / "out")
     order = np.lexsort((table["place"], table["t"], table["s"]))
     assert found.equals(table.take(order))
+    if files == 20:
+        cluster_sessions(
+            tmp_path / "in", tmp_path / "both", session="s", time="t", memory="64MB", partition=10, order="start"
+        )
+        found = pq.read_table(tmp_path / "both")
+        part, key = table["t"].to_numpy() // 10, table["s"].to_numpy()
+        pieces, piece = np.unique(part * 100_000 + key, return_inverse=True)
+        start = np.full(pieces.size, 100)
+        np.minimum.at(start, piece, table["t"].to_numpy())
+        assert found.equals(table.take(np.lexsort((table["place"], table["t"], key, start[piece], part))))
 
 
 @pytest.mark.parametrize("kind", ["numbers", "narrow", "single", "floats", "timestamps", "nanoseconds", "dates"])
@@ -319,6 +329,10 @@ def test_data_that_cannot_be_clustered(tmp_path: Path) -> None:
     fails(r"log-0.parquet: session column 'session' has 1 nulls, the first in row 77; drop or fill them", "nulls")
     written(table.set_column(1, "time", pa.array([None] * table.num_rows, pa.int64())), tmp_path / "times")
     fails("time column 'time' has .* nulls, the first in row 0", "times")
+    for number, wrong in enumerate((float("inf"), float("-inf"), float("nan"))):
+        odd = pa.array([wrong if row == 5 else 0.5 for row in range(table.num_rows)])
+        written(table.set_column(1, "time", odd), tmp_path / f"odd{number}")
+        fails("time column 'time' has 1 numbers that are not finite, the first in row 5", f"odd{number}")
     mixed = tmp_path / "mixed"
     written(table, mixed)
     (mixed / "log-0.parquet").rename(mixed / "a.parquet")

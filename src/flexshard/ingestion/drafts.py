@@ -72,9 +72,12 @@ def _machine() -> str:
 
 def _locked(draft: Path) -> int:
     """A lock on a draft, held until it is closed or this process ends."""
-    handle = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR)
-    with suppress(OSError):  # storage without locks: its drafts are never removed
+    handle = os.open(draft / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR)
+    try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # storage without locks: its drafts are never removed
+        return handle
+    (draft / f"{_LOCK}.new").rename(draft / _LOCK)  # there once it is held, so that nobody takes it for left
     return handle
 
 

@@ -38,7 +38,7 @@ def _partition_of(sources: Sequence[ParquetSource], session: str) -> tuple[str, 
     by, column, width = found.pop()
     if found or width is None or column is None or by != session.encode():
         return None
-    return column.decode(), float(width)
+    return column.decode(), float(width) if b"." in width or b"e" in width else int(width)
 
 
 def check_session_columns(source: ParquetSource, session: str | None, time: str | None) -> None:

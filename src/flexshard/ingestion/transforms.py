@@ -201,12 +201,13 @@ class SortIds(_PerFeature):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See the class."""
         longest = int(lengths.max()) if lengths.numel() else 0
-        if longest * lengths.numel() > _PADDING * values.numel() + _BLOCK:  # few long rows among many short ones
+        # Few long rows among many short ones; or floats, some of which no padding stands behind.
+        if values.is_floating_point() or longest * lengths.numel() > _PADDING * values.numel() + _BLOCK:
             by_value = torch.argsort(values, stable=True)
             order = by_value[torch.argsort(_rows_of(lengths)[by_value], stable=True)]
             return values[order], lengths, None if weights is None else weights[order]
         inside = torch.arange(longest, device=values.device) < lengths[:, None]
-        largest = torch.finfo(values.dtype).max if values.is_floating_point() else torch.iinfo(values.dtype).max
+        largest = torch.iinfo(values.dtype).max
         # Padding is as large as any value and stands behind it, which a stable sort leaves so.
         rows = torch.full(inside.shape, largest, dtype=values.dtype, device=values.device)
         rows.masked_scatter_(inside, values)

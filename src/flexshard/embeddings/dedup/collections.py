@@ -126,8 +126,9 @@ class DedupedEmbeddingBagCollection(_StockNames):
     group, pieces of the buffer are pooled, looked up and sent once, and put together to each list's on every rank. A
     batch has the groups of the collection, or none at all.
 
-    Names in ``state_dict`` and of the fused optimizer, and the order of what comes out, are those of an
-    EmbeddingBagCollection of ``tables``, whatever the groups.
+    Names and order in ``state_dict``, names of the fused optimizer, and the order of what comes out are those of an
+    EmbeddingBagCollection of ``tables``, whatever the groups. ``named_parameters()`` has the names of the collections
+    inside, group by group: an optimizer of torch has its states in that order, and loads no stock model's.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class DedupedEmbeddingBagCollection(_StockNames):
             DataError: a table whose features are in different groups, or a group with no table.
         """
         super().__init__()
-        every = [*groups, *partial]
+        every = [_checked_group(group) for group in (*groups, *partial)]
         group_of = {key: number for number, group in enumerate(every) for key in group}
         twice = first_repeated(key for group in every for key in group)
         if twice is not None:
@@ -168,28 +169,34 @@ class DedupedEmbeddingBagCollection(_StockNames):
                     " in one group"
                 )
             tables_of.setdefault(homes.pop(), []).append(table)
+        known = {feature for table in tables for feature in table.feature_names}
         for number, group in enumerate(every):
             if number not in tables_of:
                 raise DataError(f"no table has the features of group {number}, {', '.join(group)}")
+            unknown = next((feature for feature in group if feature not in known), None)
+            if unknown is not None:
+                raise DataError(f"no table has feature {unknown!r} of group {number}; leave it out, or add its table")
         if partial and is_weighted:
             raise DataError("lists that share ids have no weights; put weighted features in groups, not in partial")
         self._groups = [list(group) for group in every]
         self._num_exact = len(groups)
         self._names = [name for names in get_embedding_names_by_table(list(tables)) for name in names]
-        self._home = {table.name: _name(number) for number, held in tables_of.items() for table in held}
+        home_of = {table.name: _name(number) for number, held in tables_of.items() for table in held}
+        self._home = {table.name: home_of[table.name] for table in tables}
         self._features = {
             _name(number): [feature for table in held for feature in table.feature_names]
             for number, held in tables_of.items()
         }
         self._is_mean = {
-            _name(number): [table.pooling == PoolingType.MEAN for table in held for _ in table.feature_names]
-            for number, held in tables_of.items()
+            name: table.pooling == PoolingType.MEAN
+            for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True)
+            for name in names
         }
         self._process_group = process_group
         self.collections = nn.ModuleDict(
             {
                 _name(number): EmbeddingBagCollection(tables=group_tables, is_weighted=is_weighted, device=device)
-                for number, group_tables in sorted(tables_of.items())
+                for number, group_tables in tables_of.items()  # by their first table, as near to its order as can be
             }
         )
         self.register_state_dict_post_hook(_without_groups)
@@ -229,8 +236,18 @@ class DedupedEmbeddingBagCollection(_StockNames):
         return _side_by_side(features, asked, self._names, self._is_mean)
 
 
-def _without_groups(_module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+def _checked_group(group: Any) -> list[str]:
+    if isinstance(group, str) or not all(isinstance(feature, str) for feature in group):
+        raise DataError(f"a group is a list of features' names, found {group!r}; write groups as [['history']]")
+    return list(group)
+
+
+def _without_groups(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
     _renamed(state, prefix, lambda name: name.split(".", 2)[2] if name.startswith("collections.") else name)
+    place = {table: number for number, table in enumerate(module._home)}
+    own = [name for name in state if name.startswith(f"{prefix}embedding_bags.")]
+    for name in sorted(own, key=lambda name: place.get(name.removeprefix(prefix).split(".")[1], -1)):
+        state[name] = state.pop(name)  # in the tables' order, as a stock collection has them
 
 
 def _with_groups(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
@@ -296,7 +313,7 @@ def _evened(features: InverseKeyedJaggedTensor, process_group: dist.ProcessGroup
 
 @torch.fx.wrap
 def _side_by_side(
-    features: InverseKeyedJaggedTensor, asked: dict[str, Any], names: list[str], is_mean: dict[str, list[bool]]
+    features: InverseKeyedJaggedTensor, asked: dict[str, Any], names: list[str], is_mean: dict[str, bool]
 ) -> KeyedTensor:
     """Pooled embeddings of all collections, for every sample."""
     found = []
@@ -305,15 +322,15 @@ def _side_by_side(
         number = _number(name)
         if number >= 0:
             group = features.groups[number]
-            pooled = rows.values() if group.runs is None else _put_together(group, rows, is_mean[name])
+            pooled = rows.values() if group.runs is None else _put_together(group, rows, is_mean)
             rows = KeyedTensor(rows.keys(), rows.length_per_key(), pooled.index_select(0, group.inverse))
         found.append(rows)
     return _in_order(names, found)
 
 
-def _put_together(group: DedupedGroup, rows: KeyedTensor, is_mean: list[bool]) -> torch.Tensor:
+def _put_together(group: DedupedGroup, rows: KeyedTensor, is_mean_of: dict[str, bool]) -> torch.Tensor:
     """Of pooled pieces of a group's buffer, what each distinct list pools; shape (R, sum of dims)."""
-    runs = group.runs
+    runs, is_mean = group.runs, [is_mean_of[name] for name in rows.keys()]  # sharded collections have their own order
     assert runs is not None
     pieces, pooled = runs.segments, rows.values()[: runs.segments.lengths.numel()]
     widths = torch.tensor(rows.length_per_key(), device=pooled.device)

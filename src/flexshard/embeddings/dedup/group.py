@@ -59,6 +59,8 @@ class DedupedGroup:
         if self.runs is None:
             return self.jagged
         pieces = self.runs.segments.lengths
+        if not pieces.numel():  # no ids at all, and TorchRec wants a row
+            pieces = pieces.new_zeros(1)
         return KeyedJaggedTensor(
             keys=self.keys,
             values=self.jagged.values(),
@@ -88,16 +90,28 @@ class DedupedGroup:
     def of_lists(self, lists: KeyedJaggedTensor) -> list[DedupedGroup]:
         """Groups of the same samples with these lists of each distinct row instead, on the host; one where it is exact.
 
-        Where lists were runs and have other lengths now, features of equal lengths stay together.
+        Where lists are runs, features that the group has not had are groups of their own.
+
+        Raises:
+            DataError: lists that are runs have weights now, or different lengths within the group.
         """
         if self.runs is None:
             return [DedupedGroup(lists, self.inverse)]
-        together: dict[bytes, dict[str, JaggedArray]] = {}
-        for key, column in columns_of(lists).items():
-            together.setdefault(column.lengths.tobytes(), {})[key] = column
+        columns = columns_of(lists)
+        together = {key: column for key, column in columns.items() if key in self.keys}
+        apart = [{key: column} for key, column in columns.items() if key not in self.keys]
+        first = next(iter(together), "")
+        for key, column in columns.items():
+            if column.weights is not None:
+                raise DataError(f"a transform gave feature {key!r} weights, which lists that share ids cannot have")
+            if key in together and not np.array_equal(column.lengths, together[first].lengths):
+                raise DataError(
+                    f"a transform gave features {first!r} and {key!r} of one partial group lists of different lengths;"
+                    " put each in a partial group of its own"
+                )
         how = Sharing(self.runs.newest, self.runs.max_shift)
         kind, device = lists.lengths().dtype, lists.lengths().device
-        return [_of_columns(columns, self.inverse, kind, device, how) for columns in together.values()]
+        return [_of_columns(part, self.inverse, kind, device, how) for part in ([together] if together else []) + apart]
 
     def counted(self) -> DedupedGroup:
         """The same, of a batch on the host, with what a device need not be asked for later on."""

@@ -247,6 +247,8 @@ class InverseKeyedJaggedTensor(Pipelineable):
                     " keep them"
                 )
             found, due = result.values().numel() * len(group.keys), group.jagged.values().numel() * len(result.keys())
+            if on_buffer and result.weights_or_none() is not None:
+                raise DataError(f"a transform gave {group.keys} weights, which lists that share ids cannot have")
             if on_buffer and found != due:
                 raise DataError(f"a transform of {group.keys} says per_id, but returned more or fewer ids than it got")
             if result.keys():

@@ -16,13 +16,13 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from flexshard.embeddings.dedup.jagged import DedupedJagged
+from flexshard.embeddings.dedup.module_checks import check_causal, check_rows, is_due
 from flexshard.embeddings.dedup.partial import PartialJaggedTensor
 from flexshard.errors import DataError
 
 __all__ = ["Deduped", "DedupedCausal", "DedupedPerSample", "Shared"]
 
 Shared = DedupedJagged | PartialJaggedTensor
-_LISTS_TRIED = 16
 
 
 class Deduped(nn.Module):
@@ -41,9 +41,12 @@ class Deduped(nn.Module):
         super().__init__()
         _check_row_by_row(module)
         self.module = module
+        self._calls = 0
 
     def forward(self, *sequences: Shared | JaggedTensor, **others: Any) -> Any:
         """Its output for every sample; shape (B, ...), for each tensor that it returns.
+
+        That it treats rows one by one is checked at its first, second, fourth, ... call, on some rows by themselves.
 
         Args:
             sequences: of features of one group, given to the module as JaggedTensors of R lists; or of plain features,
@@ -51,13 +54,16 @@ class Deduped(nn.Module):
             others: given to it as they are.
 
         Raises:
-            DataError: no sequences, or of different groups; an output that has not a row per distinct row; or random
-                numbers drawn while training.
+            DataError: no sequences, or of different groups; an output that has not a row per distinct row; random
+                numbers drawn; or rows whose outputs depend on what other rows there are.
         """
         shared = _shared(sequences)
-        before = _random_state(self.training, sequences)
-        result = self.module(*(_distinct(sequence) for sequence in sequences), **others)
+        before = _random_state(sequences)
+        distinct = [_distinct(sequence) for sequence in sequences]
+        result = self.module(*distinct, **others)
         _check_random_state(before, sequences, shared)
+        if not _is_traced(*sequences) and shared is not None and not others:  # what else is given may have rows, too
+            self._calls += not is_due(self._calls) or check_rows(self.module, distinct, result)
         return _expanded(result, shared)
 
 
@@ -73,7 +79,7 @@ class DedupedCausal(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         """Wrap ``module``, which takes a JaggedTensor and returns its values' outputs, in their order.
 
-        That it is causal is checked when it runs first, on the beginnings of some lists.
+        That it is causal is checked at its first, second, fourth, eighth, ... call, on beginnings of some lists.
 
         Raises:
             DataError: as :class:`Deduped`.
@@ -81,7 +87,7 @@ class DedupedCausal(nn.Module):
         super().__init__()
         _check_row_by_row(module)
         self.module = module
-        self._is_causal = False
+        self._calls = 0
 
     def forward(self, history: Shared | JaggedTensor) -> PartialJaggedTensor:
         """Outputs at every place of every sample's list, of which :meth:`PartialJaggedTensor.last` gives the last.
@@ -94,11 +100,11 @@ class DedupedCausal(nn.Module):
                 training.
         """
         sequences, lists = _sequences(history)
-        before = _random_state(self.training, (history,))
+        before = _random_state((history,))
         outputs = _values(self.module(sequences), sequences)
         _check_random_state(before, (history,), True)
-        if not self._is_causal and not _is_traced(history):
-            self._is_causal = _looks_causal(self.module, sequences, outputs)
+        if not _is_traced(history):  # where no list tells, the next call is checked
+            self._calls += not is_due(self._calls) or check_causal(self.module, sequences, self._calls)
         return _with_values(lists, outputs)
 
 
@@ -183,18 +189,25 @@ def _expanded(result: Any, shared: Shared | None) -> Any:
         return result
     inverse, rows = _inverse(shared), shared.num_distinct
 
-    def expand(output: torch.Tensor) -> torch.Tensor:
+    def expand(output: Any) -> Any:
+        if output is None or isinstance(output, bool | int | float | str):
+            return output
+        if not isinstance(output, torch.Tensor):
+            raise DataError(
+                f"the module returned a {type(output).__name__}, whose rows are not seen; let it return tensors, or"
+                " tuples, lists or dicts of them"
+            )
         if output.shape[:1] != (rows,):
             raise DataError(f"the module returned shape {tuple(output.shape)} for {rows} distinct rows")
         return output.index_select(0, inverse)
 
-    return pytree.tree_map_only(torch.Tensor, expand, result)
+    return pytree.tree_map(expand, result)
 
 
 @torch.fx.wrap
-def _random_state(training: bool, sequences: tuple[Shared | JaggedTensor, ...]) -> torch.Tensor | None:
-    """Of the generator that dropout draws from; None where it draws nothing."""
-    return _generator_state(sequences) if training and sequences else None
+def _random_state(sequences: tuple[Shared | JaggedTensor, ...]) -> torch.Tensor | None:
+    """Of the generator that dropout draws from."""
+    return _generator_state(sequences) if sequences else None
 
 
 def _generator_state(sequences: tuple[Shared | JaggedTensor, ...]) -> torch.Tensor:
@@ -208,7 +221,7 @@ def _check_random_state(before: torch.Tensor | None, sequences: tuple[Shared | J
     """Dropout that is no module of its own shows in the state of the generator."""
     if before is not None and shared and not torch.equal(before, _generator_state(sequences)):
         raise DataError(
-            "the module drew random numbers while training, as dropout does: samples that share a row would have the"
+            "the module drew random numbers, as dropout does: samples that share a row would have the"
             " same; put what is random behind, where every sample has a row"
         )
 
@@ -244,31 +257,6 @@ def _with_values(lists: PartialJaggedTensor, values: torch.Tensor) -> PartialJag
     return lists.with_values(values)
 
 
-def _is_traced(history: Any) -> bool:
-    return isinstance(history, torch.fx.Proxy)
-
-
-@torch.no_grad()
-def _looks_causal(module: nn.Module, sequences: JaggedTensor, outputs: torch.Tensor) -> bool:
-    """Whether beginnings of some lists have the outputs that these have in them; False where no list tells.
-
-    Raises:
-        DataError: they have others.
-    """
-    lengths = sequences.lengths()
-    tried = torch.argsort(lengths, descending=True)[:_LISTS_TRIED]
-    tried = tried[lengths[tried] > 1]
-    if not tried.numel():
-        return False
-    starts, cut = (torch.cumsum(lengths, 0) - lengths)[tried], (lengths[tried] + 1) // 2
-    places = torch.cat(
-        [torch.arange(a, a + n, device=lengths.device) for a, n in zip(starts.tolist(), cut.tolist(), strict=True)]
-    )
-    short = JaggedTensor(sequences.values().detach()[places], lengths=cut)
-    again = _values(module(short), short)
-    if not torch.allclose(again, outputs.detach()[places], rtol=1e-3, atol=1e-4):
-        raise DataError(
-            "the module is not causal: what it makes of a place changes with the places after it; give it a causal"
-            " mask, or use Deduped, which runs once per distinct list"
-        )
-    return True
+def _is_traced(*values: Any) -> bool:
+    """Whether a pipeline traces the model, so that nothing has numbers."""
+    return any(isinstance(value, torch.fx.Proxy) for value in values)

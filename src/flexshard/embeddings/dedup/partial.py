@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from flexshard._internal import JaggedArray, distinct_rows
 from flexshard.embeddings.dedup.runs import Runs, found_runs
 from flexshard.embeddings.dedup.selection import run_places
+from flexshard.errors import DataError
 
 __all__ = ["PartialJaggedTensor"]
 
@@ -48,9 +49,12 @@ class PartialJaggedTensor:
             max_shift: most ids dropped between two lists for their run to be found; never changes what the lists are.
 
         Raises:
-            DataError: ``newest`` is neither.
+            DataError: ``newest`` is neither, or values that are not ids.
         """
-        rows = JaggedArray.of(lists.values().cpu().numpy(), lists.lengths().cpu().numpy())
+        ids = lists.values()
+        if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
+            raise DataError(f"lists that share ids hold whole numbers, found {ids.dtype} of shape {tuple(ids.shape)}")
+        rows = JaggedArray.of(ids.cpu().numpy(), lists.lengths().cpu().numpy())
         same = distinct_rows(rows)
         kept = rows.take(same.first)
         places, _, runs = found_runs([kept], newest, max_shift)

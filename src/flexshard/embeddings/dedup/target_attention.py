@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from flexshard.embeddings.dedup.jagged import DedupedJagged
 from flexshard.embeddings.dedup.modules import Shared
 from flexshard.embeddings.dedup.partial import PartialJaggedTensor
+from flexshard.errors import DataError
 
 __all__ = ["TargetAttention", "run_attention"]
 
@@ -27,7 +28,18 @@ class TargetAttention(nn.MultiheadAttention):
     """
 
     def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, **options: Any) -> None:
-        """As ``nn.MultiheadAttention``; dropout draws for each sample by itself."""
+        """As ``nn.MultiheadAttention``; dropout draws for each sample by itself.
+
+        Args:
+            embed_dim, num_heads, dropout, bias: as there.
+            options: ``device`` and ``dtype``.
+
+        Raises:
+            DataError: another option of ``nn.MultiheadAttention``, which it has not.
+        """
+        other = next((name for name in options if name not in ("device", "dtype")), None)
+        if other is not None:
+            raise DataError(f"TargetAttention has no {other!r}; wrap nn.MultiheadAttention in DedupedPerSample for it")
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=True, **options)
 
     def forward(self, target: Tensor, history: Shared | JaggedTensor) -> Tensor:
@@ -38,8 +50,13 @@ class TargetAttention(nn.MultiheadAttention):
         Args:
             target: a vector per sample; shape (B, embed_dim).
             history: lists of vectors, deduplicated or plain.
+
+        Raises:
+            DataError: another number of targets than of lists, or a history that is neither.
         """
         values, starts, lengths = _runs(history)
+        if target.shape[:1] != lengths.shape:
+            raise DataError(f"target has shape {tuple(target.shape)} for {lengths.numel()} samples' histories")
         dim, heads = self.embed_dim, self.num_heads
         query_weight, rest = self.in_proj_weight.split([dim, 2 * dim])
         query_bias, rest_bias = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split([dim, 2 * dim])
@@ -93,6 +110,8 @@ def _runs(history: Shared | JaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """A buffer of vectors, and each sample's run of it."""
     if isinstance(history, PartialJaggedTensor):
         return history.values, history.starts, history.lengths
+    if not isinstance(history, DedupedJagged | JaggedTensor):
+        raise DataError(f"a history is deduplicated lists of vectors or a JaggedTensor, found {type(history).__name__}")
     lists = history.distinct() if isinstance(history, DedupedJagged) else history
     lengths = lists.lengths()
     starts = torch.cumsum(lengths, 0) - lengths

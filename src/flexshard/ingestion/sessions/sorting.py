@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ RESERVED = (
     "filename",
 )  # columns that the queries add
 _BATCH_ROWS = 1 << 16
+_ROWS_HELD = 1 << 13
 _THREAD_BYTES = 64 << 20
 
 
@@ -63,11 +65,11 @@ def sort_here(
 ) -> list[Counts]:
     """In one DuckDB, which spills what does not fit."""
     with _database(job) as database:
-        _check_keys(database, job, files, [source.name for source in sources])
+        _check_keys(database, job, files, [source.name for source in sources], schema)
         database.execute(f"CREATE VIEW input AS {_numbered(files, 'file_index', schema)}")
         counts = _count(database, job, "input")
         query = (
-            f"SELECT {_columns(schema)}, {_shard_of(job)} AS {SHARD} FROM {_with_starts(job, schema)}"
+            f"SELECT {_columns(schema)}, {_shard_of(job)} AS {SHARD} FROM {_with_starts(database, job, schema)}"
             f" WHERE {_kept(job)} ORDER BY {SHARD}, {_order(job, schema)}"
         )
         write_shards(_batches(database.sql(query)), schema, job.session, job.row_group_rows, outputs)
@@ -98,7 +100,7 @@ def _split(job: ClusterJob, file: str, number: int, name: str, schema: pa.Schema
     """One file's rows by shard, each with its position; or what is wrong with it."""
     try:
         with _database(job) as database:
-            _check_keys(database, job, [file], [name])
+            _check_keys(database, job, [file], [name], schema)
             parts = []
             for shard in range(job.shards):
                 path = str(Path(job.scratch) / f"split-{number:05d}-{shard:05d}.parquet")
@@ -116,7 +118,7 @@ def _sort(job: ClusterJob, parts: Sequence[str], schema: pa.Schema, output: str)
         database.execute(f"CREATE VIEW input AS SELECT * FROM {_parquet(parts)}")
         (counts,) = _count(database, job, "input")
         query = (
-            f"SELECT {_columns(schema)}, 0 AS {SHARD} FROM {_with_starts(job, schema)} WHERE {_kept(job)}"
+            f"SELECT {_columns(schema)}, 0 AS {SHARD} FROM {_with_starts(database, job, schema)} WHERE {_kept(job)}"
             f" ORDER BY {_order(job, schema)}"
         )
         write_shards(_batches(database.sql(query)), schema, job.session, job.row_group_rows, [output])
@@ -187,19 +189,27 @@ def _partition(job: ClusterJob, schema: pa.Schema) -> str:
     """The partition of a row; the same for all, where there are none."""
     if PARTITION_KEY not in schema.metadata:
         return "0"
-    width = float(schema.metadata[PARTITION_KEY])
-    kind = schema.field(job.time).type
-    return partition_sql(kind, job.time, width if pt.is_floating(kind) else int(width))
+    width, kind = schema.metadata[PARTITION_KEY], schema.field(job.time).type
+    return partition_sql(kind, job.time, float(width) if pt.is_floating(kind) else int(width))
 
 
-def _with_starts(job: ClusterJob, schema: pa.Schema) -> str:
-    """The input, with the time of the first row that its session has in its partition where that is asked for."""
+def _with_starts(database: Any, job: ClusterJob, schema: pa.Schema) -> str:
+    """The input, with the time of the first row that its session has in its partition where that is asked for.
+
+    Step by step, through files: one query for all wants the memory of a grouping, a join and a sort at once.
+    """
     if not job.by_start:
         return "input"
+    own = Path(job.scratch) / f"{os.getpid()}-{threading.get_ident()}"
+    starts, joined = str(own.with_suffix(".starts.parquet")), str(own.with_suffix(".joined.parquet"))
     keys = f"{_partition(job, schema)} AS {_PARTITION}, {quoted(job.session)}"
-    starts = f"SELECT {keys}, min({quoted(job.time)}) AS {_START} FROM input WHERE {_kept(job)} GROUP BY ALL"
+    query = f"SELECT {keys}, min({quoted(job.time)}) AS {_START} FROM input WHERE {_kept(job)} GROUP BY ALL"
+    database.execute(f"COPY ({query}) TO {_text(starts)} (FORMAT parquet)")
     rows = f"SELECT *, {_partition(job, schema)} AS {_PARTITION} FROM input"
-    return f"({rows}) JOIN ({starts}) USING ({_PARTITION}, {quoted(job.session)})"
+    query = f"SELECT * FROM ({rows}) JOIN read_parquet({_text(starts)}) USING ({_PARTITION}, {quoted(job.session)})"
+    # Row groups are held until they are whole.
+    database.execute(f"COPY ({query}) TO {_text(joined)} (FORMAT parquet, ROW_GROUP_SIZE {_ROWS_HELD})")
+    return f"read_parquet({_text(joined)})"
 
 
 def _hash(expression: str) -> str:
@@ -229,11 +239,16 @@ def _text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
-def _check_keys(database: Any, job: ClusterJob, files: Sequence[str], names: Sequence[str]) -> None:
+def _check_keys(database: Any, job: ClusterJob, files: Sequence[str], names: Sequence[str], schema: pa.Schema) -> None:
     """Check that every row has a session and a time, and that the files can be read; raises DataError."""
-    for column, role in ((job.session, "session"), (job.time, "time")):
+    session, time = quoted(job.session), quoted(job.time)
+    wrong = [(job.session, "session", "nulls", f"{session} IS NULL"), (job.time, "time", "nulls", f"{time} IS NULL")]
+    if pt.is_floating(schema.field(job.time).type):
+        # Through a list, since Parquet's statistics leave NaN out and DuckDB asks them first.
+        wrong.append((job.time, "time", "numbers that are not finite", f"NOT isfinite(list_value({time})[1])"))
+    for column, role, what, condition in wrong:
         query = (
-            f"SELECT file_index, count(*), min(file_row_number) FROM {_parquet(files)} WHERE {quoted(column)} IS NULL"
+            f"SELECT file_index, count(*), min(file_row_number) FROM {_parquet(files)} WHERE {condition}"
             " GROUP BY file_index ORDER BY file_index LIMIT 1"
         )
         try:
@@ -242,12 +257,12 @@ def _check_keys(database: Any, job: ClusterJob, files: Sequence[str], names: Seq
             if len(files) == 1 and "Out of Memory" not in str(error):
                 raise DataError(f"{names[0]}: cannot be read: {str(error).splitlines()[0]}") from error
             for file, name in zip(files, names, strict=True) if len(files) > 1 else ():
-                _check_keys(database, job, [file], [name])  # to name it
+                _check_keys(database, job, [file], [name], schema)  # to name it
             raise
         if found:
             index, nulls, row = found[0]
             raise DataError(
-                f"{names[index]}: {role} column {column!r} has {nulls:,} nulls, the first in row {row:,}; drop or fill"
+                f"{names[index]}: {role} column {column!r} has {nulls:,} {what}, the first in row {row:,}; drop or fill"
                 " them"
             )
 
