@@ -13,12 +13,12 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.modules.embedding_configs import PoolingType
 
 import flexshard
 from flexshard.costmodels import TTRates
-from flexshard.embeddings import CompressedEmbeddingCollection, TTEmbedding, TTShape, compress
+from flexshard.embeddings import CompressedEmbeddingCollection, TTEmbedding, TTShape, compress, updated_in_backward
 from flexshard.errors import TableError
 from flexshard.executors import FlexShardEmbeddingCollectionSharder
 from flexshard.planner import CompressionPlan, FlexShardPlanner, TTOption, plan_compression
@@ -71,7 +71,7 @@ def test_sequences_are_those_of_the_tables(names: list[str]) -> None:
     model = Model()
     features = batch(0, 0)
     expected = {name: rows.values().detach() for name, rows in model.lookup(features).items()}
-    changed, report = compress(model, {name: full_rank() for name in names})
+    changed, report = compress(model, {name: full_rank() for name in names}, allow_larger=True)
     assert changed is model
     assert [entry.name for entry in report] == [f"lookup.{name}" for name in names]
     assert all(entry.error is not None and entry.error < 1e-3 for entry in report)
@@ -96,7 +96,7 @@ def test_bags_are_those_of_the_tables(weighted: bool) -> None:
     )
     features = batch(1, 0, weighted=weighted)
     expected = model(features)
-    model, _ = compress(model, {"x": full_rank(), "z": full_rank()})
+    model, _ = compress(model, {"x": full_rank(), "z": full_rank()}, allow_larger=True)
     found = model(features)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found.values(), expected.values(), atol=1e-4, rtol=1e-4)
@@ -118,16 +118,49 @@ def test_tables_that_are_not_there() -> None:
     twice = nn.ModuleDict({"one": Model(), "two": Model()})
     with pytest.raises(TableError, match=r"several tables are called 'x': one\.lookup\.x, two\.lookup\.x"):
         compress(twice, {"x": 4})
-    compress(twice, {"two.lookup.x": 4})
+    compress(twice, {"two.lookup.x": 2}, decompose=False)
     with pytest.raises(TableError, match=r"factors .* cover 6 rows only"):
         compress(Model(), {"x": {"tt_ranks": 2, "row_factors": [1, 2, 3]}})
+
+
+def test_what_is_not_smaller_is_refused_and_what_is_not_alike_is_said() -> None:
+    def model() -> EmbeddingCollection:
+        table = EmbeddingConfig(name="ads", num_embeddings=1000, embedding_dim=16, feature_names=["ad"])
+        made = EmbeddingCollection(tables=[table])
+        torch.manual_seed(0)
+        with torch.no_grad():
+            made.embeddings["ads"].weight.copy_(TTEmbedding(1000, 16, tt_ranks=4, std=1.0).to_dense())
+        return made
+
+    largest = max(rank for rank in range(1, 100) if TTShape.choose(1000, 16, rank).compression > 1)
+    with pytest.raises(
+        TableError, match=f"'ads': a tensor train of .* numbers saves nothing of 16,000; .* to {largest} "
+    ):
+        compress(model(), {"ads": 64}, decompose=False)
+    larger, report = compress(model(), {"ads": 64}, allow_larger=True)
+    assert isinstance(larger, CompressedEmbeddingCollection)
+    assert report[0].shape.compression < 1
+    with pytest.warns(
+        UserWarning, match=r"'ads': .* ranks \(1, 1\) .* relative error of 0\.[5-9]\d?; with rank [24] it is"
+    ):
+        compress(model(), {"ads": 1})
+    _, report = compress(model(), {"ads": 4})
+    assert report[0].error is not None
+    assert report[0].error < 1e-5
+    numbers = report[0].shape.parameters
+    assert str(report[0]).startswith(f"ads: 1,000 x 16 by TT ranks 4 x 4: {numbers:,} numbers, ")
+    noise = model()
+    with torch.no_grad():
+        noise.embeddings["ads"].weight.normal_()
+    with pytest.warns(UserWarning, match="no rank that makes the table smaller has 0.5 or less"):
+        compress(noise, {"ads": 4})
 
 
 def test_a_table_of_several_features_is_updated_once() -> None:
     torch.manual_seed(0)
     fused, plain = Model(), Model()
-    compress(fused, {"x": full_rank() | {"optimizer": "sgd", "learning_rate": RATE}})
-    compress(plain, {"x": full_rank()})
+    compress(fused, {"x": full_rank() | {"optimizer": "sgd", "learning_rate": RATE}}, allow_larger=True)
+    compress(plain, {"x": full_rank()}, allow_larger=True)
     features = batch(0, 0)
     fused(features).backward()
     plain(features).backward()
@@ -140,31 +173,93 @@ def test_a_module_that_stands_twice_is_replaced_twice_and_all_or_nothing_is() ->
     tied = nn.Module()
     tied.a = Model().lookup
     tied.b = tied.a
-    compress(tied, {"a.x": full_rank()})
+    compress(tied, {"a.x": full_rank()}, allow_larger=True)
     assert tied.a is tied.b
     assert isinstance(tied.b, CompressedEmbeddingCollection)
     two = nn.ModuleDict({"one": Model(), "two": Model()})
     for wrong in (0, "x", {"bogus": 1}, {"tt_ranks": 2, "mode": "sum"}):
         with pytest.raises(TableError):
-            compress(two, {"one.lookup.x": 4, "two.lookup.x": wrong})  # type: ignore[dict-item]
+            compress(two, {"one.lookup.x": 2, "two.lookup.x": wrong}, decompose=False)  # type: ignore[dict-item]
         assert isinstance(two["one"].lookup, EmbeddingCollection)
     with pytest.raises(TableError, match="is named twice"):
         compress(two["one"], {"lookup.x": 4, "x": 4})
 
 
-def fused_in_a_job(rank: int) -> str:
-    table = TTEmbedding(ROWS, DIM, tt_ranks=2, optimizer="sgd")
+class Clicks(nn.Module):
+    """A table of the model's own, with an optimizer in backward, and a layer that another optimizer steps."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        how: dict[str, Any] = {"tt_ranks": 4, "std": 1.0, "hot_rows": 3, "optimizer": optimizer, "learning_rate": RATE}
+        if torch.distributed.is_initialized():
+            how["process_group"] = torch.distributed.group.WORLD
+        self.table = TTEmbedding(ROWS, DIM, **how)
+        self.over = nn.Linear(DIM, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.over(self.table(ids).sin()).square().mean()
+
+
+def ids_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(0, ROWS, (12,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train_clicks(model: nn.Module, table: TTEmbedding, world: int, rank: int | None) -> list[np.ndarray]:
+    """On the ids of one rank, or of all."""
+    dense = [parameter for name, parameter in model.named_parameters() if ".over." in f".{name}"]
+    optimizer = torch.optim.SGD(dense, lr=RATE)
+    for step in range(STEPS):
+        if step == 2:
+            table.pin_rows(torch.tensor([1, 7]))
+        optimizer.zero_grad()
+        batches = [ids_of(one, step) for one in range(world)]
+        model(torch.cat(batches) if rank is None else batches[rank]).backward()
+        optimizer.step()
+        assert all(core.grad is None for core in table.cores)
+    return [parameter.detach().numpy().copy() for parameter in model.parameters()]
+
+
+def fused_in_a_job(rank: int, optimizer: str, wrapped: str) -> list[np.ndarray]:
+    model = Clicks(optimizer)
+    table = model.table
+    parallel: Any
+    ignored = updated_in_backward(model)
+    assert len(ignored) == 4
+    if wrapped == "DDP":
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        parallel = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapper = DefaultDataParallelWrapper(params_to_ignore=ignored)
+        parallel = DistributedModelParallel(
+            model, device=torch.device("cpu"), sharders=[], data_parallel_wrapper=wrapper
+        )
+    return train_clicks(parallel, table, torch.distributed.get_world_size(), rank)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wrapped", "world"), [("sgd", "DDP", 2), ("adam", "DDP", 2), ("rowwise_adagrad", "DMP", 2)]
+)
+def test_fused_updates_in_a_job_are_those_of_the_whole_batch(optimizer: str, wrapped: str, world: int) -> None:
+    model = Clicks(optimizer)
+    expected = train_clicks(model, model.table, world, None)
+    for found in ranks.run(1, world, fused_in_a_job, optimizer, wrapped):
+        for own, due in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own, due, atol=2e-5, rtol=1e-4)
+
+
+def fused_by_itself(rank: int) -> str:
     with pytest.raises(TableError) as caught:
-        table(torch.arange(3)).sum().backward()
+        TTEmbedding(ROWS, DIM, tt_ranks=2, optimizer="sgd")(torch.arange(3))
     return str(caught.value)
 
 
-def test_fused_updates_are_refused_in_a_job_of_several_ranks() -> None:
-    assert all("use optimizer=None" in message for message in ranks.run(1, 2, fused_in_a_job))
+def test_gradients_that_nobody_averages_are_refused() -> None:
+    assert all("process_group=torch.distributed.group.WORLD" in said for said in ranks.run(1, 2, fused_by_itself))
 
 
 def reference(world: int) -> dict[str, np.ndarray]:
-    model, _ = compress(Model(), {"x": full_rank()})
+    model, _ = compress(Model(), {"x": full_rank()}, allow_larger=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -196,7 +291,7 @@ def decide() -> tuple[CompressionPlan, flexshard.AccessProfile]:
 
 def train(rank: int) -> dict[str, np.ndarray]:
     decision, profile = decide()
-    model, _ = compress(Model(), decision.shapes)
+    model, _ = compress(Model(), decision.shapes, allow_larger=True)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
     sharders = [FlexShardEmbeddingCollectionSharder(fused)]
     planner = FlexShardPlanner(decision.plan, profiles={"y": profile, "z": profile})
@@ -253,7 +348,7 @@ def test_ids_stay_where_a_collection_puts_them() -> None:
     before = EmbeddingCollection(tables=configs, need_indices=True)
     features = batch(0, 0)
     expected = before(features)
-    after, _ = compress(before, {"a": full_rank()})
+    after, _ = compress(before, {"a": full_rank()}, allow_larger=True)
     found = after(features)
     for name in ("a", "b"):
         assert torch.equal(found[name].weights(), expected[name].weights())

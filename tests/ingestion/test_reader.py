@@ -260,6 +260,13 @@ def test_a_batch_moves(clustered: tuple[Path, pa.Table]) -> None:
     assert moved.features.device() == moved.dense["label"].device == torch.device("meta")
 
 
+def test_shared_lists_have_no_weights(clustered: tuple[Path, pa.Table]) -> None:
+    with pytest.raises(DataError, match="lists that share ids have no weights, and features have them all or none"):
+        SessionReader(
+            clustered[0], batch_size=8, features=["history"], partial=[["history"]], weights={"history": "label"}
+        )
+
+
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     table = log().sort_by([("session", "ascending"), ("time", "ascending")])
     how = {"batch_size": 64, "features": FEATURES, "groups": GROUPS}

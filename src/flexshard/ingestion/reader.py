@@ -135,11 +135,7 @@ class SessionReader(IterableDataset[SessionBatch]):
             drop_last=drop_last,
             pad_last=pad_last,
         )
-        self.groups, self.partial = checked_groups(self.features, groups, partial, newest, max_shift)
-        if self.partial and self.weights:
-            raise DataError(
-                "lists that share ids have no weights, and features have them all or none; use 'groups', or no weights"
-            )
+        self.groups, self.partial = checked_groups(self.features, groups, partial, newest, max_shift, self.weights)
         self._sharing = {"partial": self.partial, "newest": newest, "max_shift": max_shift}
         some = bool(self.groups or self.partial)
         self.shuffle = checked_shuffle(shuffle, session=session, groups=some, whole_sessions=whole_sessions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
@@ -45,8 +45,13 @@ def checked_groups(
     partial: Sequence[Sequence[str]],
     newest: str,
     max_shift: int,
+    weights: Mapping[str, str],
 ) -> tuple[list[list[str]], list[list[str]]]:
     """Groups, exact and partial, that batches of these features can have; raises DataError."""
+    if partial and weights:
+        raise DataError(
+            "lists that share ids have no weights, and features have them all or none; use 'groups', or no weights"
+        )
     check_int(max_shift, "max_shift", DataError, least=0)
     nothing = pa.table({name: pa.array([], pa.large_list(pa.int64())) for name in features})
     InverseKeyedJaggedTensor.from_arrow(nothing, groups, partial=partial, newest=newest)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         place_bytes as place_bytes,
         translation_bytes as translation_bytes,
     )
-    from flexshard.tables.tensor_train_shape import TTShape as TTShape
+    from flexshard.tables.tensor_train_shape import KEPT_SHARE as KEPT_SHARE, TTShape as TTShape
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -39,6 +39,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "optimizers.base": ["Optimizer", "State", "StepOptions"],
         "optimizers.registry": ["OPTIMIZERS", "optimizer_of_torchrec"],
         "table": ["Table", "expected_distinct", "place_bytes", "translation_bytes"],
-        "tensor_train_shape": ["TTShape"],
+        "tensor_train_shape": ["KEPT_SHARE", "TTShape"],
     },
 )

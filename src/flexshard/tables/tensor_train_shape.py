@@ -9,7 +9,10 @@ from math import prod
 from flexshard._internal import check_int, deprecated_attribute, renamed_parameters
 from flexshard.errors import TableError
 
-__all__ = ["TTShape", "choose_dim_factors", "choose_row_factors"]
+__all__ = ["KEPT_SHARE", "TTShape", "choose_dim_factors", "choose_row_factors"]
+
+# Memory that a table keeps for products, over those of its last batch: batches differ.
+KEPT_SHARE = 1.125
 
 
 def choose_row_factors(num_embeddings: int, cores: int) -> tuple[int, ...]:

@@ -57,8 +57,7 @@ def test_arguments_that_cannot_be() -> None:
         "rank 99 between cores 1 and 2 is above": {"tt_ranks": [99, 4]},
         "2, 3 or 4 cores, found 5": {"cores": 5},
         "ranks must be at least 1, found 0": {"tt_ranks": 0},
-        "optimizer is one of sgd, adagrad, rowwise_adagrad or None, found 'adam'": {"optimizer": "adam"},
-        "cores are float32 or bfloat16": {"dtype": torch.float16},
+        "optimizer is one of sgd, adagrad, rowwise_adagrad, adam or None, found 'lion'": {"optimizer": "lion"},
         "padding_idx must be within the 1,000 rows, found 1000": {"padding_idx": 1000},
     }.items():
         with pytest.raises(TableError, match=message):
@@ -93,7 +92,10 @@ def test_values_that_cannot_be_taken() -> None:
         ({"optimizer": "adagrad", "eps": 0.0}, "eps must be above 0"),
         ({"learning_rate": -1.0}, "learning_rate must be at least 0"),
         ({"std": -1.0}, "std must be at least 0"),
-        ({"device": "meta"}, "device 'meta' has none"),
+        ({"dtype": torch.float16}, "cores are float32, float64 or bfloat16, found torch.float16"),
+        ({"backend": "triton", "dtype": torch.float64}, "compute in float32; cores of float64"),
+        ({"optimizer": "sgd", "grad_scaler": 2.0}, "grad_scaler is a torch.amp.GradScaler, found float"),
+        ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler goes with an optimizer of the table's own"),
         ({"row_factors": "999"}, "whole number"),
         ({"row_factors": (None, 10, 10)}, "whole number"),
     ):
@@ -105,6 +107,8 @@ def test_values_that_cannot_be_taken() -> None:
         arguments = {name: value}
         with pytest.raises(TableError, match=f"{name}=.* is not for tensor trains"):
             TTEmbeddingBag(1000, 16, tt_ranks=2, **arguments)
+    with pytest.raises(TableError, match=r"two dimensions, found \(4,\)"):
+        TTEmbedding.from_pretrained(torch.zeros(4))
     ids = torch.arange(4)
     for offsets, weights in (([0, 2], None), (torch.tensor([0j]), None), (torch.tensor([0]), [1.0] * 4)):
         with pytest.raises(DataError, match=r"are a tensor|are whole numbers"):

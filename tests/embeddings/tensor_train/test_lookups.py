@@ -11,6 +11,7 @@ pytest.importorskip("torchrec")
 
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import nn
 from torch.nn import functional
 
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
@@ -265,3 +266,56 @@ def test_a_lookup_waits_for_its_sizes_alone(cores: int, pinned: bool) -> None:
             table(torch.tensor([(1 << 63) - 1, 2]), torch.tensor([0]))
         with as_on_cuda():
             assert table(torch.zeros(0, dtype=torch.long), torch.tensor([0, 0])).tolist() == [[0.0] * 16] * 2
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_double_precision_is_computed_in_double_precision(backend: str | None) -> None:
+    torch.manual_seed(0)
+    table = TTEmbeddingBag(120, 12, tt_ranks=5, mode="sum", dtype=torch.float64, std=1.0, backend=backend)
+    cores = [core.detach().clone().requires_grad_() for core in table.cores]
+    ids, offsets = torch.randint(0, 120, (30,)), torch.arange(0, 30, 3)
+    whole = torch.einsum("iaxr,jrys,kszb->ijkxyz", *cores).reshape(-1, 12)[:120]
+    found, expected = table(ids, offsets), functional.embedding_bag(ids, whole, offsets, mode="sum")
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    found.sin().sum().backward()
+    expected.sin().sum().backward()
+    for own, core in zip(table.cores, cores, strict=True):
+        torch.testing.assert_close(own.grad, core.grad, rtol=1e-11, atol=1e-12)
+    later = TTEmbedding(60, 8, tt_ranks=4, optimizer="adagrad", hot_rows=2).double()
+    later.pin_rows(torch.tensor([1]))
+    later(torch.arange(9)).sum().backward()
+    assert later.sum_0.dtype == torch.float64
+    assert later(torch.arange(2)).dtype == torch.float64
+
+
+def test_tables_without_numbers_get_them_later() -> None:
+    how: Any = {"tt_ranks": 4, "optimizer": "adam", "hot_rows": 3}
+    table = TTEmbedding(60, 8, device="meta", **how)
+    assert all(parameter.is_meta for parameter in table.parameters())
+    model = nn.Sequential(table).to_empty(device="cpu")
+    table.reset_parameters(0.5)
+    assert abs(float(table.to_dense().std()) - 0.5) < 0.2
+    assert not any(state.any() for name, state in model.named_buffers() if "exp_avg" in name)
+    table.pin_rows(torch.tensor([4, 5]))
+    table(torch.arange(9)).sum().backward()
+    other = TTEmbedding(60, 8, **how)
+    other.load_state_dict(table.state_dict())
+    assert torch.equal(other.to_dense(), table.to_dense())
+
+
+def test_from_pretrained_and_weight() -> None:
+    torch.manual_seed(0)
+    dense = TTEmbedding(125, 8, tt_ranks=4, std=1.0).to_dense()
+    table = TTEmbeddingBag.from_pretrained(dense, tt_ranks=4, mode="sum")
+    assert table.error is not None
+    assert table.error < 1e-5
+    assert not any(core.requires_grad for core in table.cores)
+    torch.testing.assert_close(table.weight, dense, atol=1e-5, rtol=1e-4)
+    trained = TTEmbedding.from_pretrained(dense, freeze=False, tt_ranks=4)
+    trained.weight.square().sum().backward()  # a penalty on the table
+    assert trained.cores[1].grad is not None
+    assert trained.cores[1].grad.any()
+    assert not TTEmbedding(60, 8, tt_ranks=2, optimizer="sgd").weight.requires_grad
+    with pytest.warns(UserWarning, match="the table: a tensor train .* has a relative error of"):
+        TTEmbedding.from_pretrained(torch.randn(600, 8), tt_ranks=1)

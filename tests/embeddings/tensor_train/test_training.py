@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from math import prod
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torchrec")
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from flexshard._internal import has_triton
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag
+from flexshard.embeddings.tensor_train.products import levels_of, product_sizes
 from flexshard.errors import TableError
+from flexshard.tables import KEPT_SHARE
 from tests.embeddings.tensor_train.products import each_backend
 
 
@@ -53,6 +57,95 @@ def test_fused_updates_are_those_of_the_optimizer_after_backward(backend: str, o
                     core.grad = None
     for a, b in zip(fused.cores, plain.cores, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@each_backend
+@pytest.mark.parametrize("cores", [2, 3, 4])
+def test_fused_adam_is_torchs_of_the_slices_that_are_read(backend: str, cores: int) -> None:
+    """``torch.optim.SparseAdam`` on cores whose gradients hold the slices that a batch reads."""
+    torch.manual_seed(0)
+    how: Any = {"tt_ranks": 3, "std": 1.0, "cores": cores, "backend": backend}
+    fused = TTEmbedding(300, 8, optimizer="adam", learning_rate=0.1, eps=1e-12, **how)
+    plain = TTEmbedding(300, 8, **how)
+    plain.load_state_dict({name: value for name, value in fused.state_dict().items() if name.startswith("cores")})
+    steps: Any = torch.optim.SparseAdam(list(plain.parameters()), lr=0.1, eps=1e-12)
+    for step in range(4):
+        ids = torch.randint(0, 300, (9,), generator=torch.Generator().manual_seed(step))
+        for table in (fused, plain):
+            (table(ids).square().mean() * (step + 1)).backward()
+        factors = fused.shape.row_factors
+        for k, core in enumerate(plain.cores):
+            below = int(np.prod(factors[k + 1 :]))
+            read = torch.unique(ids // below % factors[k])
+            assert core.grad is not None
+            core.grad = torch.sparse_coo_tensor(read[None], core.grad[read], core.shape, check_invariants=True)
+        steps.step()
+        steps.zero_grad()
+        if step == 1:  # states and step go with a checkpoint
+            other = TTEmbedding(300, 8, optimizer="adam", learning_rate=0.1, eps=1e-12, **how)
+            other.load_state_dict(fused.state_dict())
+            fused = other
+    for a, b in zip(fused.cores, plain.cores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_a_scaler_that_the_table_knows_is_taken_off() -> None:
+    ids = torch.arange(40)
+    tables = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        torch.manual_seed(0)
+        table = TTEmbedding(60, 8, tt_ranks=4, std=1.0, optimizer="adagrad", grad_scaler=scaler, hot_rows=2)
+        table.pin_rows(torch.tensor([3]))
+        loss = table(ids).square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        tables.append(table)
+    for a, b in zip(tables[0].parameters(), tables[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    kept = [core.detach().clone() for core in tables[1].parameters()]
+    (table(ids).mean() * float("inf")).backward()  # a scaler leaves such a step out
+    assert all(torch.equal(a, b) for a, b in zip(table.parameters(), kept, strict=True))
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(TableError, match="GradScaler has scaled gradients of float16; give the table grad_scaler"),
+    ):
+        tables[0](ids)
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        tables[0](ids)
+
+
+def test_gradients_that_are_not_finite_do_not_reach_the_cores() -> None:
+    table = TTEmbedding(60, 8, tt_ranks=4, optimizer="sgd", hot_rows=1)
+    table.pin_rows(torch.tensor([3]))
+    kept = [core.detach().clone() for core in table.parameters()]
+    upstream = torch.ones(4, 8)
+    upstream[1, 2] = float("nan")
+    with pytest.raises(TableError, match="numbers that are not finite, which every row would get through the cores"):
+        table(torch.arange(4)).backward(upstream)
+    assert all(torch.equal(a, b) for a, b in zip(table.parameters(), kept, strict=True))
+    table(torch.arange(4)).sum().backward()
+    assert not torch.equal(table.cores[0], kept[0])
+
+
+def test_memory_of_products_belongs_to_the_table() -> None:
+    table = TTEmbedding(10_000, 16, tt_ranks=8, optimizer="adagrad", hot_rows=5)
+    held = sum(tensor.nbytes for tensor in (*table.parameters(), *table.buffers()))
+    assert table.nbytes == held
+    table(torch.arange(0, 10_000, 3)).sum().backward()
+    kept = table.nbytes - held
+    products = 4 * sum(
+        prod(size) for size in product_sizes(levels_of(torch.arange(0, 10_000, 3), table.shape), table.shape)
+    )
+    assert products <= kept <= KEPT_SHARE * products
+    table.eval()
+    assert table.nbytes == held
+    table(torch.arange(100)).sum().backward()  # a step without training mode keeps nothing
+    assert table.nbytes == held
+    table.train()
+    table(torch.arange(100)).sum().backward()
+    assert table.nbytes > held
+    with torch.no_grad():
+        copied = copy.deepcopy(table)
+    assert copied.nbytes == held
 
 
 def test_it_trains_as_a_part_of_a_model() -> None:

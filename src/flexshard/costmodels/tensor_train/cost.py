@@ -14,7 +14,7 @@ from flexshard.costmodels.cost import Cost
 from flexshard.costmodels.overlap import Overlap
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.costmodels.tensor_train.work import FLOAT_BYTES
-from flexshard.tables import OPTIMIZERS, Table, TTShape
+from flexshard.tables import KEPT_SHARE, OPTIMIZERS, Table, TTShape
 from flexshard.topologies import Cluster
 
 __all__ = ["tensor_train_cost"]
@@ -25,8 +25,9 @@ def tensor_train_cost(
 ) -> Cost:
     """Memory and communication of a table as a tensor train that every rank holds.
 
-    Cores, their gradients, the bucket that is all-reduced and the optimizer's state are static; rows and products of
-    one batch, with their gradients, are dynamic. All in float32, as products are.
+    Cores, their gradients, the bucket that is all-reduced and the optimizer's state are static, and so is the memory of
+    products that a table keeps from step to step; rows of one batch and gradients are dynamic. All in float32, as
+    products are.
     """
     r, sizes = shape.bounds, list(accumulate(shape.dim_factors, mul))
     nbytes = float(FLOAT_BYTES * shape.parameters)
@@ -34,8 +35,8 @@ def tensor_train_cost(
     products = sum(reads.prefixes[k] * sizes[k] * r[k + 1] for k in range(1, shape.cores - 1))
     rate = cluster.level(1).all_reduce
     return Cost(
-        static_memory_bytes=nbytes * (3.0 + state / FLOAT_BYTES),
-        dynamic_memory_bytes=2.0 * FLOAT_BYTES * (reads.prefixes[-1] * shape.embedding_dim + products),
+        static_memory_bytes=nbytes * (3.0 + state / FLOAT_BYTES) + FLOAT_BYTES * KEPT_SHARE * products,
+        dynamic_memory_bytes=FLOAT_BYTES * (2.0 * reads.prefixes[-1] * shape.embedding_dim + products),
         rows_read=reads.ids,
         collectives=() if rate is None else (collective("all_reduce", 1, rate, nbytes, overlap, "replicas"),),
         dynamic_memory_sigma_bytes=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from flexshard.embeddings.tensor_train.compressed import (
     CompressedEmbeddingBagCollection,
     CompressedEmbeddingCollection,
 )
+from flexshard.embeddings.tensor_train.decomposition import LARGE_ERROR, of_rank, warn_of_error
 from flexshard.embeddings.tensor_train.embedding import TTEmbedding, TTEmbeddingBag
 from flexshard.errors import TableError
 from flexshard.tables import TTShape
@@ -36,9 +38,20 @@ class CompressedTable:
     shape: TTShape
     error: float | None
 
+    def __str__(self) -> str:
+        shape = self.shape
+        ranks = " x ".join(map(str, shape.tt_ranks))
+        size = f"{shape.num_embeddings:,} x {shape.embedding_dim} by TT ranks {ranks}: {shape.parameters:,} numbers"
+        error = "" if self.error is None else f", relative error {self.error:.3g}"
+        return f"{self.name}: {size}, {shape.compression:.3g} times fewer{error}"
+
 
 def compress(
-    model: nn.Module, tables: Mapping[str, int | TTShape | Mapping[str, Any]], *, decompose: bool = True
+    model: nn.Module,
+    tables: Mapping[str, int | TTShape | Mapping[str, Any]],
+    *,
+    decompose: bool = True,
+    allow_larger: bool = False,
 ) -> tuple[nn.Module, list[CompressedTable]]:
     """Replace tables of a model's collections by tensor trains.
 
@@ -49,12 +62,18 @@ def compress(
             shape such as ``CompressionPlan.shapes`` has, or arguments of :class:`TTEmbeddingBag` such as
             ``{"tt_ranks": 32, "optimizer": "adagrad"}``.
         decompose: take over each table's weights by TT-SVD; else start anew, as a table that was not trained needs.
+        allow_larger: whether a tensor train may have as many numbers as the table or more.
 
     Returns:
-        the model, and what became of each table.
+        the model, and what became of each table; as a string, its size and error in one line.
 
     Raises:
-        TableError: a name that no table has, or that several have; arguments that a tensor train cannot have.
+        TableError: a name that no table has, or that several have; arguments that a tensor train cannot have; one that
+            saves nothing.
+
+    Warns:
+        UserWarning: a decomposition that keeps less than three quarters of a table's squares (relative error above
+            0.5), with a rank that would keep them. To find it, the table is decomposed at twice the rank, and so on.
     """
     tables_by_path = {
         (path, config.name): (module, config)
@@ -80,7 +99,9 @@ def compress(
         if not isinstance(how, (int, Mapping)):
             raise TableError(f"table {name!r} takes a rank or arguments of TTEmbeddingBag, found {how!r}")
         wanted.setdefault(path, {})[table] = {"tt_ranks": how} if isinstance(how, int) else dict(how)
-    made = {path: _compressed(model.get_submodule(path), table, path, decompose) for path, table in wanted.items()}
+    made: dict[str, tuple[nn.Module, list[CompressedTable]]] = {}
+    for path, chosen in wanted.items():
+        made[path] = _compressed(model.get_submodule(path), chosen, path, decompose, allow_larger)
     for path, (module, _) in made.items():  # all of them, now that none has failed
         module.train(model.get_submodule(path).training)
         for module_path in paths[id(model.get_submodule(path))]:
@@ -102,8 +123,20 @@ def _configs(module: nn.Module) -> list[Any]:
     return list(module.embedding_configs())
 
 
+def _check_smaller(name: str, shape: TTShape) -> None:
+    dense = shape.num_embeddings * shape.embedding_dim
+    if shape.parameters < dense:
+        return
+    fitting = bisect_left(range(1, max(shape.tt_ranks) + 1), dense, key=lambda rank: of_rank(shape, rank).parameters)
+    remedy = f"ranks up to {fitting} make it smaller" if fitting else "no rank makes it smaller with these factors"
+    raise TableError(
+        f"table {name!r}: a tensor train of {shape.parameters:,} numbers saves nothing of {dense:,}; {remedy}"
+        " (allow_larger=True takes it all the same)"
+    )
+
+
 def _compressed(
-    module: Any, chosen: Mapping[str, dict[str, Any]], path: str, decompose: bool
+    module: Any, chosen: Mapping[str, dict[str, Any]], path: str, decompose: bool, allow_larger: bool
 ) -> tuple[nn.Module, list[CompressedTable]]:
     bags = isinstance(module, EmbeddingBagCollection)
     configs = _configs(module)
@@ -128,11 +161,15 @@ def _compressed(
             table = (TTEmbeddingBag if bags else TTEmbedding)(config.num_embeddings, config.embedding_dim, **how)
         except TypeError as wrong:
             raise TableError(f"table {config.name!r}: {str(wrong).split('() ')[-1]}") from wrong
+        if not allow_larger:
+            _check_smaller(config.name, table.shape)
         error = None
         if decompose:
             if weight.device.type == "meta":
                 raise TableError(f"table {config.name!r} has no weights yet to decompose; give decompose=False")
             error = table.decompose_(weight.detach())
+            if error > LARGE_ERROR:
+                warn_of_error(f"table {config.name!r}", weight.detach(), table.shape, error, stacklevel=4)
         made[config.name] = table
         report.append(CompressedTable(f"{path}.{config.name}" if path else config.name, table.shape, error))
     others = [config for config in configs if config.name not in made]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -9,69 +13,175 @@ from flexshard._internal import check_finite
 from flexshard.errors import TableError
 from flexshard.tables import OPTIMIZERS, StepOptions
 
-__all__ = ["FUSED", "CoreOptimizer", "at_least_0"]
+__all__ = ["FUSED", "CoreOptimizer", "Unscaled", "at_least_0", "in_full"]
 
 # Those whose state a slice of a core can have.
-FUSED = ("sgd", "adagrad", "rowwise_adagrad")
+FUSED = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+States = Mapping[str, torch.Tensor]
+
+
+def in_full(tensor: torch.Tensor) -> torch.Tensor:
+    """What products and steps are computed in: float64 where it is so already, else float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 class CoreOptimizer:
     """What an optimizer does to slices of cores (a slice is to it what a row is), and to rows that are pinned.
 
     Attributes:
-        name: "sgd", "adagrad" or "rowwise_adagrad".
+        name: "sgd", "adagrad", "rowwise_adagrad" or "adam".
         learning_rate, eps: as usual; they may be changed between steps.
+        process_group: over whose ranks gradients are averaged, if any.
+        grad_scaler: by which the loss is scaled, if any: its scale is taken off gradients.
+        checked: whether gradients on the CPU are looked at, so that none that is not finite gets into the cores.
         updates: steps so far: cores of a lookup must not have been updated before its backward pass.
+        is_skipping: whether the step of the backward pass under way is left out, for a scaler.
     """
 
-    def __init__(self, name: str, learning_rate: float, eps: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        learning_rate: float,
+        eps: float,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: Any = None,
+        checked: bool = True,
+    ) -> None:
         """As :class:`TTTable` has them; raises TableError for numbers out of range."""
         if name not in FUSED:
             raise TableError(f"optimizer is one of {', '.join(FUSED)} or None, found {name!r}")
-        self.name, self.updates = name, 0
+        self.name, self.updates, self.rule, self.is_skipping = name, 0, OPTIMIZERS[name], False
         self.learning_rate, self.eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")
+        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+            raise TableError(f"grad_scaler is a torch.amp.GradScaler, found {type(grad_scaler).__name__}")
+        self.process_group, self.grad_scaler, self.checked = process_group, grad_scaler, checked
         if not self.eps and self.has_state:
             raise TableError("eps must be above 0: numbers without a gradient yet would be divided by 0")
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps sums of squares."""
-        return bool(OPTIMIZERS[self.name].states)
+        """Whether it keeps sums or means of gradients."""
+        return bool(self.rule.states)
 
-    def new_state(self, rows: torch.Size, device: torch.device | str | None) -> torch.Tensor:
+    def new_states(self, rows: torch.Size, device: torch.device | str | None) -> dict[str, torch.Tensor]:
         """Zeros for slices or rows of this shape: as large, or one number each."""
-        per_row = OPTIMIZERS[self.name].states[0].per_row
-        return torch.zeros(rows[:1] if per_row else rows, device=device)
+        return {
+            state.name: torch.zeros(rows[:1] if state.per_row else rows, device=device) for state in self.rule.states
+        }
 
-    def check_alone(self) -> None:
-        """Check that no other rank has gradients of its own.
+    def __deepcopy__(self, memo: Any) -> CoreOptimizer:
+        """A copy averages over the same ranks, and has the same scaler."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Saved without the ranks and the scaler, which are this process's."""
+        return {**self.__dict__, "process_group": None, "grad_scaler": None}
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks have gradients of the same table."""
+        return self.process_group is not None and dist.get_world_size(self.process_group) > 1
+
+    def averaged(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients, averaged over the ranks in one call."""
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=self.process_group)
+        flat /= dist.get_world_size(self.process_group)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
+
+    def check_lookup(self) -> None:
+        """Check that a gradient that comes back can be stepped by.
 
         Raises:
-            TableError: the job has several ranks.
+            TableError: other ranks have gradients of their own, or it would be scaled unbeknown.
         """
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if self.process_group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TableError(
-                f"optimizer {self.name!r} updates the cores within backward, where ranks have their own gradients;"
-                " in a job of several ranks use optimizer=None and an optimizer after them"
+                f"optimizer {self.name!r} updates the cores within backward, where ranks have their own gradients; give"
+                " the table process_group=torch.distributed.group.WORLD to average them, or use optimizer=None and an"
+                " optimizer after them"
+            )
+        if self.grad_scaler is None and any(
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+            for device in ("cpu", "cuda")
+        ):
+            raise TableError(
+                f"optimizer {self.name!r} takes its step within backward, where a GradScaler has scaled gradients of"
+                " float16; give the table grad_scaler=scaler, or use optimizer=None"
             )
 
+    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient without the scaler's factor; None where a scaler would skip the step.
+
+        Raises:
+            TableError: numbers that are not finite, and nobody who scaled them.
+        """
+        scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        if not scaled:
+            if self.checked and gradient.device.type == "cpu" and not bool(gradient.isfinite().all()):
+                raise TableError(
+                    "a gradient has numbers that are not finite, which every row would get through the cores; no step"
+                    " has been taken (validate=False takes it)"
+                )
+            return gradient
+        gradient = gradient / self.grad_scaler.get_scale()
+        return gradient if bool(gradient.isfinite().all()) else None
+
     @torch.no_grad()
-    def step(self, values: torch.Tensor, gradient: torch.Tensor, state: torch.Tensor | None) -> None:
-        """Update slices of a core, or rows, in place; shape (n, ...), state (n, ...) or (n,)."""
+    def step(self, values: torch.Tensor, gradient: torch.Tensor, states: States, number: int = 1) -> None:
+        """Update slices of a core, or rows, in place; shape (n, ...), states (n, ...) or (n,).
+
+        Args:
+            values, gradient, states: of them.
+            number: of the step, from 1 on.
+        """
         values = values.detach()
-        if state is None:
+        if not self.has_state:
             values.add_(gradient.to(values.dtype), alpha=-self.learning_rate)
             return
-        change = self.change(gradient, values, state)
-        values.sub_(change.to(values.dtype))
+        flat, weight = in_full(gradient).flatten(1), in_full(values).flatten(1)
+        options = StepOptions(learning_rate=self.learning_rate, eps=self.eps, step=number)
+        own = {name: state.unsqueeze(1) if state.dim() == 1 else state.flatten(1) for name, state in states.items()}
+        values.sub_(self.rule.change(flat, weight, own, options).view(gradient.shape).to(values.dtype))
 
-    def change(self, gradient: torch.Tensor, values: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """What Adagrad takes off; of the gradient's shape. Updates the state in place."""
-        flat = gradient.flatten(1)
-        sums = state.unsqueeze(1) if state.dim() == 1 else state.flatten(1)
-        weight, options = values.float().flatten(1), StepOptions(learning_rate=self.learning_rate, eps=self.eps)
-        change = OPTIMIZERS[self.name].change(flat, weight, {"momentum1": sums}, options)
-        return change.view(gradient.shape)
+    @torch.no_grad()
+    def step_at(
+        self, values: torch.Tensor, which: torch.Tensor, gradient: torch.Tensor, states: States, number: int = 1
+    ) -> None:
+        """Update some slices of a core in place; ``which`` of shape (n,) distinct, gradients of shape (n, ...)."""
+        values = values.detach()
+        if not self.has_state:
+            values.index_add_(0, which, gradient.to(values.dtype), alpha=-self.learning_rate)
+            return
+        own, held = values[which], {name: state[which] for name, state in states.items()}
+        self.step(own, gradient, held, number)
+        values[which] = own
+        for name, state in states.items():
+            state[which] = held[name]
+
+
+class Unscaled(torch.autograd.Function):
+    """Rows of one lookup, whose gradient is looked at, and a scaler's factor taken off it, before anything changes."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, optimizer: CoreOptimizer) -> Any:
+        """The rows."""
+        ctx.optimizer = optimizer
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Their gradient."""
+        optimizer = ctx.optimizer
+        if optimizer.is_distributed:  # it is unscaled once it has been averaged
+            return gradient, None
+        own = optimizer.unscaled(gradient)
+        optimizer.is_skipping = own is None
+        return torch.zeros_like(gradient) if own is None else own, None
 
 
 def at_least_0(value: float, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from math import prod
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from flexshard.errors import TableError
 from flexshard.tables import TTShape
 
-__all__ = ["decompose"]
+__all__ = ["LARGE_ERROR", "decompose", "of_rank", "warn_of_error"]
+
+LARGE_ERROR = 0.5  # a quarter of a table's squares
 
 _CHUNK_NUMBERS = 1 << 22
 
@@ -155,3 +158,29 @@ def _roots(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _largest(gram: torch.Tensor, tt_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     values, vectors = torch.linalg.eigh(gram)
     return values[-tt_rank:].flip(0), vectors[:, -tt_rank:].flip(1)
+
+
+def of_rank(shape: TTShape, rank: int) -> TTShape:
+    """The same factors with one rank, cut to what is possible."""
+    rows, dim = shape.num_embeddings, shape.embedding_dim
+    return TTShape.choose(rows, dim, rank, row_factors=shape.row_factors, dim_factors=shape.dim_factors)
+
+
+def warn_of_error(what: str, weight: torch.Tensor, shape: TTShape, error: float, *, stacklevel: int = 3) -> None:
+    """Warn that a decomposition loses much, with the rank that would not; each rank tried is twice the one before."""
+    remedy = "no rank that makes the table smaller has 0.5 or less; train it from the start instead (decompose=False)"
+    rank, tried = max(shape.tt_ranks), shape
+    while True:
+        rank *= 2
+        larger = of_rank(shape, rank)
+        if larger == tried or larger.compression <= 1:
+            break
+        tried, found = larger, decompose(weight, larger)[1]
+        if found <= LARGE_ERROR:
+            remedy = f"with rank {rank} it is {found:.2g}, {larger.compression:.2g} times fewer numbers"
+            break
+    warnings.warn(
+        f"{what}: a tensor train with ranks {shape.tt_ranks} of its weights has a relative error of {error:.2g};"
+        f" {remedy}",
+        stacklevel=stacklevel,
+    )

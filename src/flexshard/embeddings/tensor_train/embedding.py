@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
 
 from flexshard._internal import HostCopy
-from flexshard.embeddings.tensor_train.table import TTTable
+from flexshard.embeddings.tensor_train.pinned_table import PinnableTable
 from flexshard.errors import DataError, TableError
 
 __all__ = ["TTEmbedding", "TTEmbeddingBag"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# torch.compile breaks its graph once around a table, where it would trace into compiled kernels and, since sizes depend
+# on what ids there are, break it at every one of them.
+_not_traced: Callable[[F], F] = torch.compiler.disable(reason="a tensor train has kernels of its own")
 
 
 class _Dense(torch.autograd.Function):
@@ -26,7 +34,7 @@ class _Dense(torch.autograd.Function):
         return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-class TTEmbedding(TTTable):
+class TTEmbedding(PinnableTable):
     """A table as a tensor train, for sequences: ``nn.Embedding`` in a fraction of its memory.
 
     Attributes:
@@ -34,6 +42,7 @@ class TTEmbedding(TTTable):
         cores: parameters of shape (p_k, r_{k-1}, q_k, r_k).
     """
 
+    @_not_traced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of ids of any shape; shape (*input.shape, D).
 
@@ -44,7 +53,7 @@ class TTEmbedding(TTTable):
         return _Dense.apply(functional.embedding(inverse, rows, padding_idx=padding))
 
 
-class TTEmbeddingBag(TTTable):
+class TTEmbeddingBag(PinnableTable):
     """A table as a tensor train, pooled: ``nn.EmbeddingBag`` in a fraction of its memory.
 
     Attributes:
@@ -93,6 +102,7 @@ class TTEmbeddingBag(TTTable):
         super().__init__(num_embeddings, embedding_dim, **how)
         self.mode, self.include_last_offset = mode, include_last_offset
 
+    @_not_traced
     def forward(
         self,
         input: torch.Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flexshard._internal import deprecated_attribute
-from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer
+from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, in_full
 from flexshard.errors import TableError
 
 __all__ = ["HotRows"]
@@ -24,7 +24,7 @@ class HotRows(nn.Module):
         places: slot of the row of each id, so that a row that stays pinned keeps its slot, and with it what an
             optimizer of torch remembers of it; shape (capacity,).
         rows: shape (capacity, D).
-        sums: the fused optimizer's state, if it has any.
+        sums: Adagrad's state, if the fused optimizer is that; others' have their own names.
     """
 
     def __init__(
@@ -45,9 +45,40 @@ class HotRows(nn.Module):
         self.places: torch.Tensor
         self.register_buffer("places", torch.arange(capacity, device=device))
         self.rows = nn.Parameter(torch.zeros(capacity, dim, device=device, dtype=dtype))
-        if optimizer is not None and optimizer.has_state:
-            self.sums: torch.Tensor
-            self.register_buffer("sums", optimizer.new_state(self.rows.shape, device).view(capacity, -1))
+        if optimizer is not None:
+            for name, state in optimizer.new_states(self.rows.shape, device).items():
+                self.register_buffer(_buffer(name), state.view(capacity, -1))
+            if optimizer.rule.counts_steps:
+                self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
+        self._number = 0
+
+    def _states(self) -> dict[str, torch.Tensor]:
+        """The fused optimizer's, in full precision whatever the model was cast to."""
+        assert self._optimizer is not None
+        kind = torch.float64 if self.rows.dtype == torch.float64 else torch.float32
+        for state in self._optimizer.rule.states:
+            setattr(self, _buffer(state.name), getattr(self, _buffer(state.name)).to(kind))
+        return {state.name: getattr(self, _buffer(state.name)) for state in self._optimizer.rule.states}
+
+    def _take_step(self, gradient: torch.Tensor, slots: torch.Tensor) -> None:
+        """The fused optimizer's step of rows at distinct slots."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        if not self.rows.requires_grad:
+            return
+        self._number += 1
+        if hasattr(self, "steps"):
+            self.steps += 1
+        rows, states = in_full(self.rows[slots]), {name: state[slots] for name, state in self._states().items()}
+        optimizer.step(rows, in_full(gradient), states, self._number)
+        self.rows[slots] = rows.to(self.rows.dtype)
+        for name, state in self._states().items():
+            state[slots] = states[name]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if hasattr(self, "steps") and self.steps.device.type != "meta":
+            self._number = int(self.steps)
 
     @property
     def capacity(self) -> int:
@@ -81,8 +112,9 @@ class HotRows(nn.Module):
         count, fresh = ids.numel(), int((~stays).sum())
         slot = slot.clone()
         slot[~stays] = spare[:fresh]
-        if hasattr(self, "sums"):
-            self.sums[spare] = 0
+        if self._optimizer is not None:
+            for state in self._states().values():
+                state[spare] = 0
         self.rows[spare] = 0
         self.rows[slot] = rows.to(self.rows.dtype)
         self.ids[:count], self.ids[count:] = ids, _UNUSED
@@ -95,9 +127,19 @@ class HotRows(nn.Module):
         stay = self.pinned[~torch.isin(self.pinned, ids)]
         self.fill(stay, self.rows[self.find(stay)[1]])
 
-    def clear(self) -> None:
-        """Pin nothing."""
-        self.drop(self.pinned)
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Pin nothing, and forget what the optimizer knew."""
+        self.ids.fill_(_UNUSED)
+        self.places.copy_(torch.arange(self.capacity, device=self.places.device))
+        self.rows.zero_()
+        if self._optimizer is not None:
+            for state in self._states().values():
+                state.zero_()
+        if hasattr(self, "steps"):
+            self.steps.zero_()
+        self._number = 0
+        self.changes += 1
 
     @torch.no_grad()
     def backward(self, slots: torch.Tensor, gradient: torch.Tensor, changes: int) -> torch.Tensor | None:
@@ -109,7 +151,7 @@ class HotRows(nn.Module):
             changes: as they were counted at the lookup.
 
         Raises:
-            TableError: rows were changed since the lookup, or another rank has gradients of its own.
+            TableError: rows were changed since the lookup.
         """
         if changes != self.changes:
             raise TableError(
@@ -117,23 +159,25 @@ class HotRows(nn.Module):
                 " optimizer look up all ids of a step at once"
             )
         optimizer = self._optimizer
-        if optimizer is None:
+        if optimizer is None or optimizer.is_distributed:
             to_rows = torch.zeros_like(self.rows)
             to_rows[slots] = gradient
-            return to_rows
-        optimizer.check_alone()
+            if optimizer is None:
+                return to_rows
+            (averaged,) = optimizer.averaged([in_full(to_rows)])
+            own = optimizer.unscaled(averaged)
+            slots = averaged.any(1).nonzero().flatten()
+        else:
+            own = None if optimizer.is_skipping else gradient
         self.changes += 1
-        if self.rows.requires_grad:
-            rows = self.rows[slots].float()
-            state = None
-            if optimizer.has_state:
-                self.sums = self.sums.float()  # whatever the model was cast to
-                state = self.sums[slots]
-            optimizer.step(rows, gradient.float(), state)
-            self.rows[slots] = rows.to(self.rows.dtype)
-            if state is not None:
-                self.sums[slots] = state
+        if own is not None:
+            self._take_step(own if own is gradient else own[slots], slots)
         return None
+
+
+def _buffer(state: str) -> str:
+    """What a state's buffer is called: Adagrad's as it was before others came."""
+    return "sums" if state == "momentum1" else state
 
 
 class _Taken(torch.autograd.Function):

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any
 
+import numpy as np
 import torch
 
+from flexshard._internal import IntArray
 from flexshard.embeddings.tensor_train.distinct import compacted, prefixes_of
 from flexshard.tables import TTShape
 
 __all__ = ["Levels", "Step", "backward_rows", "forward_rows", "levels_of", "product_sizes", "suffix_products"]
 
 
-Step = Callable[[int, int, torch.Tensor], None]
+Step = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,26 @@ class Level:
     Attributes:
         parent: index of each one's prefix in the level before; shape (n,).
         digit: its last digit; shape (n,).
+        found_runs: where runs of a digit start, and where the last ends, and their digits, if these are known.
     """
 
     parent: torch.Tensor
     digit: torch.Tensor
+    found_runs: tuple[IntArray, IntArray] | None = None
+
+    @cached_property
+    def run_arrays(self) -> tuple[IntArray, IntArray]:
+        """Where each run starts, and where the last one ends, shape (runs + 1,), and its digit, shape (runs,)."""
+        if self.found_runs is not None:
+            return self.found_runs
+        values, counts = torch.unique_consecutive(self.digit, return_counts=True)
+        return np.concatenate([[0], np.cumsum(counts.cpu().numpy())]), values.cpu().numpy()
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """(digit, start, end) of those with equal last digits."""
-        values, counts = torch.unique_consecutive(self.digit, return_counts=True)
-        ends = torch.cumsum(counts, 0)
-        return tuple(zip(values.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True))
+        starts, digits = (array.tolist() for array in self.run_arrays)
+        return tuple(zip(digits, starts[:-1], starts[1:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,14 @@ class Levels:
     parent: torch.Tensor
     digit: torch.Tensor
 
+    def digits_of(self, k: int) -> torch.Tensor:
+        """Digits k that any of the ids has, from 0 on; a device is asked."""
+        if k == len(self.inner) + 1:
+            return torch.unique(self.digit)
+        if k:
+            return torch.unique(self.inner[k - 1].digit)
+        return torch.unique(self.inner[0].parent if self.inner else self.parent)
+
     @cached_property
     def blocks(self) -> list[tuple[int, int, int, slice]]:
         """Runs of the last inner level: digit, first and end of their prefixes, and the ids below them."""
@@ -74,13 +92,18 @@ class Levels:
         return [(*run, ids) for run, ids in zip(runs, slices, strict=True)]
 
 
-def levels_of(ids: torch.Tensor, shape: TTShape, prefixes_known: Sequence[int] | None = None) -> Levels:
+def levels_of(
+    ids: torch.Tensor, shape: TTShape, prefixes_known: Sequence[int] | None = None, *, compiled: bool = False
+) -> Levels:
     """Prefixes of distinct ids, ascending, in exact integer arithmetic.
 
     Args:
         ids: shape (u,), int64.
         prefixes_known: how many distinct prefixes each inner level has; a device is asked where None.
+        compiled: whether a compiled loop finds them, on the CPU.
     """
+    if compiled:
+        return _compiled_levels(ids, shape)
     inner: list[Level] = []
     row_index: torch.Tensor | None = None  # of the distinct prefixes of the level before, in ascending order
     before: torch.Tensor | None = None
@@ -106,6 +129,19 @@ def levels_of(ids: torch.Tensor, shape: TTShape, prefixes_known: Sequence[int] |
     return Levels(tuple(inner), order, parent[order], digit[order])
 
 
+def _compiled_levels(ids: torch.Tensor, shape: TTShape) -> Levels:
+    from flexshard.embeddings.tensor_train.level_kernels import ids_level, prefix_level
+
+    numbers = ids.numpy()
+    inner: list[Level] = []
+    before = place = np.empty(0, np.int64)
+    for k in range(1, shape.cores - 1):
+        below, factor = prod(shape.row_factors[k + 1 :]), shape.row_factors[k]
+        before, place, parent, digit, *runs = prefix_level(numbers, below, factor, before, place)
+        inner.append(Level(torch.from_numpy(parent), torch.from_numpy(digit), (runs[0], runs[1])))
+    return Levels(tuple(inner), *map(torch.from_numpy, ids_level(numbers, shape.row_factors[-1], before, place)))
+
+
 def product_sizes(levels: Levels, shape: TTShape) -> list[tuple[int, int, int]]:
     """Shapes of the products of each inner level's prefixes."""
     return [
@@ -120,14 +156,12 @@ def forward_rows(
     cores: Sequence[torch.Tensor],
     *,
     products: Sequence[torch.Tensor] | None,
-    compiled: bool,
 ) -> torch.Tensor:
     """Rows of the distinct ids, shape (u, D).
 
     Args:
         levels, shape, cores: see above.
         products: where to keep the products of each level's prefixes, which backward uses again; None if there is none.
-        compiled: whether the last core's products are a compiled loop.
     """
     sizes = product_sizes(levels, shape)
     before, last = cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1), cores[-1]
@@ -139,7 +173,7 @@ def forward_rows(
             _product(before[level.parent[start:end]], cores[k][digit], product[start:end])
         before = product
     if not levels.inner:
-        suffix_products(before, levels.parent, last, levels.digit, levels.row_index, rows, compiled=compiled)
+        suffix_products(before, levels.parent, last, levels.digit, levels.row_index, rows)
         return rows.flatten(1)
     level, core = levels.inner[-1], cores[-2]
     most = max((end - start for _, start, end in level.runs), default=0)
@@ -148,7 +182,7 @@ def forward_rows(
         part = kept[start:end] if products is not None else kept[: end - start]
         _product(before[level.parent[start:end]], core[digit], part)
         parent = levels.parent[ids] - start
-        suffix_products(part, parent, last, levels.digit[ids], levels.row_index[ids], rows, compiled=compiled)
+        suffix_products(part, parent, last, levels.digit[ids], levels.row_index[ids], rows)
     return rows.flatten(1)
 
 
@@ -163,15 +197,8 @@ def suffix_products(
     digit: torch.Tensor,
     row_index: torch.Tensor,
     rows: torch.Tensor,
-    *,
-    compiled: bool,
 ) -> None:
     """``rows[row_index[n]] = prefixes[parent[n]] @ last[digit[n]].T`` for every distinct id n."""
-    if compiled:
-        from flexshard.embeddings.tensor_train import suffix_kernels
-
-        suffix_kernels.suffix_forward(*_arrays(prefixes, parent, last, digit, row_index, rows))
-        return
     for chosen in _chunks(parent):
         rows[row_index[chosen]] = torch.bmm(prefixes[parent[chosen]], last[digit[chosen]].transpose(1, 2))
 
@@ -183,7 +210,6 @@ def backward_rows(
     cores: Sequence[torch.Tensor],
     products: Sequence[torch.Tensor],
     *,
-    compiled: bool,
     step: Step | None = None,
 ) -> list[torch.Tensor | None]:
     """Gradients of the cores from those of the distinct rows, shape (u, D): first summed per prefix, level by level.
@@ -191,9 +217,8 @@ def backward_rows(
     Args:
         gradient, levels, shape, cores: see above.
         products: those that :func:`forward_rows` kept.
-        compiled: as for :func:`forward_rows`.
-        step: takes core, digit and gradient of each slice of an inner core once it is whole, when nothing reads the
-            slice any more; these cores, by far the largest, have no gradient in what is returned then.
+        step: takes core, digits and gradients of slices of an inner core once they are whole, when nothing reads the
+            slices any more; these cores, by far the largest, have no gradient in what is returned then.
     """
     first, last = cores[0].view(shape.row_factors[0], shape.dim_factors[0], -1), cores[-1]
     upstream = gradient.reshape(-1, prod(shape.dim_factors[:-1]), shape.dim_factors[-1]).contiguous()
@@ -201,9 +226,7 @@ def backward_rows(
     to_cores: list[torch.Tensor | None] = [to_last]
     if not levels.inner:
         to_before = torch.zeros_like(first)
-        _suffix_back(
-            first, levels.parent, last, levels.digit, levels.row_index, upstream, to_before, to_last, compiled=compiled
-        )
+        _suffix_back(first, levels.parent, last, levels.digit, levels.row_index, upstream, to_before, to_last)
         return [to_before.view(cores[0].shape), to_last]
     before = [first, *products[:-1]]
     level, product = levels.inner[-1], products[-1]
@@ -214,9 +237,8 @@ def backward_rows(
         to_own = block[: end - start].zero_()
         parent = levels.parent[ids] - start
         _suffix_back(
-            product[start:end], parent, last, levels.digit[ids], levels.row_index[ids], upstream, to_own, to_last,
-            compiled=compiled,
-        )  # fmt: skip
+            product[start:end], parent, last, levels.digit[ids], levels.row_index[ids], upstream, to_own, to_last
+        )
         _product_back(before[-1], level.parent[start:end], cores[-2][digit], to_own, to_before, slices.of(digit))
         slices.done(digit)
     to_cores.append(slices.gradient)
@@ -247,7 +269,7 @@ class _Slices:
     def done(self, digit: int) -> None:
         """It is whole."""
         if self._step is not None:
-            self._step(self._k, digit, self._own)
+            self._step(self._k, torch.tensor([digit], device=self._own.device), self._own.unsqueeze(0))
 
 
 def _product_back(
@@ -273,15 +295,7 @@ def _suffix_back(
     upstream: torch.Tensor,
     to_prefixes: torch.Tensor,
     to_last: torch.Tensor,
-    *,
-    compiled: bool,
 ) -> None:
-    if compiled:
-        from flexshard.embeddings.tensor_train import suffix_kernels
-
-        arrays = _arrays(prefixes, parent, last, digit, row_index, upstream, to_prefixes, to_last)
-        suffix_kernels.suffix_backward(*arrays)
-        return
     for chosen in _chunks(parent):
         above, gradients = digit[chosen], upstream[row_index[chosen]]
         to_prefixes.index_add_(0, parent[chosen], torch.bmm(gradients, last[above]))
@@ -291,7 +305,3 @@ def _suffix_back(
 def _chunks(ids: torch.Tensor, size: int = 256) -> Iterator[slice]:
     """Ids whose slices fit the cache together."""
     return (slice(start, start + size) for start in range(0, ids.numel(), size))
-
-
-def _arrays(*tensors: torch.Tensor) -> list[Any]:
-    return [tensor.detach().numpy() for tensor in tensors]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -11,50 +11,65 @@ from typing import Any
 import torch
 
 from flexshard._internal import has_numba, has_triton
-from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer
-from flexshard.embeddings.tensor_train.products import (
-    Levels,
-    Step,
-    backward_rows,
-    forward_rows,
-    levels_of,
-    product_sizes,
-)
+from flexshard.embeddings.tensor_train import products as plain_products
+from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, in_full
+from flexshard.embeddings.tensor_train.products import Levels, Step, levels_of, product_sizes
 from flexshard.errors import TableError
-from flexshard.tables import TTShape
+from flexshard.tables import KEPT_SHARE, TTShape
 
-__all__ = ["BACKENDS", "ProductBuffer", "RowsContext", "TTRows", "laid_cores"]
+__all__ = ["BACKENDS", "ProductBuffer", "RowsContext", "TTRows", "laid_cores", "rows_of"]
 
 BACKENDS = ("numba", "torch", "triton")
+_TRITON_UPDATES = ("sgd", "adagrad", "rowwise_adagrad")
 
 
 class ProductBuffer:
     """Memory of the products that a table used last: fresh pages for a hundred megabytes take as long as the products.
 
     A lookup takes it, and gives it back after its backward pass; copies of a table start without.
+
+    Attributes:
+        is_kept: whether what is given back is kept; set to False, nothing is.
     """
 
     def __init__(self) -> None:
         self._flat: torch.Tensor | None = None
+        self._is_kept = True
 
     def __deepcopy__(self, memo: Any) -> ProductBuffer:
         return ProductBuffer()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_flat": None}
+        return {"_flat": None, "_is_kept": True}
+
+    @property
+    def is_kept(self) -> bool:
+        """See the class."""
+        return self._is_kept
+
+    @is_kept.setter
+    def is_kept(self, value: bool) -> None:
+        self._is_kept = value
+        if not value:
+            self._flat = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept now."""
+        return 0 if self._flat is None else self._flat.nbytes
 
     def take(self, sizes: Sequence[tuple[int, int, int]], like: torch.Tensor) -> list[torch.Tensor]:
         """Tensors of these sizes, of any content."""
         needed = sum(prod(size) for size in sizes)
         flat, self._flat = self._flat, None
-        if flat is None or flat.numel() < needed or flat.device != like.device:
-            flat = like.new_empty(needed + needed // 8)  # batches differ
+        if flat is None or flat.numel() < needed or flat.device != like.device or flat.dtype != like.dtype:
+            flat = like.new_empty(int(needed * KEPT_SHARE))
         parts = flat[:needed].split([prod(size) for size in sizes])
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def give_back(self, products: Sequence[torch.Tensor]) -> None:
         """What :meth:`take` gave is not used any more."""
-        if products:
+        if products and self._is_kept:
             self._flat = products[0]._base
 
 
@@ -65,8 +80,9 @@ class RowsContext:
     Attributes:
         shape: of the table.
         cores: parameters of shape (p_k, r_{k-1}, q_k, r_k).
-        states: of the fused optimizer, for each core; empty if it has none.
+        states: of the fused optimizer, for each core, by name.
         optimizer: fused one, or None for gradients.
+        count_step: counts a step of a core, by its number, and returns how many there were.
         buffer: memory for products.
         backend: asked for, or None.
         trained: whether backward may come.
@@ -75,8 +91,9 @@ class RowsContext:
 
     shape: TTShape
     cores: Sequence[torch.Tensor]
-    states: Sequence[torch.Tensor]
+    states: Sequence[Mapping[str, torch.Tensor]]
     optimizer: CoreOptimizer | None
+    count_step: Callable[[int], int]
     buffer: ProductBuffer
     backend: str | None
     trained: bool
@@ -89,31 +106,62 @@ class RowsContext:
         device = self.cores[0].device.type
         if device == "cpu":
             return "numba" if has_numba() else "torch"
-        if device == "cuda" and has_triton():
+        if device == "cuda" and has_triton() and self.cores[0].dtype != torch.float64:
             from flexshard.embeddings.tensor_train import triton_products
 
             return "triton" if triton_products.supports(self.shape) else "torch"
         return "torch"
 
-    def update(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The fused optimizer's step of the cores that have a gradient here."""
-        assert self.optimizer is not None
-        for k, (core, gradient) in enumerate(zip(self.cores, gradients, strict=True)):
-            if gradient is not None and core.requires_grad:
-                self.optimizer.step(core, gradient, self.states[k] if self.states else None)
+    def update(self, gradients: Sequence[torch.Tensor | None], levels: Levels, numbers: Sequence[int]) -> None:
+        """The fused optimizer's step of the cores that have a gradient here.
 
-    def slice_step(self) -> Step | None:
-        """Its step of one slice of a core, which is p_k times as small."""
+        Args:
+            gradients: of whole cores, or None.
+            levels: whose slices alone are moved, by an optimizer that moves what has no gradient.
+            numbers: of each core's step.
+        """
         optimizer = self.optimizer
-        if optimizer is None:
+        assert optimizer is not None
+        for k, (core, gradient, number) in enumerate(zip(self.cores, gradients, numbers, strict=True)):
+            if gradient is None or not core.requires_grad:
+                continue
+            if optimizer.rule.moves_at_zero:
+                read = levels.digits_of(k)
+                optimizer.step_at(core, read, gradient[read], self.states[k], number)
+            else:
+                optimizer.step(core, gradient, self.states[k], number)
+
+    def update_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The step by the gradients of all ranks, of the slices that any of them has one of."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        whole = [in_full(gradient) for gradient in gradients if gradient is not None]
+        averaged = optimizer.averaged(whole)
+        parts = [optimizer.unscaled(part) for part in averaged]
+        if any(part is None for part in parts):
+            return
+        for k, (core, gradient) in enumerate(zip(self.cores, averaged, strict=True)):
+            own, number = parts[k], self.count_step(k)
+            assert own is not None
+            if not core.requires_grad:
+                continue
+            if optimizer.rule.moves_at_zero:
+                read = gradient.flatten(1).any(1).nonzero().flatten()
+                optimizer.step_at(core, read, own[read], self.states[k], number)
+            else:
+                optimizer.step(core, own, self.states[k], number)
+
+    def slice_step(self, numbers: Sequence[int]) -> Step | None:
+        """Its step of some slices of a core; None where gradients of whole cores are wanted."""
+        optimizer = self.optimizer
+        if optimizer is None or not numbers:
             return None
 
-        def step(k: int, digit: int, gradient: torch.Tensor) -> None:
+        def step(k: int, digits: torch.Tensor, gradients: torch.Tensor) -> None:
             core = self.cores[k]
             if core.requires_grad:
-                one = slice(digit, digit + 1)
-                state = self.states[k][one] if self.states else None
-                optimizer.step(core[one], gradient.view(1, *core.shape[1:]), state)
+                each = gradients.view(-1, *core.shape[1:])
+                optimizer.step_at(core, digits, each, self.states[k], numbers[k])
 
         return step
 
@@ -124,22 +172,10 @@ class TTRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, distinct: torch.Tensor, context: RowsContext, *cores: torch.Tensor) -> Any:
         """Rows of ``distinct``, in the cores' type; shape (n, dim)."""
-        shape, backend, trained = context.shape, context.chosen_backend(), context.trained
-        levels = levels_of(distinct, shape, context.prefixes)
-        with torch.autocast(distinct.device.type, enabled=False), _on_device(distinct):
-            laid = laid_cores(cores)
-            if backend == "triton":
-                from flexshard.embeddings.tensor_train import triton_products
-
-                products = [laid[0].new_empty(size) for size in product_sizes(levels, shape)]
-                rows = triton_products.forward_rows(levels, shape, laid, products=products)
-            else:
-                products = context.buffer.take(product_sizes(levels, shape), laid[0]) if trained else []
-                kept = products if trained else None
-                rows = forward_rows(levels, shape, laid, products=kept, compiled=backend == "numba")
+        rows, products, levels, backend = _forward(distinct, context)
         # Saved as autograd saves tensors, so that it notices where cores were changed in between. Products are our own.
         ctx.save_for_backward(*cores)
-        ctx.products = products if trained else None
+        ctx.products = products
         ctx.context, ctx.levels, ctx.backend = context, levels, backend
         ctx.updates = None if context.optimizer is None else context.optimizer.updates
         return rows.to(cores[0].dtype)
@@ -151,26 +187,29 @@ class TTRows(torch.autograd.Function):
         context, levels = ctx.context, ctx.levels
         shape, optimizer = context.shape, context.optimizer
         if optimizer is not None:
-            optimizer.check_alone()
             if ctx.updates != optimizer.updates:
                 raise TableError(
                     f"the table was updated by its {optimizer.name} optimizer between a lookup and its backward pass;"
                     " look up all ids of a step at once, or use optimizer=None"
                 )
             optimizer.updates += 1
+            if optimizer.is_skipping:
+                return (None, None, *[None] * shape.cores)
+        is_fused = optimizer is not None and not optimizer.is_distributed
+        numbers = [context.count_step(k) for k in range(shape.cores)] if is_fused else []
         cores = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False), _on_device(gradient):
-            laid = laid_cores(cores)
+            laid = laid_cores(cores, copied=ctx.backend == "triton")
             # A graph that was kept comes here again, when the products' memory may serve another lookup.
             products = _products(context, levels, laid, ctx.backend) if ctx.products is None else ctx.products
             ctx.products = None
             if ctx.backend == "triton":
-                shaped: list[torch.Tensor | None] = _backward_triton(context, gradient.float(), levels, laid, products)
+                shaped: list[torch.Tensor | None] = _backward_triton(
+                    context, gradient.float(), levels, laid, products, is_fused=is_fused
+                )
             else:
-                compiled = ctx.backend == "numba"
-                step = context.slice_step()
-                gradients_of_cores = backward_rows(
-                    gradient.float(), levels, shape, laid, products, compiled=compiled, step=step
+                gradients_of_cores = _on_cpu(ctx.backend).backward_rows(
+                    in_full(gradient), levels, shape, laid, products, step=context.slice_step(numbers)
                 )
                 last = gradients_of_cores[-1]
                 gradients_of_cores[-1] = None if last is None else last.transpose(1, 2)
@@ -180,11 +219,37 @@ class TTRows(torch.autograd.Function):
                 ]
                 context.buffer.give_back(products)
         if optimizer is not None:
-            if shaped:
-                context.update(shaped)
+            if is_fused and shaped:
+                context.update(shaped, levels, numbers)
+            elif not is_fused:
+                context.update_all(shaped)
             return (None, None, *[None] * shape.cores)
         gradients = zip(shaped, context.cores, strict=True)
         return (None, None, *(None if local is None else local.to(core.dtype) for local, core in gradients))
+
+
+@torch.no_grad()
+def rows_of(distinct: torch.Tensor, context: RowsContext) -> torch.Tensor:
+    """Rows of ``distinct`` with no backward pass to come."""
+    return _forward(distinct, context)[0].to(context.cores[0].dtype)
+
+
+def _forward(
+    distinct: torch.Tensor, context: RowsContext
+) -> tuple[torch.Tensor, list[torch.Tensor] | None, Levels, str]:
+    """Rows, products that are kept for backward, levels, and what computed them."""
+    shape, backend, trained = context.shape, context.chosen_backend(), context.trained
+    levels = levels_of(distinct, shape, context.prefixes, compiled=backend == "numba")
+    with torch.autocast(distinct.device.type, enabled=False), _on_device(distinct):
+        laid = laid_cores(context.cores, copied=backend == "triton")
+        if backend == "triton":
+            from flexshard.embeddings.tensor_train import triton_products
+
+            kept = [laid[0].new_empty(size) for size in product_sizes(levels, shape)]
+            return triton_products.forward_rows(levels, shape, laid, products=kept), kept, levels, backend
+        products = context.buffer.take(product_sizes(levels, shape), laid[0]) if trained else None
+        rows = _on_cpu(backend).forward_rows(levels, shape, laid, products=products)
+    return rows, products, levels, backend
 
 
 def _products(context: RowsContext, levels: Levels, laid: Sequence[torch.Tensor], backend: str) -> list[torch.Tensor]:
@@ -195,7 +260,7 @@ def _products(context: RowsContext, levels: Levels, laid: Sequence[torch.Tensor]
 
         triton_products.forward_rows(levels, context.shape, laid, products=products)
     else:
-        forward_rows(levels, context.shape, laid, products=products, compiled=backend == "numba")
+        _on_cpu(backend).forward_rows(levels, context.shape, laid, products=products)
     return products
 
 
@@ -205,15 +270,18 @@ def _backward_triton(
     levels: Levels,
     laid: Sequence[torch.Tensor],
     products: Sequence[torch.Tensor],
+    *,
+    is_fused: bool,
 ) -> list[torch.Tensor | None]:
     """Gradients of the cores; none where the kernels update cores of float32 by themselves."""
     from flexshard.embeddings.tensor_train import triton_products
 
     optimizer, cores, update = context.optimizer, [core.detach() for core in context.cores], None
     within = all(core.dtype == torch.float32 and core.is_contiguous() and core.requires_grad for core in context.cores)
-    if optimizer is not None and within:
+    if is_fused and optimizer is not None and within and optimizer.name in _TRITON_UPDATES:
         rate, eps = optimizer.learning_rate, optimizer.eps
-        update = triton_products.Update(optimizer.name, cores, context.states, rate, eps)
+        sums = [state for states in context.states for state in states.values()]
+        update = triton_products.Update(optimizer.name, cores, sums, rate, eps)
     gradients = triton_products.backward_rows(gradient, levels, context.shape, laid, products, update=update)
     if update is not None:
         for core in context.cores:
@@ -221,10 +289,22 @@ def _backward_triton(
     return list(gradients)
 
 
-def laid_cores(cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Cores as the products take them: slices as matrices, the last transposed; in float32."""
-    laid = [core.detach().float().contiguous().flatten(2) for core in cores[:-1]]
-    return [*laid, cores[-1].detach().float().squeeze(3).transpose(1, 2).contiguous()]
+def _on_cpu(backend: str) -> Any:
+    """The code that computes rows and gradients: compiled, or in torch."""
+    if backend != "numba":
+        return plain_products
+    from flexshard.embeddings.tensor_train import compiled_products
+
+    return compiled_products
+
+
+def laid_cores(cores: Sequence[torch.Tensor], *, copied: bool) -> list[torch.Tensor]:
+    """Cores as the products take them: slices as matrices, the last transposed (a view if not copied); in float32,
+    or float64 where they are so.
+    """
+    laid = [in_full(core.detach()).contiguous().flatten(2) for core in cores[:-1]]
+    last = in_full(cores[-1].detach()).squeeze(3).transpose(1, 2)
+    return [*laid, last.contiguous() if copied else last]
 
 
 def _on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:

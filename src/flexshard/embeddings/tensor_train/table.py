@@ -1,34 +1,24 @@
-"""What tensor-train tables of all kinds share: cores, lookups of distinct ids, pinned rows, checkpoints."""
+"""What tensor-train tables of all kinds share: cores, lookups of distinct ids, steps, checkpoints."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from flexshard._internal import (
-    HostCopy,
-    check_int,
-    deprecated_attribute,
-    host_waits_for,
-    renamed_parameters,
-    to_device,
-)
-from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, at_least_0
-from flexshard.embeddings.tensor_train.decomposition import decompose
-from flexshard.embeddings.tensor_train.distinct import DistinctIds, prefix_counts
-from flexshard.embeddings.tensor_train.folding import Folded, Frequencies, SeenIds, fit_rows, relative_error
-from flexshard.embeddings.tensor_train.hot_rows import HotRows
-from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows
+from flexshard._internal import renamed_parameters, to_device
+from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, Unscaled, at_least_0
+from flexshard.embeddings.tensor_train.decomposition import LARGE_ERROR, decompose, warn_of_error
+from flexshard.embeddings.tensor_train.distinct import DistinctIds
+from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows, rows_of
 from flexshard.errors import DataError, TableError
-from flexshard.profiling import AccessProfile
 from flexshard.tables import TTShape
 
-__all__ = ["TTTable"]
+__all__ = ["TTTable", "updated_in_backward", "without_row"]
 
 _CHUNK = 1 << 16
 
@@ -51,11 +41,12 @@ class TTTable(nn.Module):
         learning_rate: float = 0.01,
         eps: float = 1e-8,
         padding_idx: int | None = None,
-        hot_rows: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         backend: str | None = None,
         validate: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: Any = None,
     ) -> None:
         """Make a table of E rows and dimension D.
 
@@ -65,14 +56,19 @@ class TTTable(nn.Module):
             cores: d, 2 to 4.
             row_factors, dim_factors: of E and D; chosen where not given. The product of ``row_factors`` may exceed E.
             std: standard deviation of the table to begin with; see :meth:`reset_parameters`.
-            optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad" or "rowwise_adagrad" (a state per
-                slice of a core) to be updated within the backward pass.
+            optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad", "rowwise_adagrad" (a state per
+                slice of a core) or "adam" (of the slices that a batch reads) to be updated within the backward pass.
             learning_rate, eps: of that.
             padding_idx: row of zeros that no gradient flows to.
-            hot_rows: most rows that are pinned, see :meth:`pin_rows`.
-            device, dtype: of the cores; float32 or bfloat16.
+            device, dtype: of the cores; float32 or bfloat16, whose products are in float32, or float64. On "meta" there
+                are no numbers yet; ``to_empty`` and :meth:`reset_parameters` make them.
             backend: "numba", "torch" or "triton"; by default the fastest that is installed and fits the device.
-            validate: whether offsets of bags are checked, for which the host waits once for a device; ids always are.
+            validate: whether offsets of bags are checked, for which the host waits once for a device, and on the CPU
+                gradients before a step of the optimizer above; ids always are.
+            process_group: ranks over which gradients are averaged before a step of the optimizer above; what averages
+                others', DistributedDataParallel say, has to ignore the cores: see :func:`updated_in_backward`.
+            grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if any, for the optimizer above: its factor
+                is taken off gradients, and a step with such as are not finite is left out.
 
         Raises:
             TableError: factors that do not cover the table, ranks above the possible, or other arguments out of range.
@@ -81,34 +77,47 @@ class TTTable(nn.Module):
         factors = {"row_factors": row_factors, "dim_factors": dim_factors}
         self.shape = TTShape.choose(num_embeddings, embedding_dim, tt_ranks, cores=cores, **factors)
         self.num_embeddings, self.embedding_dim = self.shape.num_embeddings, self.shape.embedding_dim
-        self.core_optimizer = None if optimizer is None else CoreOptimizer(optimizer, learning_rate, eps)
+        self.core_optimizer = None
+        if optimizer is not None:
+            self.core_optimizer = CoreOptimizer(
+                optimizer,
+                learning_rate,
+                eps,
+                process_group=process_group,
+                grad_scaler=grad_scaler,
+                checked=bool(validate),
+            )
+        elif grad_scaler is not None:
+            raise TableError(
+                "grad_scaler goes with an optimizer of the table's own; others unscale gradients themselves"
+            )
         self._learning_rate, self._eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")
         if backend not in (None, *BACKENDS):
             raise TableError(f"backend is one of {', '.join(BACKENDS)} or None, found {backend!r}")
         self.backend, self.validate, self._products = backend, bool(validate), ProductBuffer()
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise TableError(f"cores are float32 or bfloat16, found {dtype}")
-        if device is not None and torch.device(device).type == "meta":
-            raise TableError("cores are made where their numbers are; device 'meta' has none")
+        if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            raise TableError(f"cores are float32, float64 or bfloat16, found {dtype}")
+        if backend == "triton" and dtype == torch.float64:
+            raise TableError("the kernels in Triton compute in float32; cores of float64 take another backend")
         if padding_idx is not None:
             within = isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
             if not within or isinstance(padding_idx, bool):
                 raise TableError(f"padding_idx must be within the {num_embeddings:,} rows, found {padding_idx}")
             padding_idx %= num_embeddings
         self.padding_idx = padding_idx
+        self.error: float | None = None  # of the last decomposition
         bounds = self.shape.bounds
         self.cores = nn.ParameterList(
             nn.Parameter(torch.empty(p, bounds[k], q, bounds[k + 1], device=device, dtype=dtype))
             for k, (p, q) in enumerate(zip(self.shape.row_factors, self.shape.dim_factors, strict=True))
         )
-        if self.core_optimizer is not None and self.core_optimizer.has_state:
+        if self.core_optimizer is not None:
             for k, core in enumerate(self.cores):
-                self.register_buffer(f"sum_{k}", self.core_optimizer.new_state(core.shape, device))
-        self.hot: HotRows | None = None
-        if check_int(hot_rows, "hot_rows", TableError, least=0):
-            size = (min(hot_rows, self.num_embeddings), embedding_dim)
-            self.hot = HotRows(size, self.core_optimizer, dtype=dtype, device=device)
-        self.seen = None if self.hot is None else SeenIds(device)
+                for name, state in self.core_optimizer.new_states(core.shape, device).items():
+                    self.register_buffer(f"{_buffer(name)}_{k}", state)
+            if self.core_optimizer.rule.counts_steps:
+                self.register_buffer("steps", torch.zeros(self.shape.cores, dtype=torch.int64, device=device))
+        self._numbers = [0] * self.shape.cores
         self.reset_parameters(std)
 
     @property
@@ -158,14 +167,38 @@ class TTTable(nn.Module):
 
     def _forget(self) -> None:
         """Start the optimizer's state anew."""
-        for name, state in self.named_buffers(recurse=False):
-            if name.startswith("sum_"):
+        for states in self._states():
+            for state in states.values():
                 state.zero_()
-        if self.hot is not None:
-            self.hot.clear()
+        self._numbers = [0] * self.shape.cores
+        if hasattr(self, "steps"):
+            self.steps.zero_()
+
+    @classmethod
+    def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, **how: Any) -> Self:
+        """A tensor train of a dense table, by TT-SVD.
+
+        Args:
+            embeddings: the table; shape (E, D).
+            freeze: whether its cores are not trained, as ``nn.Embedding.from_pretrained`` has it.
+            how: arguments of the table, ``tt_ranks`` among them.
+
+        Raises:
+            TableError: a table of another kind, or with numbers that are not finite.
+
+        Warns:
+            UserWarning: a relative error above 0.5; :attr:`error` has it.
+        """
+        if not isinstance(embeddings, torch.Tensor) or embeddings.dim() != 2:
+            found = tuple(embeddings.shape) if isinstance(embeddings, torch.Tensor) else type(embeddings).__name__
+            raise TableError(f"a table to decompose is a tensor of two dimensions, found {found}")
+        table = cls(*embeddings.shape, **how)
+        if table.decompose_(embeddings) > LARGE_ERROR:
+            warn_of_error("the table", embeddings, table.shape, table.error or 0.0)
+        return table.requires_grad_(not freeze)
 
     def decompose_(self, weight: torch.Tensor) -> float:
-        """Take over a dense table by TT-SVD; the relative error of its rows then (Frobenius).
+        """Take over a dense table by TT-SVD; the relative error of its rows then (Frobenius), kept as :attr:`error`.
 
         Raises:
             TableError: a table of another shape, or with numbers that are not finite.
@@ -181,7 +214,28 @@ class TTTable(nn.Module):
                 rows = self._rows(torch.arange(start, start + part.shape[0], device=self.cores[0].device))
                 wrong += float(((rows.double() - part.to(rows.device)) ** 2).sum())
                 total += float((part**2).sum())
-        return (wrong / total) ** 0.5 if total else 0.0
+        self.error = (wrong / total) ** 0.5 if total else 0.0
+        return self.error
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole table, made when it is asked for; shape (E, D). Gradients flow to the cores, unless an optimizer of
+        the table's own takes them. Writing to it changes nothing: :meth:`decompose_` takes a table over.
+        """
+        ids = torch.arange(self.num_embeddings, device=self.cores[0].device)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.core_optimizer is None):
+            return self.rows(ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the table holds now: cores, the optimizer's state, pinned rows, and products that it keeps."""
+        held = [*self.parameters(), *self.buffers()]
+        return sum(tensor.nbytes for tensor in held) + self._products.nbytes
+
+    def train(self, mode: bool = True) -> Self:
+        """As ``nn.Module.train``; memory of products is kept from step to step in training alone."""
+        self._products.is_kept = mode
+        return super().train(mode)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of any ids; shape (*ids.shape, D).
@@ -197,126 +251,18 @@ class TTTable(nn.Module):
         """The whole table; shape (E, D)."""
         return self.rows(torch.arange(self.num_embeddings, device=self.cores[0].device))
 
-    @torch.no_grad()
-    def pin_rows(
-        self, ids: torch.Tensor, *, profile: AccessProfile | None = None, steps: int = 100, seed: int = 0
-    ) -> Folded | None:
-        """Hold rows dense from now on: they are read and trained there, and nowhere else.
-
-        Rows that are pinned already stay as they are; those that are and are not named are folded back.
-
-        Args:
-            ids: of the rows, such as the hottest of a profile.
-            profile, steps, seed: as for :meth:`unpin_rows`.
-
-        Returns:
-            how well rows were folded back, if any were.
-
-        Raises:
-            DataError: an id outside the table.
-            TableError: more rows than ``hot_rows``.
-        """
-        distinct = self._distinct(ids).ids
-        room = 0 if self.hot is None else self.hot.capacity
-        if self.hot is None or distinct.numel() > room:
-            raise TableError(f"{distinct.numel():,} rows to pin are more than hot_rows={room:,}")
-        leaving = self.hot.pinned[~torch.isin(self.hot.pinned, distinct)]
-        folded = self.unpin_rows(leaving, profile=profile, steps=steps, seed=seed) if leaving.numel() else None
-        self.hot.fill(distinct, self.rows(distinct))
-        return folded
-
-    @torch.no_grad()
-    def unpin_rows(
-        self,
-        ids: torch.Tensor | None = None,
-        *,
-        profile: AccessProfile | None = None,
-        steps: int = 100,
-        seed: int = 0,
-    ) -> Folded:
-        """Give pinned rows back to the cores: least squares over them and over others, which are to stay as they are,
-        each row weighted by how often it is read.
-
-        A tensor train cannot hold any rows it is given; what is returned says how near it came.
-
-        Args:
-            ids: of pinned rows; all of them by default.
-            profile: how often rows are read; by default a sample of the ids that the table has been trained on since it
-                was made or loaded.
-            steps: most of L-BFGS, on a copy of the cores in float32.
-            seed: of the rarely read rows that are to stay too, four times as many as are unpinned.
-
-        Raises:
-            TableError: a row that is not pinned, or a profile of a larger table.
-        """
-        hot = self.hot
-        if hot is None:
-            raise TableError("rows to unpin must be pinned; see pin_rows()")
-        given = hot.pinned if ids is None else self._distinct(ids).ids
-        if not bool(torch.isin(given, hot.pinned).all()):
-            raise TableError("rows to unpin must be pinned; see pin_rows()")
-        wanted = self.rows(given).float()
-        if not bool(wanted.isfinite().all()):
-            raise TableError("a row to unpin has a number that is not finite")
-        known = Frequencies.of(profile, self.seen, self.num_embeddings, given.device)
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(self.num_embeddings, (4 * given.numel(),), generator=generator)
-        others = torch.unique(torch.cat([known.ids, drawn.to(given.device)]))
-        others = others[~torch.isin(others, hot.pinned)]
-        kept = self._rows(others).float()
-        weights = [known.of_rows(part) for part in (given, others)]
-        trial = copy.deepcopy(self).float()
-        trial.core_optimizer, trial.hot = None, None
-        trial.cores.requires_grad_(True)
-        before = relative_error(trial._rows, given, wanted, weights[0])
-        if given.numel():
-            both, order = torch.sort(torch.cat([given, others]))
-            fit_rows(
-                trial.cores.parameters(),
-                trial._rows,
-                both,
-                torch.cat([wanted, kept])[order],
-                torch.cat(weights)[order],
-                steps,
-            )
-        for core, fitted in zip(self.cores, trial.cores, strict=True):
-            core.copy_(fitted)
-        after = relative_error(trial._rows, given, wanted, weights[0])
-        moved = relative_error(trial._rows, others, kept, weights[1])
-        hot.drop(given)
-        return Folded(before, after, moved, known.source)
-
-    hold = deprecated_attribute("hold", "pin_rows")
-    fold = deprecated_attribute("fold", "unpin_rows")
-
     def _lookup(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
         found = self._distinct(ids)
-        if self.seen is not None and self.training and torch.is_grad_enabled():
-            self.seen.add(ids)
-        if self.hot is None:
-            return _without(self._rows(found.ids, found.prefixes), found.padding), found.inverse, found.padding
-        pinned, slot = self.hot.find(found.ids)
-        order = torch.argsort(pinned.to(torch.int8), stable=True)  # those of the cores first
-        now = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        others, padding, prefixes = self._without_pinned(found, pinned, order, now)
-        rows = torch.cat([self._rows(found.ids[order[:others]], prefixes), self.hot.take(slot[order[others:]])])
-        return _without(rows, padding), now[found.inverse], padding
+        rows = self._checked(self._rows(found.ids, found.prefixes))
+        return without_row(rows, found.padding), found.inverse, found.padding
 
-    def _without_pinned(
-        self, found: DistinctIds, pinned: torch.Tensor, order: torch.Tensor, now: torch.Tensor
-    ) -> tuple[int, int | None, tuple[int, ...] | None]:
-        """How many ids are not pinned, where the padding row is among all in their new order, and how many prefixes of
-        each level those that are not pinned have; one wait.
-        """
-        if not len(found.ids):
-            return 0, None, found.prefixes
-        first = [(~pinned).sum().view(1), now[:1] if found.padding is None else now[found.padding].view(1)]
-        counts = []
-        if host_waits_for(pinned.device):
-            counts = [prefix_counts(found.ids[order], ~pinned[order], self.shape)]
-        others, padding, *prefixes = HostCopy(torch.cat([*first, *counts])).numbers().tolist()
-        return others, None if found.padding is None else padding, tuple(prefixes) if counts else None
+    def _checked(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a lookup, whose gradient the table's own optimizer can take a step by."""
+        if self.core_optimizer is None or not rows.requires_grad:
+            return rows
+        checked: torch.Tensor = Unscaled.apply(rows, self.core_optimizer)
+        return checked
 
     def _distinct(self, ids: torch.Tensor) -> DistinctIds:
         if not isinstance(ids, torch.Tensor):
@@ -331,22 +277,45 @@ class TTTable(nn.Module):
 
     def _rows(self, distinct: torch.Tensor, prefixes: tuple[int, ...] | None = None) -> torch.Tensor:
         trained = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
-        states, optimizer = self._states(), self.core_optimizer
         context = RowsContext(
-            self.shape, list(self.cores), states, optimizer, self._products, self.backend, trained, prefixes
+            self.shape,
+            list(self.cores),
+            self._states() if trained else (),
+            self.core_optimizer,
+            self._count_step,
+            self._products,
+            self.backend,
+            trained,
+            prefixes,
         )
+        if not trained:
+            return rows_of(distinct, context)
+        if self.core_optimizer is not None:
+            self.core_optimizer.check_lookup()
         rows: torch.Tensor = TTRows.apply(distinct, context, *self.cores)
         return rows
 
-    def _states(self) -> list[torch.Tensor]:
-        """The fused optimizer's state of each core, in float32 whatever the model was cast to."""
-        if self.core_optimizer is None or not self.core_optimizer.has_state:
+    def _states(self) -> list[dict[str, torch.Tensor]]:
+        """The fused optimizer's states of each core, in float32 whatever the model was cast to; in float64 of such."""
+        if self.core_optimizer is None:
             return []
+        kind = torch.float64 if self.cores[0].dtype == torch.float64 else torch.float32
+        found: list[dict[str, torch.Tensor]] = []
         for k in range(self.shape.cores):
-            state = getattr(self, f"sum_{k}")
-            if state.dtype != torch.float32:
-                setattr(self, f"sum_{k}", state.float())
-        return [getattr(self, f"sum_{k}") for k in range(self.shape.cores)]
+            found.append({})
+            for state in self.core_optimizer.rule.states:
+                name = f"{_buffer(state.name)}_{k}"
+                if getattr(self, name).dtype != kind:
+                    setattr(self, name, getattr(self, name).to(kind))
+                found[k][state.name] = getattr(self, name)
+        return found
+
+    def _count_step(self, k: int) -> int:
+        """Count a step of a core; how many there were. Counted here too, since reading a buffer waits for a device."""
+        self._numbers[k] += 1
+        if hasattr(self, "steps"):
+            self.steps[k] += 1
+        return self._numbers[k]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         given_shapes: list[tuple[int, ...]] = []
@@ -359,14 +328,32 @@ class TTTable(nn.Module):
                 f" shape {shapes}; make the table with the same factors and TT ranks"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if hasattr(self, "steps") and self.steps.device.type != "meta":
+            self._numbers = self.steps.tolist()
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         fused = "" if self.optimizer is None else f", fused {self.optimizer}"
-        smaller = f"{self.shape.compression:.0f} times smaller"
+        smaller = f"{self.shape.compression:.3g} times smaller"
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.shape}, {smaller}{fused}"
 
 
-def _without(rows: torch.Tensor, index: int | None) -> torch.Tensor:
+def without_row(rows: torch.Tensor, index: int | None) -> torch.Tensor:
     """Rows with zeros at one index, if any."""
     return rows if index is None else rows.index_fill(0, to_device(np.array([index]), rows.device), 0.0)
+
+
+def _buffer(state: str) -> str:
+    """What a state's buffers are called: Adagrad's as they were before others came."""
+    return "sum" if state == "momentum1" else state
+
+
+def updated_in_backward(model: nn.Module) -> list[str]:
+    """Names of the parameters of a model that tensor trains update within backward: DistributedDataParallel and
+    DistributedModelParallel have to ignore them, since they never have a gradient.
+    """
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, TTTable) and module.core_optimizer is not None:
+            found += [f"{path}.{name}" if path else name for name, _ in module.named_parameters()]
+    return found
