@@ -2,28 +2,32 @@
 
     python -m benchmarks.tensor_train            # D in 64, 128 and R in 32, 64, 128: minutes
 
-TT-Rec (Yin et al. 2021) multiplies the chain of cores for every id of the batch by itself, in chunks, forward and
-backward; its chunk is tuned here for each case, and it is timed on one id in sixteen, the work being linear. Times are
-medians; ids are hashed, or numbered by frequency, as an index bijection leaves them.
+Peers (``tensor_train_peers``), all of distinct ids but the last: fifteen lines of torch with one product per middle
+slice; a compiled chain of BLAS calls that copies no slices; TT-Rec's batched products (Yin et al. 2021), of distinct
+ids and of every id, whose chunks are tuned here for each case, and which are timed on a share of the ids, the work
+being linear. Times are medians; ids are uniform, or Zipf's, hashed or numbered by frequency, as an index bijection
+leaves them.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import numpy as np
 import torch
-from torch.nn import functional
 
+from benchmarks.tensor_train_peers import Chain, FifteenLines, TTRec, TTRecDistinct, products_alone
 from benchmarks.timing import machine
 from flexshard import units
 from flexshard._internal import as_text, new_grid
 from flexshard.embeddings import TTEmbeddingBag, TTShape
 from flexshard.embeddings.tensor_train.products import forward_rows, levels_of, product_sizes, suffix_products
 from flexshard.embeddings.tensor_train.rows_function import laid_cores
+from flexshard.embeddings.tensor_train.suffix_kernels import suffix_forward
 
 ROWS, BATCH, LENGTH = 10_000_000, 4096, 20
 FACTORS = (200, 200, 250)
@@ -45,16 +49,24 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(machine())
-    batches = {"hashed": zipf(hashed=True), "ordered": zipf(hashed=False)}
-    numbers = ["smaller", "TT-Rec fwd", "fwd+bwd", "plain fwd", "fwd+bwd", "ours fwd", "fwd+bwd+SGD", "fwd", "fwd+bwd"]
-    grid = new_grid(f"E = {ROWS:,}, {BATCH:,} bags of {LENGTH} Zipf ids; milliseconds", ["D", "R", "ids"], numbers)
+    batches = {"uniform": uniform(), "Zipf, hashed": zipf(hashed=True), "Zipf, ordered": zipf(hashed=False)}
+    numbers = ["smaller", "ours fwd", "with bwd + SGD", "ours in torch", "fifteen lines", "chain, BLAS"]
+    numbers += ["TT-Rec, distinct ids", "TT-Rec, every id"]
+    title = (
+        f"E = {ROWS:,}, {BATCH:,} bags of {LENGTH} ids; ours in ms of one core, others as multiples, fwd / fwd + bwd"
+    )
+    grid = new_grid(title, ["D", "R", "ids"], numbers)
     for dim in args.dims:
         for rank in args.ranks:
             for name, ids in batches.items():
-                grid.add_row(str(dim), str(rank), name, *row(dim, rank, ids, args.rounds))
-        forward, both = dense(dim, batches["hashed"], args.rounds)
-        grid.add_row(str(dim), "dense", "hashed", "1", "", "", "", "", f"{forward:.1f}", f"{both:.1f}", "", "")
-    print(as_text(grid, 160), flush=True)
+                if name != "uniform" or (dim, rank) == (64, 64):
+                    grid.add_row(str(dim), str(rank), name, *row(dim, rank, ids, args.rounds))
+                    print(f"{dim} {rank} {name} done", file=sys.stderr, flush=True)
+        once, both = dense(dim, batches["Zipf, hashed"], args.rounds)
+        grid.add_row(str(dim), "dense", "Zipf, hashed", "1", f"{once:.1f}", f"{both:.1f}", *[""] * 5)
+    print(as_text(grid, 150), flush=True)
+    print_small(args.rounds)
+    batches = {"hashed": batches["Zipf, hashed"], "ordered": batches["Zipf, ordered"]}
     print_shares(batches, args.rounds)
     print_suffix(batches["ordered"], args.rounds)
     print_compression()
@@ -71,6 +83,33 @@ def zipf(*, hashed: bool, exponent: float = 1.05, bags: int = BATCH) -> torch.Te
     return torch.from_numpy(drawn.astype(np.int64))
 
 
+def uniform() -> torch.Tensor:
+    """Ids that are all as likely."""
+    return torch.from_numpy(np.random.default_rng(0).integers(0, ROWS, BATCH * LENGTH))
+
+
+def print_small(rounds: int) -> None:
+    """Small batches, beside the products of middle slices and their updates alone."""
+    numbers = ["prefixes", "products alone", "step", "of it", "forward"]
+    grid = new_grid("D = R = 64, SGD within backward, small batches; milliseconds", ["bags x ids", "ids"], numbers)
+    for bags, length in ((128, 10), (2048, 10)):
+        for name in ("ordered", "hashed"):
+            ids = zipf(hashed=name == "hashed", bags=bags)[: bags * length]
+            offsets, upstream = torch.arange(0, ids.numel(), length), torch.ones(bags, 64)
+            how = {"mode": "sum", "tt_ranks": 64, "row_factors": FACTORS, "optimizer": "sgd", "learning_rate": 1e-6}
+            table = TTEmbeddingBag(ROWS, 64, **how)
+            alone = timed(products_alone(table, torch.unique(ids)), 4 * rounds)
+            step = timed(lambda t=table, i=ids, o=offsets, u=upstream: t(i, o).backward(u), 4 * rounds)
+            once = timed(lambda t=table, i=ids, o=offsets: forward(t, i, o), 4 * rounds)
+            prefixes = torch.unique(ids // FACTORS[2]).numel()
+            cells = [f"{prefixes:,}", f"{alone:.2f}", f"{step:.2f}", f"{step / alone:.2f}x", f"{once:.2f}"]
+            grid.add_row(f"{bags:,} x {length}", name, *cells)
+    print(as_text(grid, 110))
+    one, first = zipf(hashed=True, bags=1), torch.zeros(1, dtype=torch.int64)
+    table = TTEmbeddingBag(ROWS, 64, mode="sum", tt_ranks=64, row_factors=FACTORS)
+    print(f"one bag of {LENGTH} ids, forward: {timed(lambda: forward(table, one, first), 400):.3f} ms", flush=True)
+
+
 def timed(work: Callable[[], object], rounds: int) -> float:
     """Median milliseconds of processor time, after one round that warms up."""
     times = []
@@ -83,83 +122,58 @@ def timed(work: Callable[[], object], rounds: int) -> float:
 
 
 def row(dim: int, rank: int, ids: torch.Tensor, rounds: int) -> list[str]:
-    offsets = torch.arange(0, ids.numel(), LENGTH)
+    offsets, upstream = torch.arange(0, ids.numel(), LENGTH), torch.ones(BATCH, dim)
     how = {"mode": "sum", "tt_ranks": rank, "row_factors": FACTORS}
     table = TTEmbeddingBag(ROWS, dim, backend="torch", **how)
     fused = TTEmbeddingBag(ROWS, dim, optimizer="sgd", learning_rate=1e-6, **how)
-    upstream = torch.ones(BATCH, dim)
     plain_forward = timed(lambda: forward(table, ids, offsets), rounds)
     plain_both = timed(lambda: table(ids, offsets).backward(upstream), rounds)
     own_forward = timed(lambda: forward(fused, ids, offsets), rounds)
     own_both = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
-    few = ids.view(BATCH, LENGTH)[::SHARE].reshape(-1)
-    naive = TTRec(table)
-    naive_forward = SHARE * best_chunk(lambda size: naive.forward(few, size), rounds)
-    naive_both = SHARE * best_chunk(lambda size: naive.forward_backward(few, size), rounds)
-    values = (naive_forward, naive_both, plain_forward, plain_both, own_forward, own_both)
-    ratios = (naive_forward / own_forward, naive_both / own_both)
-    return [f"{table.shape.compression:.0f}x", *(f"{v:.0f}" for v in values), *(f"{r:.1f}x" for r in ratios)]
+    cells = [f"{table.shape.compression:.0f}x", f"{own_forward:.1f}", f"{own_both:.1f}"]
+    cells += [f"{plain_forward / own_forward:.1f} / {plain_both / own_both:.1f}"]
+    for forward_ms, both_ms in peers(table, ids, offsets, upstream, rounds):
+        cells.append(f"{forward_ms / own_forward:.1f} / {both_ms / own_both:.1f}")
+    return cells
 
 
-def best_chunk(work: Callable[[int], object], rounds: int) -> float:
+def peers(
+    table: TTEmbeddingBag, ids: torch.Tensor, offsets: torch.Tensor, upstream: torch.Tensor, rounds: int
+) -> Iterator[tuple[float, float]]:
+    """Milliseconds of each peer: forward, and with backward and SGD; each with the chunk that suits it best."""
+    fifteen, chain, distinct = FifteenLines(table), Chain(table), TTRecDistinct(table)
+    expected = forward(table, ids, offsets)
+    with torch.no_grad():
+        for peer in (fifteen, chain, distinct):
+            torch.testing.assert_close(peer.forward(ids, offsets), expected, atol=1e-6, rtol=1e-3)
+        least = best_chunk(lambda size: fifteen.forward(ids, offsets, size), rounds, (64, 256, 1024, 1 << 30))
+    yield least, best_chunk(lambda size: fifteen.step(ids, offsets, upstream, size), rounds, (1024, 1 << 30))
+    few_rounds = min(rounds, 3)
+    yield (
+        timed(lambda: chain.forward(ids, offsets), few_rounds),
+        timed(lambda: chain.step(ids, offsets, upstream), few_rounds),
+    )
+    for peer, share in ((distinct, 4), (TTRec(table), SHARE)):  # the work is linear in ids
+        few = ids.view(-1, LENGTH)[::share].reshape(-1)
+        scale = share
+        if peer is distinct:
+            scale = torch.unique(ids).numel() / torch.unique(few).numel()
+        some, above = torch.arange(0, few.numel(), LENGTH), upstream[: few.numel() // LENGTH]
+        yield (
+            scale * best_chunk(lambda size, p=peer, f=few, o=some: p.forward(f, o, size), few_rounds),
+            scale * best_chunk(lambda size, p=peer, f=few, o=some, a=above: p.step(f, o, a, size), few_rounds),
+        )
+
+
+def best_chunk(work: Callable[[int], object], rounds: int, chunks: Sequence[int] = (4, 16, 64, 256)) -> float:
     """Milliseconds with the chunk that takes least."""
-    chunk = min((4, 16, 64, 256), key=lambda size: timed(lambda: work(size), 1))
+    chunk = min(chunks, key=lambda size: timed(lambda: work(size), 1))
     return timed(lambda: work(chunk), rounds)
 
 
 @torch.no_grad()
 def forward(table: TTEmbeddingBag, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return table(ids, offsets)
-
-
-class TTRec:
-    """The chain of every id by itself, in chunks, with buffers that are used again."""
-
-    def __init__(self, table: TTEmbeddingBag) -> None:
-        self.shape, self.device = table.shape, table.cores[0].device
-        self.cores = [core.detach().flatten(1) for core in table.cores]
-        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-
-    def buffer(self, name: str, *size: int) -> torch.Tensor:
-        """Memory that has been written to before, so that nothing faults."""
-        return self._buffers.setdefault((name, size), torch.empty(size, device=self.device))
-
-    def chain(self, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Digits of ids, the slices of the cores at them, and both products."""
-        p, q, r, n = self.shape.row_factors, self.shape.dim_factors, self.shape.tt_ranks, ids.numel()
-        digits = [ids // (p[1] * p[2]), ids // p[2] % p[1], ids % p[2]]
-        slices = []
-        for k, (core, digit) in enumerate(zip(self.cores, digits, strict=True)):
-            slices.append(torch.index_select(core, 0, digit, out=self.buffer(f"slice {k}", n, core.shape[1])))
-        a, b, c = slices[0].view(n, q[0], r[0]), slices[1].view(n, r[0], -1), slices[2].view(n, r[1], q[2])
-        first = torch.bmm(a, b, out=self.buffer("first", n, q[0], b.shape[2])).view(n, -1, r[1])
-        return digits, [a, b, c], first, torch.bmm(first, c, out=self.buffer("rows", n, first.shape[1], q[2]))
-
-    def forward(self, ids: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Pooled rows."""
-        rows = torch.empty(ids.numel(), self.shape.embedding_dim, device=self.device)
-        for part, own in zip(ids.split(chunk), rows.split(chunk), strict=True):
-            own.copy_(self.chain(part)[3].view(own.shape))
-        return rows.view(-1, LENGTH, rows.shape[1]).sum(1)
-
-    def forward_backward(self, ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-        """Gradients of the cores, after a forward pass."""
-        self.forward(ids, chunk)
-        gradients = [torch.zeros_like(core) for core in self.cores]
-        upstream = torch.ones(ids.numel(), self.shape.embedding_dim, device=self.device)
-        for part, own in zip(ids.split(chunk), upstream.split(chunk), strict=True):
-            digits, (a, b, c), first, _ = self.chain(part)  # again, as TT-Rec does
-            n = part.numel()
-            last = own.view(n, -1, c.shape[2])
-            to_c = torch.bmm(first.transpose(1, 2), last, out=self.buffer("to c", *c.shape))
-            to_first = torch.bmm(last, c.transpose(1, 2), out=self.buffer("to first", *first.shape)).view(
-                n, a.shape[1], -1
-            )
-            to_b = torch.bmm(a.transpose(1, 2), to_first, out=self.buffer("to b", *b.shape))
-            to_a = torch.bmm(to_first, b.transpose(1, 2), out=self.buffer("to a", *a.shape))
-            for gradient, digit, one in zip(gradients, digits, (to_a, to_b, to_c), strict=True):
-                gradient.index_add_(0, digit, one.view(n, -1))
-        return gradients
 
 
 def dense(dim: int, ids: torch.Tensor, rounds: int) -> tuple[float, float]:
@@ -202,44 +216,26 @@ def shares(ids: torch.Tensor, rounds: int) -> dict[str, tuple[float, float]]:
     table = TTEmbeddingBag(ROWS, 64, mode="sum", tt_ranks=64, row_factors=FACTORS)
     fused = TTEmbeddingBag(ROWS, 64, mode="sum", tt_ranks=64, row_factors=FACTORS, optimizer="sgd", learning_rate=1e-6)
     optimizer = torch.optim.SGD(table.parameters(), lr=1e-6)
-    naive = TTRec(table)
-    few = ids.view(BATCH, LENGTH)[::SHARE].reshape(-1)
-    distinct = torch.unique(ids)
-    small = distinct[::SHARE]
-    small = small[: small.numel() // LENGTH * LENGTH]
-    scale = distinct.numel() / small.numel()
-
-    def pool(backward: bool) -> None:
-        rows = torch.zeros(distinct.numel(), 64, requires_grad=backward)
-        pooled = functional.embedding_bag(torch.unique(ids, return_inverse=True)[1], rows, offsets, mode="sum")
-        if backward:
-            pooled.backward(upstream)
+    found = dict(
+        zip(
+            ("fifteen lines", "chain", "every distinct id by itself", "every id by itself (TT-Rec)"),
+            peers(table, ids, offsets, upstream, rounds),
+            strict=True,
+        )
+    )
+    found = {name: found[name] for name in ("every id by itself (TT-Rec)", "every distinct id by itself")}
 
     def step() -> None:
         optimizer.zero_grad()
         table(ids, offsets).backward(upstream)
         optimizer.step()
 
-    table(ids, offsets).backward(upstream)
-    update = timed(optimizer.step, rounds)
-    found = {
-        "every id by itself (TT-Rec)": (
-            SHARE * best_chunk(lambda size: naive.forward(few, size), rounds),
-            SHARE * best_chunk(lambda size: naive.forward_backward(few, size), rounds) + update,
-        ),
-        "every distinct id by itself": (
-            scale * best_chunk(lambda size: naive.forward(small, size), rounds) + timed(lambda: pool(False), rounds),
-            scale * best_chunk(lambda size: naive.forward_backward(small, size), rounds)
-            + timed(lambda: pool(True), rounds)
-            + update,
-        ),
-    }
     table.backend, usual = "torch", table.backend
     found["and prefixes once"] = timed(lambda: forward(table, ids, offsets), rounds), timed(step, rounds)
     table.backend = usual
-    found["and the suffix compiled"] = timed(lambda: forward(table, ids, offsets), rounds), timed(step, rounds)
+    found["and compiled loops"] = timed(lambda: forward(table, ids, offsets), rounds), timed(step, rounds)
     within = timed(lambda: fused(ids, offsets).backward(upstream), rounds)
-    found["and SGD within backward"] = found["and the suffix compiled"][0], within
+    found["and SGD within backward"] = found["and compiled loops"][0], within
     return found
 
 
@@ -248,9 +244,9 @@ def print_suffix(ids: torch.Tensor, rounds: int) -> None:
     table = TTEmbeddingBag(ROWS, 64, mode="sum", tt_ranks=64, row_factors=FACTORS)
     distinct = torch.unique(ids)
     levels = levels_of(distinct, table.shape)
-    laid = laid_cores(table.cores)
+    laid = laid_cores(table.cores, copied=True)
     products = [laid[0].new_empty(size) for size in product_sizes(levels, table.shape)]
-    rows = forward_rows(levels, table.shape, laid, products=products, compiled=True)
+    rows = forward_rows(levels, table.shape, laid, products=products)
     out = rows.view(distinct.numel(), 16, 4)
     arguments = (products[-1], levels.parent, laid[-1], levels.digit, levels.row_index, out)
 
@@ -260,8 +256,8 @@ def print_suffix(ids: torch.Tensor, rounds: int) -> None:
         return (prefixes[parent][:, :, None] * core[digit][:, None]).sum(-1)
 
     ways = {
-        "batched products, 256 at a time": lambda: suffix_products(*arguments, compiled=False),
-        "numba": lambda: suffix_products(*arguments, compiled=True),
+        "batched products, 256 at a time": lambda: suffix_products(*arguments),
+        "numba": lambda: suffix_forward(*(tensor.detach().numpy() for tensor in arguments)),
     }
     compiled = torch.compile(expression, dynamic=True)
     try:

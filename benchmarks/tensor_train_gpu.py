@@ -17,7 +17,8 @@ from statistics import median
 
 import torch
 
-from benchmarks.tensor_train import BATCH, FACTORS, LENGTH, ROWS, TTRec, zipf
+from benchmarks.tensor_train import BATCH, FACTORS, LENGTH, ROWS, zipf
+from benchmarks.tensor_train_peers import TTRec
 from flexshard._internal import as_text, new_grid
 from flexshard.embeddings import TTEmbeddingBag
 
@@ -46,19 +47,20 @@ def main() -> None:
 
 def row(dim: int, rank: int, ids: torch.Tensor, rounds: int) -> list[str]:
     bags = ids.view(-1, LENGTH)
-    how = {"mode": "sum", "ranks": rank, "rows": FACTORS, "device": "cuda"}
+    how = {"mode": "sum", "tt_ranks": rank, "row_factors": FACTORS, "device": "cuda"}
     table = TTEmbeddingBag(ROWS, dim, **how)
     upstream = torch.ones(bags.shape[0], dim, device="cuda")
     naive = TTRec(table)
-    reference = naive.forward(ids, 1 << 14)
+    offsets = torch.arange(0, ids.numel(), LENGTH, device="cuda")
+    reference = naive.forward(ids, offsets, 1 << 14)
     apart = float((forward(table, bags) - reference).abs().max() / reference.abs().max())
     own_forward = timed(lambda: forward(table, bags), rounds)
     steps = []
     for optimizer in ("sgd", "adagrad"):
         fused = TTEmbeddingBag(ROWS, dim, optimizer=optimizer, learning_rate=1e-6, **how)
         steps.append(timed(lambda fused=fused: fused(bags).backward(upstream), rounds))
-    naive_forward = best_chunk(lambda size: naive.forward(ids, size), rounds)
-    naive_both = best_chunk(lambda size: naive.forward_backward(ids, size), rounds)
+    naive_forward = best_chunk(lambda size: naive.forward(ids, offsets, size), rounds)
+    naive_both = best_chunk(lambda size: naive.step(ids, offsets, upstream, size), rounds)
     values = (naive_forward, naive_both, own_forward, *steps)
     ratios = (naive_forward / own_forward, naive_both / steps[0])
     return [*(f"{v:.2f}" for v in values), *(f"{r:.1f}x" for r in ratios), f"{apart:.0e}"]

@@ -1,9 +1,10 @@
-"""Compress the tables of a trained click model to tensor trains (EL-Rec): size and accuracy before and after.
+"""Tables of a click model as tensor trains (EL-Rec): size and accuracy, beside what is simpler.
 
 A model says whether a reader clicks on an article, from the reader, the last articles read, and what was shown: the
-click that came next, or an article that others read at that time. Its tables are trained dense, decomposed, and
-trained on for a while. A tenth of the clicks is held out, at random: news of tomorrow would say more about news than
-about tables.
+click that came next, or an article that others read at that time. Its tables are trained dense; decomposed and trained
+on; tensor trains from the start; and the readers' table is left out, which needs no tensor train at all. Each is
+trained as long as any other. A tenth of the clicks is held out, at random: news of tomorrow would say more about news
+than about tables.
 
     python examples/elrec_compress.py                                  # on generated clicks
     python examples/elrec_compress.py --log globo_clicks.parquet       # user_id, session_id, item_id, timestamp
@@ -16,7 +17,7 @@ import copy
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,9 +96,10 @@ def by_frequency(reads: IntArray, rows: int) -> IndexBijection:
 class ClickModel(nn.Module):
     """A small DLRM: pooled rows, their dot products, a perceptron."""
 
-    def __init__(self, rows: dict[str, int], dim: int) -> None:
+    def __init__(self, rows: dict[str, int], dim: int, tables: Sequence[str] = TABLES) -> None:
         super().__init__()
         features = {"articles": ["history", "shown"], "readers": ["reader"]}
+        self.nobody = None if "readers" in tables else nn.Parameter(torch.zeros(dim))
         self.tables = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
@@ -108,7 +110,7 @@ class ClickModel(nn.Module):
                     pooling=PoolingType.MEAN,
                     init_fn=lambda weight: nn.init.normal_(weight, std=0.05),
                 )
-                for name in TABLES
+                for name in tables
             ]
         )
         for bag in self.tables.embedding_bags.values():
@@ -117,7 +119,10 @@ class ClickModel(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """A logit per sample; shape (samples,)."""
-        x = self.tables(features).values().unflatten(1, (3, -1))
+        found = self.tables(features).values()
+        if self.nobody is not None:  # every reader alike
+            found = torch.cat([found, self.nobody.expand(found.shape[0], -1)], 1)
+        x = found.unflatten(1, (3, -1))
         products = torch.bmm(x, x.transpose(1, 2))[:, (0, 0, 1), (1, 2, 2)]
         return self.over(torch.cat([x.flatten(1), products], 1)).squeeze(1)
 
@@ -156,7 +161,8 @@ def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     """Adam for all, sparse where gradients are; cores get shorter steps, since each is in many rows."""
     dense = [bag.weight for bag in model.modules() if isinstance(bag, nn.EmbeddingBag)]
     cores = [core for table in model.modules() if isinstance(table, TTEmbeddingBag) for core in table.cores]
-    found = [torch.optim.Adam(model.over.parameters(), lr=0.3 * rate)]
+    rest = [*model.over.parameters(), *(() if model.nobody is None else (model.nobody,))]
+    found = [torch.optim.Adam(rest, lr=0.3 * rate)]
     if dense:
         found.append(torch.optim.SparseAdam(dense, lr=rate))
     if cores:
@@ -215,7 +221,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    warnings.simplefilter("ignore")  # torch, of its own sparse gradients
+    warnings.filterwarnings("ignore", module="torch")  # of its own sparse gradients
     torch.manual_seed(args.seed)
     log = args.log or Path("clicks.parquet")
     if args.log is None:
@@ -223,20 +229,40 @@ def main() -> None:
     clicks = read_clicks(log, args.sessions)
     training, held_out = clicks.split(0.1, seed=0)
     print(f"{len(training):,} clicks to train on, {len(held_out):,} held out; rows {clicks.rows}")
-    model: nn.Module = ClickModel(clicks.rows, args.dim)
-    seconds = train(model, clicks, training, size=args.batch_size, seed=args.seed, epochs=args.epochs)
+    train_all(clicks, (training, held_out), args)
+
+
+def train_all(clicks: Clicks, parts: tuple[IntArray, IntArray], args: argparse.Namespace) -> None:
+    """Train every kind of model, and print what each takes and scores."""
+    training, held_out = parts
+
+    def taught(model: nn.Module, seed: int) -> nn.Module:
+        train(model, clicks, training, size=args.batch_size, seed=seed, epochs=args.epochs)
+        return model
+
+    def report(name: str, model: nn.Module) -> None:
+        size = size_of(model)
+        score = auc(model, clicks, held_out)
+        print(f"{name}: {units.format_bytes(size)}, {dense / size:.3g} times smaller, held-out AUC {score:.4f}")
+
+    first, second = args.seed, args.seed + 1
+    model = taught(ClickModel(clicks.rows, args.dim), first)
     dense = size_of(model)
-    print(f"dense:      {units.format_bytes(dense)}, held-out AUC {auc(model, clicks, held_out):.4f}, {seconds:.0f} s")
+    report("dense, half as long", model)
     longer = copy.deepcopy(model)
-    model, report = compress(model, dict.fromkeys(TABLES, args.rank))
-    for table in report:
-        print(f"  {table.name}: {table.shape}, {table.shape.compression:.0f} times smaller, error {table.error:.2f}")
-    small = size_of(model)
-    ratio = f"{units.format_bytes(small)} ({dense / small:.0f} times smaller)"
-    print(f"compressed: {ratio}, held-out AUC {auc(model, clicks, held_out):.4f}")
-    for name, own in (("fine-tuned: " + ratio, model), (f"dense, as long: {units.format_bytes(dense)}", longer)):
-        seconds = train(own, clicks, training, size=args.batch_size, seed=args.seed + 1, epochs=args.epochs)
-        print(f"{name}, held-out AUC {auc(own, clicks, held_out):.4f}, {seconds:.0f} s")
+    model, tables = compress(model, dict.fromkeys(TABLES, args.rank))
+    for table in tables:
+        print(f"  {table}")
+    report("decomposed", model)
+    report("decomposed and trained on", taught(model, second))
+    report("dense", taught(longer, second))
+    torch.manual_seed(first)
+    how = {name: {"tt_ranks": args.rank, "std": 0.05} for name in TABLES}
+    fresh, _ = compress(ClickModel(clicks.rows, args.dim), how, decompose=False)
+    report("tensor trains from the start", taught(taught(fresh, first), second))
+    torch.manual_seed(first)
+    less = ClickModel(clicks.rows, args.dim, ["articles"])
+    report("dense, without the readers' table", taught(taught(less, first), second))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from flexshard import AccessProfile, Cluster, Table, solve
+from flexshard._internal import as_text
 from flexshard.costmodels import TTRates, TTReads, tensor_train_cost
 from flexshard.errors import BudgetError, FlexShardError, JobError, PlanError, SolverError, TableError
-from flexshard.planner import CompressionPlan, Problem, TTOption, plan_compression
+from flexshard.planner import CompressionPlan, Problem, TTOption, measure_losses, plan_compression
 from flexshard.planner.solver.build import build_instance
 from flexshard.tables.tensor_train_shape import TTShape
 
@@ -264,3 +266,35 @@ def test_what_cannot_be_decided(wrong: dict[str, object], error: type[FlexShardE
         TTOption(TTShape.choose(100, 64, 4), -1.0)
     with pytest.raises(PlanError, match="there is no table 'q'"):
         plan_compression(own, CLUSTER, options={}, rates=RATES, batch_size=256).explain("q")
+
+
+def test_losses_are_measured_with_each_option_alone() -> None:
+    own = tables()
+    offered = options(own, [8, 16])
+    asked: list[tuple[dict[str, TTShape], int]] = []
+
+    def score(shapes: Mapping[str, TTShape], seed: int) -> float:
+        asked.append((dict(shapes), seed))
+        if not shapes:
+            return 0.75 + 0.01 * seed
+        ((name, shape),) = shapes.items()
+        return 0.75 + 0.01 * seed - (0.02 if shape.tt_ranks[0] == 8 else -0.005) * (name == "a")
+
+    found = measure_losses(offered, score, seeds=(0, 1))
+    names = list(offered)
+    assert asked[:2] == [({}, 0), ({}, 1)]
+    assert len(asked) == 2 + 2 * sum(len(each) for each in offered.values())
+    assert all(len(shapes) <= 1 for shapes, _ in asked)
+    assert [option.loss for option in found.options["a"]] == pytest.approx([0.02, 0.0])
+    assert all(option.loss == 0 for name in names if name != "a" for option in found.options[name])
+    assert [option.shape for option in found.options["a"]] == [option.shape for option in offered["a"]]
+    text = as_text(found.grid(), 100)
+    assert "TT ranks 8 x 8" in text
+    assert "0.755 ± 0.005" in text
+    limited = {"rates": RATES, "batch_size": 256, "budget": "-13MB"}
+    decided = plan_compression(own, CLUSTER, options=found.options, loss_limit=0.01, **limited)
+    assert "a" not in decided.shapes or decided.shapes["a"].tt_ranks[0] == 16
+    with pytest.raises(TableError, match="a score"):
+        measure_losses(offered, lambda *_: float("nan"))
+    with pytest.raises(TableError, match="with one seed at least"):
+        measure_losses(offered, score, seeds=())

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
         TTOption as TTOption,
     )
     from flexshard.planner.compression.decision_file import is_compression as is_compression
+    from flexshard.planner.compression.measured_losses import (
+        MeasuredLosses as MeasuredLosses,
+        measure_losses as measure_losses,
+    )
     from flexshard.planner.constraints import TableConstraints as TableConstraints
     from flexshard.planner.explanations.differences import (
         CacheChange as CacheChange,
@@ -85,6 +89,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "compression.choosing": ["plan_compression"],
         "compression.decision": ["CompressionPlan", "TTOption", "TableChoice", "TableOption"],
         "compression.decision_file": ["is_compression"],
+        "compression.measured_losses": ["MeasuredLosses", "measure_losses"],
         "constraints": ["TableConstraints"],
         "explanations.differences": ["CacheChange", "Move", "PlanDiff", "PooledMove", "diff"],
         "explanations.plan_text": ["costs_grid", "plan_renderable"],
