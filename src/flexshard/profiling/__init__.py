@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from flexshard.profiling.count.parquet import read_samples as read_samples
+    from flexshard.profiling.count.frames import ids_of_frame as ids_of_frame
+    from flexshard.profiling.count.parquet import columns_of as columns_of, read_samples as read_samples
     from flexshard.profiling.count.reuse import read_reuse_histogram as read_reuse_histogram
     from flexshard.profiling.drift_point import DriftPoint as DriftPoint
+    from flexshard.profiling.encoding.encoding import EncodedColumn as EncodedColumn, encode as encode
+    from flexshard.profiling.encoding.mapping import Mapping as Mapping, load_mapping as load_mapping
     from flexshard.profiling.hashing import HASHES as HASHES, hash_to_rows as hash_to_rows, splitmix64 as splitmix64
     from flexshard.profiling.holdout import Holdout as Holdout
     from flexshard.profiling.moments import LengthMoments as LengthMoments
@@ -26,9 +29,12 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "count.parquet": ["read_samples"],
+        "count.frames": ["ids_of_frame"],
+        "count.parquet": ["columns_of", "read_samples"],
         "count.reuse": ["read_reuse_histogram"],
         "drift_point": ["DriftPoint"],
+        "encoding.encoding": ["EncodedColumn", "encode"],
+        "encoding.mapping": ["Mapping", "load_mapping"],
         "hashing": ["HASHES", "hash_to_rows", "splitmix64"],
         "holdout": ["Holdout"],
         "moments": ["LengthMoments"],
@@ -42,6 +48,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
 # Methods of values whose bodies stand in files that know the value.
 VALUE_METHODS = {
     "AccessProfile.from_ids": "count.arrays:profile_arrays",
+    "AccessProfile.from_frame": "count.frames:profile_frame",
+    "AccessProfile.to_frame": "count.frames:frame_of_profile",
     "AccessProfile.from_parquet": "count.parquet:profile_parquet",
     "AccessProfile.from_parquet_by": "count.parquet:profile_parquet_by",
     "AccessProfile.from_reuse_histogram": "count.reuse:read_reuse_histogram",

@@ -40,6 +40,8 @@ class CountedAccesses:
         path: file that the profile was read from, if any.
         sample_key: column whose distinct values are the samples; None where they are rows.
         hash: how raw ids were folded into the table; None where ids are rows.
+        mapping: file by which values were mapped to rows, as :func:`flexshard.profiling.encode` saves it; None where
+            ids are rows.
         samples: how many samples contain the rows of each count, summed over these rows; shape (K,). None where no
             sample reads a row twice, or where that is not known and taken to be so.
         bursts: the hottest rows of consecutive samples; None where their order is not known.
@@ -60,6 +62,7 @@ class CountedAccesses:
     row_counts: RowCounts | None = field(default=None, repr=False)
     sample_keys: Any = field(default=None, repr=False)
     hash: str | None = None
+    mapping: str | None = None
     samples: IntArray | None = None
     bursts: Bursts | None = field(default=None, repr=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,7 @@ class AccessProfile(CountedAccesses):
         column: str,
         num_rows: int | None = None,
         hash: str | None = None,
+        mapping: PathLike | None = None,
         sample_key: str | None = None,
         holdout: float = 0.0,
         seed: int = 0,
@@ -213,6 +215,8 @@ class AccessProfile(CountedAccesses):
                 empty one; a null id is an error.
             num_rows: rows of the table; by default one above the largest id, which is then found on the way.
             hash: "splitmix64" to fold raw 64-bit ids into ``num_rows``.
+            mapping: file that :func:`flexshard.profiling.encode` saved, by which values of any kind are mapped to rows;
+                data may be CSV or JSON then, and values that it has not are left out.
             sample_key: column whose distinct values are the samples (a session, a user); by default a sample is a
                 row of the file. Lengths per key are kept in memory while counting.
             holdout: share of the samples to keep unseen, by a hash of their key or row, and to measure on.
@@ -231,6 +235,7 @@ class AccessProfile(CountedAccesses):
             column=column,
             num_rows=num_rows,
             hash=hash,
+            mapping=mapping,
             sample_key=sample_key,
             holdout=holdout,
             seed=seed,
@@ -239,7 +244,29 @@ class AccessProfile(CountedAccesses):
             table=column if table is None else table,
             progress=progress,
         )
+        return replace(profile, hash=hash, mapping=None if mapping is None else str(Path(mapping).absolute()))
+
+    @classmethod
+    def from_frame(
+        cls, frame: Any, *, column: str, num_rows: int | None = None, hash: str | None = None, table: str | None = None
+    ) -> AccessProfile:
+        """A profile of a column of a pandas, polars or Arrow table: ids, or lists of ids, one row a sample.
+
+        Whole numbers that pandas made floats are ids again; an id that is null is an error, a list that is null empty.
+
+        Raises:
+            DataError: as :meth:`from_parquet`.
+        """
+        make = bound("flexshard.profiling", "AccessProfile.from_frame")
+        profile: AccessProfile = make(frame, column=column, num_rows=num_rows, hash=hash, table=table or column)
         return replace(profile, hash=hash)
+
+    def to_frame(self) -> Any:
+        """An Arrow table of rows by how often they are read, hottest first: ``position``, ``row`` (null where only
+        counts are known), ``count`` and ``reads_per_sample``; ``.to_pandas()`` makes a pandas one. Rows that are never
+        read are left out.
+        """
+        return bound("flexshard.profiling", "AccessProfile.to_frame")(self)
 
     @classmethod
     def from_parquet_by(

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,10 @@ def save_profile(profile: AccessProfile, path: PathLike) -> None:
             columns = {"row": rows, "count": counts, "held_out": held[rows]}
         if profile.row_counts.samples is not None:
             columns["samples"] = profile.row_counts.samples.to_dense(profile.num_rows)[rows]
-    schema = pa.schema([(name, pa.int64()) for name in columns], metadata=FORMAT.to_metadata(_metadata(profile)))
+    folder = Path(path).absolute().parent
+    schema = pa.schema(
+        [(name, pa.int64()) for name in columns], metadata=FORMAT.to_metadata(_metadata(profile, folder))
+    )
     with (
         replacing(path) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
@@ -63,7 +67,7 @@ def save_profile(profile: AccessProfile, path: PathLike) -> None:
         writer.write_table(pa.table(columns, schema=schema), row_group_size=_BATCH)
 
 
-def _metadata(profile: AccessProfile) -> dict[str, Any]:
+def _metadata(profile: AccessProfile, folder: Path) -> dict[str, Any]:
     lengths = profile.lengths
     return {
         "table": profile.table,
@@ -79,6 +83,7 @@ def _metadata(profile: AccessProfile) -> dict[str, Any]:
         "held_out_share": None if profile.holdout is None else profile.holdout.share,
         "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
         **({} if profile.hash is None else {"hash": profile.hash}),
+        **({} if profile.mapping is None else {"mapping": os.path.relpath(profile.mapping, folder)}),
         **({} if profile.bursts is None else {"bursts": profile.bursts.encoded()}),
         "digest": profile.digest,
     }
@@ -122,7 +127,10 @@ def load_profile(path: PathLike) -> AccessProfile:
         )
     if meta["digest"] not in (None, profile.digest):
         raise ProfileError(f"{name}: its rows and counts are not those of its metadata; build the profile again")
-    return replace(profile, hash=meta["hash"], bursts=_bursts(name, meta))
+    mapping = meta["mapping"]
+    if mapping is not None:
+        mapping = os.path.normpath(Path(name).absolute().parent / mapping)
+    return replace(profile, hash=meta["hash"], mapping=mapping, bursts=_bursts(name, meta))
 
 
 def _length_histogram(name: str, meta: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
@@ -247,14 +255,14 @@ def _checked(name: str, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     meta = FORMAT.of_metadata(metadata, name)
     numbers = ("num_rows", "num_samples", "num_accesses")
     optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples", "held_out_seed")
-    more = ("held_out_share", "length_histogram", "sample_key", "hash", "bursts", "digest")
+    more = ("held_out_share", "length_histogram", "sample_key", "hash", "mapping", "bursts", "digest")
     meta = dict.fromkeys((*optional, *more)) | meta
     for field in (*numbers, *optional):
         value = meta.get(field)
         known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 126
         if not (known or (field in optional and value is None)):
             raise ProfileError(f"{name}: metadata field {field!r} must be a whole number, found {value!r}")
-    for field in ("sample_key", "digest"):
+    for field in ("sample_key", "mapping", "digest"):
         if not isinstance(meta[field], (str, type(None))):
             raise ProfileError(f"{name}: metadata field {field!r} must be a text, found {meta[field]!r}")
     if meta["hash"] not in (None, *HASHES):

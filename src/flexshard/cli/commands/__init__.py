@@ -11,6 +11,7 @@ COMMANDS = (
     "measure",
     "calibrate",
     "compress",
+    "encode",
     "profile",
     "drift",
     "generate",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +31,9 @@ def profile_command(
     column: Annotated[str | None, typer.Option(help="Column of ids: integers, or lists of integers.")] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of the table; by default one above the largest id.")] = None,
     hash_: Annotated[str | None, typer.Option("--hash", help="Fold raw ids into --rows: splitmix64.")] = None,
+    mapping: Annotated[
+        str | None, typer.Option(help="What 'flexshard encode' saved: read DATA, of any values, through it.")
+    ] = None,
     sample_key: Annotated[
         str | None, typer.Option(help="Column whose distinct values are the samples; by default rows of the file.")
     ] = None,
@@ -48,7 +53,7 @@ def profile_command(
     """Count how often each row of a table is read."""
     check_output(output, "flexshard.profile", inputs=data, force=force)
     if reuse:
-        if by or column or hash_ or sample_key or holdout or distinct_batch:
+        if by or column or hash_ or mapping or sample_key or holdout or distinct_batch:
             raise DataError("--reuse goes with --rows, --batch and --name alone")
         if len(data) != 1:
             raise DataError(f"--reuse takes one text file, found {len(data)}")
@@ -58,8 +63,10 @@ def profile_command(
     else:
         with counting_progress("reading") as progress:
             if by is not None:
-                if hash_ or sample_key or holdout or distinct_batch:
-                    raise DataError("--by does not go with --hash, --sample-key, --holdout or --distinct-batch")
+                if hash_ or mapping or sample_key or holdout or distinct_batch:
+                    raise DataError(
+                        "--by does not go with --hash, --mapping, --sample-key, --holdout or --distinct-batch"
+                    )
                 tables = profiling.AccessProfile.from_parquet_by(
                     data, column=column, by=by, num_rows=rows, workers=workers, progress=progress
                 )
@@ -70,6 +77,7 @@ def profile_command(
                     column=column,
                     num_rows=rows,
                     hash=hash_,
+                    mapping=mapping,
                     sample_key=sample_key,
                     holdout=holdout,
                     seed=seed,
@@ -79,6 +87,8 @@ def profile_command(
                     progress=progress,
                 )
                 profiles = [one]
+                if one.lengths is not None and one.lengths.maximum == 1 and sample_key is None and mapping is None:
+                    _note_single_reads(data)
     if by is not None:
         make_folder(output)
         paths = [output / f"{quote(profile.table, safe=' ')}.profile.parquet" for profile in profiles]
@@ -89,6 +99,17 @@ def profile_command(
     emit([_profile_document(p, path) for p, path in written], as_json=as_json, text=_profile_grid(profiles, paths))
 
 
+def _note_single_reads(data: list[str]) -> None:
+    """Say that a row of one id was taken for a whole sample, and which columns may tell samples apart."""
+    names = profiling.columns_of(data)
+    likely = [name for name in names if _KEY.search(name.lower())]
+    hint = f"; columns that may be: {', '.join(likely)}" if likely else ""
+    sys.stderr.write(
+        "flexshard: note: every row is a sample of one id (L = 1); if sessions or users are the samples, give"
+        f" --sample-key{hint}\n"
+    )
+
+
 def _save_all(profiles: list[AccessProfile], paths: list[Path]) -> None:
     """Write all profiles or none."""
     with ExitStack() as stack:
@@ -97,6 +118,7 @@ def _save_all(profiles: list[AccessProfile], paths: list[Path]) -> None:
             profile.save(draft)
 
 
+_KEY = re.compile(r"session|user|visit|member|customer|account|device|request|impression|basket|order|sample|uid|sid")
 _CUTS = (0.001, 0.01, 0.1)
 
 

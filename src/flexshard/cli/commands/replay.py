@@ -42,8 +42,8 @@ def replay_command(
 ) -> None:
     """Count what a plan would move for real batches, on any number of ranks, without running them.
 
-    Data are read as each table's profile was: with its sample key and its hash. Without a profile ids are rows of the
-    table and samples rows of the files.
+    Data are read as each table's profile was: with its sample key, and its hash or mapping. Without a profile ids are
+    rows of the table and samples rows of the files.
     """
     loaded = planner.Plan.load(plan)
     columns = _by_table(loaded, column, "column")
@@ -75,7 +75,8 @@ def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
     """How a table's ids are read."""
     if profile is None:
         return {}
-    return {"sample_key": profile.sample_key, "hash": profile.hash, "num_rows": table.rows}
+    how = {"sample_key": profile.sample_key, "hash": profile.hash, "num_rows": table.rows}
+    return how if profile.mapping is None else how | {"mapping": profile.mapping}
 
 
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:

@@ -136,8 +136,8 @@ def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> No
     inner = column_type.value_type if is_list(column_type) or pt.is_dictionary(column_type) else column_type
     if not pt.is_integer(inner):
         raise DataError(
-            f"{source.name}: column {column!r} holds {column_type}, not ids; expected integers or lists of integers"
-            " (encode texts and round floats before)"
+            f"{source.name}: column {column!r} holds {column_type}, not ids (integers, or lists of them); number its"
+            f" values first: flexshard encode {source.name} --column {column} -o encoded.parquet"
         )
 
 

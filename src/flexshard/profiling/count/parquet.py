@@ -18,12 +18,14 @@ from flexshard.profiling.count.burst_counter import BurstCounter
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import DistinctBatches, IdBatch, check_column, key_array, key_kind, read_ids
 from flexshard.profiling.count.keyed_lengths import KeyedLengths, held_out
+from flexshard.profiling.encoding.encoding import encoded
+from flexshard.profiling.encoding.mapping import load_mapping
 from flexshard.profiling.hashing import check_hash, hash_to_rows
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
 
-__all__ = ["profile_parquet", "profile_parquet_by", "read_samples"]
+__all__ = ["columns_of", "profile_parquet", "profile_parquet_by", "read_samples"]
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -34,6 +36,7 @@ def profile_parquet(
     column: str,
     num_rows: int | None,
     hash: str | None,
+    mapping: PathLike | None,
     sample_key: str | None,
     holdout: float,
     seed: int,
@@ -43,6 +46,25 @@ def profile_parquet(
     progress: ProgressCallback | None,
 ) -> AccessProfile:
     """See :meth:`AccessProfile.from_parquet`."""
+    if mapping is not None:
+        if hash is not None:
+            raise DataError("ids are mapped to rows or hashed to them, not both; leave out mapping or hash")
+        rows_of_mapping = load_mapping(mapping).rows
+        with encoded(paths, column, mapping, unknown="drop") as path:
+            return profile_parquet(
+                path,
+                column=column,
+                num_rows=rows_of_mapping if num_rows is None else num_rows,
+                hash=None,
+                mapping=None,
+                sample_key=sample_key,
+                holdout=holdout,
+                seed=seed,
+                workers=workers,
+                table=table,
+                distinct_batch=distinct_batch,
+                progress=progress,
+            )
     holdout, seed = check_finite(holdout, "holdout", DataError), check_int(seed, "seed", DataError, least=0)
     if not 0 <= holdout < 1:
         raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
@@ -199,13 +221,14 @@ def read_samples(
     limit: int | None = None,
     sample_key: str | None = None,
     hash: str | None = None,
+    mapping: PathLike | None = None,
     num_rows: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Ids of consecutive samples, and how many each sample has.
 
     Args:
-        paths, column, sample_key, hash, num_rows: as for :meth:`AccessProfile.from_parquet`. Samples by key come in the
-            order in which their keys first do, and all of the files is read for them.
+        paths, column, sample_key, hash, mapping, num_rows: as for :meth:`AccessProfile.from_parquet`. Samples by key
+            come in the order in which their keys first do, and all of the files is read for them.
         limit: most samples to read.
 
     Returns:
@@ -215,6 +238,9 @@ def read_samples(
         DataError: as :meth:`AccessProfile.from_parquet`.
     """
     check_hash(hash, num_rows)
+    if mapping is not None:
+        with encoded(paths, column, mapping, unknown="drop") as path:
+            return read_samples(path, column, limit=limit, sample_key=sample_key)
     sources = _checked(paths, column)
     if sample_key is not None:
         _check_keys(sources, sample_key)
@@ -240,6 +266,11 @@ def read_samples(
     if sample_key is None:
         return all_ids, all_lengths
     return _by_key(all_ids, all_lengths, pa.chunked_array([part for key in keys for part in key.chunks]), limit)
+
+
+def columns_of(paths: PathLike | Sequence[PathLike]) -> list[str]:
+    """Names of the columns of Parquet files; raises DataError where they cannot be read."""
+    return list(expand(paths)[0].schema.names)
 
 
 def _by_key(

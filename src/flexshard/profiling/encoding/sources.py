@@ -1,0 +1,199 @@
+"""Data of any kind as DuckDB reads it: which files, and what a column's values are."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from flexshard._internal import PathLike, hidden_part
+from flexshard.errors import DataError
+
+__all__ = ["Scan", "Values", "quoted", "resolved", "scan", "text"]
+
+_KINDS = {
+    "parquet": (".parquet", ".pq"),
+    "csv": (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst"),
+    "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
+}
+_READERS = {"parquet": "read_parquet", "csv": "read_csv", "json": "read_json"}
+
+
+def quoted(name: str) -> str:
+    """A column's name, whatever is in it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def text(value: str) -> str:
+    """A text."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Files that are read as one.
+
+    Attributes:
+        kind: "parquet", "csv" or "json".
+        files: in order of their names.
+    """
+
+    kind: str
+    files: tuple[str, ...]
+
+    @property
+    def sql(self) -> str:
+        """DuckDB's expression for all rows, in the files' order; folders such as ``day=1`` are columns."""
+        listed = ", ".join(text(glob.escape(file)) for file in self.files)
+        return f"{_READERS[self.kind]}([{listed}], hive_partitioning = true)"
+
+    @property
+    def numbered_sql(self) -> str:
+        """The same of Parquet files, with ``file_row_number`` and ``file_index``."""
+        return self.sql.removesuffix(")") + ", file_row_number = true)"
+
+    def columns(self, database: Any) -> dict[str, str]:
+        """DuckDB's type of each column, by name.
+
+        Raises:
+            DataError: the files cannot be read as one table.
+        """
+        return {row[0]: row[1] for row in describe(database, f"SELECT * FROM {self.sql}", self.files[0])}
+
+
+def describe(database: Any, query: str, where: str) -> list[Any]:
+    """Names and types of what a query gives; raises DataError where it cannot be read."""
+    import duckdb
+
+    try:
+        found: list[Any] = database.sql(f"DESCRIBE {query}").fetchall()
+    except duckdb.Error as error:
+        raise DataError(f"{where}: cannot be read: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def scan(paths: PathLike | Sequence[PathLike]) -> Scan:
+    """The files that files, globs and folders name, all of one kind, by their names.
+
+    Raises:
+        DataError: nothing matches, files of different kinds, or of a kind that is not read.
+    """
+    listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    files: list[str] = []
+    for entry in listed:
+        given = os.fspath(entry)
+        if "://" in given:
+            raise DataError(f"{given}: values are encoded from local files; copy them here first")
+        files += sorted(_matches(given))
+    if not files:
+        raise DataError("no data files were given")
+    kinds = {_kind(file): file for file in reversed(files)}
+    if len(kinds) > 1:
+        (one, first), (other, second) = list(kinds.items())[:2]
+        raise DataError(f"{first} is {one}, but {second} {other}; give files of one kind")
+    return Scan(next(iter(kinds)), tuple(dict.fromkeys(files)))
+
+
+def _matches(given: str) -> list[str]:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        every = [file for file in path.rglob("*") if file.is_file() and not hidden_part(str(file.relative_to(path)))]
+        found = [str(file) for file in every if _kind_or_none(str(file))]
+        if not found:
+            raise DataError(f"{given}: no Parquet, CSV or JSON files in this folder")
+        return found
+    if path.exists():
+        return [str(path)]
+    found = glob.glob(str(path), recursive=True)
+    if not found:
+        raise DataError(f"{given}: no such file" if not glob.has_magic(given) else f"{given}: no file matches")
+    return found
+
+
+def _kind_or_none(file: str) -> str | None:
+    lower = file.lower()
+    return next((kind for kind, endings in _KINDS.items() if lower.endswith(endings)), None)
+
+
+def _kind(file: str) -> str:
+    kind = _kind_or_none(file)
+    if kind is None:
+        endings = ", ".join(sorted(ending for each in _KINDS.values() for ending in each if ending.count(".") == 1))
+        raise DataError(f"{file}: of no kind that is read, which its name tells; {endings}")
+    return kind
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a column holds.
+
+    Attributes:
+        name: as it was asked for: a column, or ``column.field``.
+        sql: DuckDB's expression for it, in the rows of a scan: a value, or a list of values.
+        is_list: which of them.
+        kind: DuckDB's type of a value.
+        is_column: whether it is a column, not a field within one.
+    """
+
+    name: str
+    sql: str
+    is_list: bool
+    kind: str
+    is_column: bool
+
+
+def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Values:
+    """A column, a field of structs (``event.item_id``), lists of lists as one list, texts cut at a separator.
+
+    Raises:
+        DataError: no such column or field (names the nearest), or values that are no key.
+    """
+    columns = data.columns(database)
+    is_column = name in columns
+    head, fields = (name, []) if is_column else _split(name, columns, data)
+    sql, kind = quoted(head), columns[head]
+    for field in fields:
+        sql, kind = _field(database, data, sql, kind, field, name)
+    while kind.endswith("]") and kind[: kind.rindex("[")].endswith("]"):
+        sql, kind = f"flatten({sql})", kind[: kind.rindex("[")]
+    is_list = kind.endswith("]")
+    inner = kind[: kind.rindex("[")] if is_list else kind
+    if separator is not None:
+        if is_list or inner != "VARCHAR":
+            raise DataError(f"{data.files[0]}: column {name!r} holds {kind}; a separator goes with texts")
+        cut = f"list_transform(string_split({sql}, {text(separator)}), lambda part: trim(part))"
+        return Values(name, f"list_filter({cut}, lambda part: part <> '')", True, inner, is_column)
+    if inner.startswith(("STRUCT", "MAP", "UNION")) or inner == "JSON":
+        raise DataError(f"{data.files[0]}: column {name!r} holds {kind}; name one of its fields, as {name}.FIELD")
+    if inner.startswith("ENUM"):
+        as_text = "VARCHAR[]" if is_list else "VARCHAR"
+        return Values(name, f"CAST({sql} AS {as_text})", is_list, "VARCHAR", is_column)
+    return Values(name, sql, is_list, inner, is_column)
+
+
+def _split(name: str, columns: dict[str, str], data: Scan) -> tuple[str, list[str]]:
+    parts = name.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        head = ".".join(parts[:size])
+        if head in columns:
+            return head, parts[size:]
+    near = get_close_matches(name, columns, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(columns)}"
+    raise DataError(f"{data.files[0]}: no column {name!r}{hint}")
+
+
+def _field(database: Any, data: Scan, sql: str, kind: str, field: str, name: str) -> tuple[str, str]:
+    """A field of a struct, or of every struct of a list."""
+    is_list = kind.endswith("[]")
+    inner = f"list_transform({sql}, lambda each: each.{quoted(field)})" if is_list else f"{sql}.{quoted(field)}"
+    if not kind.removesuffix("[]").startswith("STRUCT"):
+        raise DataError(f"{data.files[0]}: {name!r}: {kind} has no field {field!r}")
+    try:
+        rows = describe(database, f"SELECT {inner} FROM {data.sql}", data.files[0])
+    except DataError as error:
+        raise DataError(f"{data.files[0]}: {name!r}: no field {field!r} in {kind}") from error
+    return inner, rows[0][1]

@@ -1,0 +1,217 @@
+"""Any values to dense ids: against Python's own counting, through every kind of file, and what cannot be encoded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flexshard import AccessProfile
+from flexshard.errors import DataError, ProfileError
+from flexshard.profiling import encode, load_mapping, read_samples
+from tests.commands import run
+
+NAN = float("nan")
+
+
+def mapping_of(path: Path) -> dict[Any, int]:
+    table = pq.read_table(path)
+    return dict(zip(table["value"].to_pylist(), table["row"].to_pylist(), strict=True))
+
+
+def check(folder: Path, column: str, given: list[Any], expected: list[Any], **how: Any) -> None:
+    """Values come back by the mapping, which numbers them by how often they occur."""
+    found = encode(folder / "in.parquet", folder / "out.parquet", columns=[column], **how)[0]
+    rows = mapping_of(folder / f"out.{column}.mapping.parquet")
+    back = {row: value for value, row in rows.items()}
+    encoded = pq.read_table(folder / "out.parquet")[column].to_pylist()
+    assert [[back[i] for i in ids] if isinstance(ids, list) else back[ids] for ids in encoded] == expected
+    flat = [value for ids in expected for value in (ids if isinstance(ids, list) else [ids])]
+    counts = Counter(flat)
+    assert sorted(rows.values()) == list(range(len(counts)))
+    ordered = [counts[back[row]] for row in range(len(back))]
+    assert ordered == sorted(ordered, reverse=True)
+    assert (found.ids, found.mapping.rows) == (len(flat), len(counts))
+    del given
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "how"),
+    [
+        (["b", "a", "b", "ü", ""], None, {}),
+        (pa.array(["b", "a", "b"]).dictionary_encode(), ["b", "a", "b"], {}),
+        ([7, 643_000_000, 7, -5], None, {}),
+        (pa.array([2**64 - 1, 2**63 - 1, 2**63 - 2], pa.uint64()), [2**64 - 1, 2**63 - 1, 2**63 - 2], {}),
+        ([1.0, NAN, 2.0, 1.0, None], [1, 2, 1], {"nulls": "drop"}),
+        ([1.0, NAN, 2.0, 1.0, None], [1, None, 2, 1, None], {"nulls": "keep"}),
+        ([1.5, 2.0, 1.5], None, {}),
+        ([None, 3, 3, 4], [3, 3, 4], {"nulls": "drop"}),
+        (["1|2|3", "2", None, "", " 3 | 2"], [["1", "2", "3"], ["2"], [], [], ["3", "2"]], {"separator": "|"}),
+        ([["x", "y"], None, ["y"], [], ["x", None]], [["x", "y"], [], ["y"], [], ["x"]], {"nulls": "drop"}),
+        ([["x", "y"], None, ["x", None]], [["x", "y"], [], ["x", None]], {"nulls": "keep"}),
+        ([[[1], [2, 3]], [], [[3]], None], [[1, 2, 3], [], [3], []], {}),
+        ([[1.0, NAN], [2.0], []], [[1], [2], []], {"nulls": "drop"}),
+        (pa.array([b"\x00", b"\xff", b"\x00"]), [b"\x00", b"\xff", b"\x00"], {}),
+        ([True, False, True], None, {}),
+    ],
+)
+def test_values_are_numbered_by_frequency(tmp_path: Path, values: Any, expected: Any, how: dict[str, Any]) -> None:
+    column = values if isinstance(values, pa.Array) else pa.array(values)
+    pq.write_table(pa.table({"place": np.arange(len(column)), "x": column}), tmp_path / "in.parquet")
+    check(tmp_path, "x", column.to_pylist(), column.to_pylist() if expected is None else expected, **how)
+    kept = pq.read_table(tmp_path / "out.parquet")["place"].to_pylist()
+    assert kept == sorted(kept)
+
+
+@pytest.mark.parametrize("name", ["event.item_id", "events.item_id"])
+def test_fields_of_structs(tmp_path: Path, name: str) -> None:
+    events = [[{"item_id": 7}, {"item_id": 8}], [], None, [{"item_id": 7}]]
+    table = pa.table({"event": [{"item_id": n % 2, "other": "q"} for n in range(4)], "events": events})
+    pq.write_table(table, tmp_path / "in.parquet")
+    expected = [0, 1, 0, 1] if name == "event.item_id" else [[7, 8], [], [], [7]]
+    check(tmp_path, name, [], expected)
+    assert pq.read_table(tmp_path / "out.parquet").column_names == ["event", "events", name]
+
+
+def test_csv_json_and_partitions(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("u,item,hash\n1,red,18446744073709551615\n2,blue,9223372036854775807\n3,red,5\n")
+    encode(tmp_path / "a.csv", tmp_path / "a.parquet", columns=["item", "hash"])
+    found = pq.read_table(tmp_path / "a.parquet")
+    assert found.to_pydict() == {"u": [1, 2, 3], "item": [0, 1, 0], "hash": [2, 1, 0]}
+    assert mapping_of(tmp_path / "a.hash.mapping.parquet") == {5: 0, 2**63 - 1: 1, 2**64 - 1: 2}
+    encode(tmp_path / "a.csv", tmp_path / "b.parquet", columns=["item"])
+    kept = pq.read_table(tmp_path / "b.parquet")["hash"].to_pylist()
+    assert [int(value) for value in kept] == [2**64 - 1, 2**63 - 1, 5]  # other columns keep their values
+    (tmp_path / "log").mkdir()
+    for number, ids in enumerate((["p", "q"], ["q"])):
+        lines = [json.dumps({"user": number, "event": {"id": each}}) for each in ids]
+        (tmp_path / "log" / f"{number}.jsonl").write_text("\n".join(lines))
+    encode(tmp_path / "log", tmp_path / "c.parquet", columns=["event.id"])
+    assert pq.read_table(tmp_path / "c.parquet")["event.id"].to_pylist() == [1, 0, 0]
+    for day in (1, 2):
+        (tmp_path / "hive" / f"day={day}").mkdir(parents=True)
+        pq.write_table(pa.table({"i": ["m", "n"]}), tmp_path / "hive" / f"day={day}" / "x.parquet")
+    encode(tmp_path / "hive", tmp_path / "d.parquet", columns=["i", "day"])
+    assert pq.read_table(tmp_path / "d.parquet").to_pydict() == {"i": [0, 1, 0, 1], "day": [0, 0, 1, 1]}
+
+
+def test_rows_keep_their_order_beyond_memory(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    items = generator.zipf(1.3, 600_000) % 10**12
+    lists = pa.ListArray.from_arrays(np.arange(0, 600_001, 3, dtype=np.int32), items.astype(np.int64))
+    pq.write_table(pa.table({"x": lists, "place": np.arange(200_000)}), tmp_path / "in.parquet", row_group_size=10_000)
+    pq.write_table(pa.table({"y": items, "place": np.arange(600_000)}), tmp_path / "flat.parquet", row_group_size=9000)
+    for name, column in (("in", "x"), ("flat", "y")):
+        encode(tmp_path / f"{name}.parquet", tmp_path / "out.parquet", columns=[column], memory="100MB")
+        found = pq.read_table(tmp_path / "out.parquet")
+        assert found["place"].to_pylist() == list(range(found.num_rows))
+        rows = pq.read_table(tmp_path / f"out.{column}.mapping.parquet")
+        back = rows["value"].to_numpy()[pa.compute.list_flatten(found["x"]) if name == "in" else found["y"].to_numpy()]
+        np.testing.assert_array_equal(back, items)
+        assert np.all(np.diff(rows["count"].to_numpy()) <= 0)
+
+
+def test_a_mapping_is_used_again(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": ["a", "b", "a"], "s": [1, 1, 2]}), tmp_path / "in.parquet")
+    encode(tmp_path / "in.parquet", tmp_path / "out.parquet", columns=["x"])
+    mapping = tmp_path / "out.x.mapping.parquet"
+    assert load_mapping(mapping).rows == 2
+    pq.write_table(pa.table({"x": ["b", "c", "a", None], "s": [1, 1, 2, 2]}), tmp_path / "later.parquet")
+    how: dict[str, Any] = {"columns": ["x"], "mappings": {"x": mapping}}
+    with pytest.raises(DataError, match=r"'x' has 1 values that .* has not, 'c' among them; leave them out"):
+        encode(tmp_path / "later.parquet", tmp_path / "no.parquet", nulls="drop", **how)
+    assert not (tmp_path / "no.parquet").exists()
+    found = encode(tmp_path / "later.parquet", tmp_path / "new.parquet", nulls="drop", unknown="drop", **how)[0]
+    assert (found.ids, found.dropped) == (2, 2)
+    assert pq.read_table(tmp_path / "new.parquet")["x"].to_pylist() == [1, 0]
+    profile = AccessProfile.from_parquet(tmp_path / "in.parquet", column="x", mapping=mapping, sample_key="s")
+    assert (profile.num_rows, profile.num_samples, profile.counts.tolist()) == (2, 2, [2, 1])
+    (tmp_path / "profiles").mkdir()
+    profile.save(tmp_path / "profiles" / "x.profile.parquet")
+    loaded = AccessProfile.load(tmp_path / "profiles" / "x.profile.parquet")
+    assert loaded.mapping == str(mapping)
+    ids, lengths = read_samples(
+        tmp_path / "in.parquet", "x", sample_key="s", mapping=loaded.mapping, num_rows=loaded.num_rows
+    )
+    assert (ids.tolist(), lengths.tolist()) == ([0, 1, 0], [2, 1])
+    with pytest.raises(ProfileError, match="mapped otherwise do not add up"):
+        _ = profile + AccessProfile.from_parquet(tmp_path / "new.parquet", column="x", sample_key="s", num_rows=2)
+
+
+def test_what_cannot_be_encoded(tmp_path: Path) -> None:
+    table = pa.table(
+        {"items": ["a", None], "event": [{"id": 1}] * 2, "f": [1.0, float("inf")], "n": pa.nulls(2, pa.int64())}
+    )
+    pq.write_table(table, tmp_path / "in.parquet")
+    (tmp_path / "x.log").write_text("a")
+    (tmp_path / "empty").mkdir()
+    pq.write_table(pa.table({"a": [1], "A": [2]}), tmp_path / "case.parquet")
+    for message, data, how in (
+        ("column 'items' has 1 null ids in 1 file", "in.parquet", {"columns": ["items"]}),
+        ("no column 'item'; did you mean 'items'", "in.parquet", {"columns": ["item"]}),
+        (r"column 'event' holds STRUCT.*; name one of its fields", "in.parquet", {"columns": ["event"]}),
+        ("no field 'x' in STRUCT", "in.parquet", {"columns": ["event.x"]}),
+        ("'f' has numbers that are infinite", "in.parquet", {"columns": ["f"]}),
+        ("'n' has no values", "in.parquet", {"columns": ["n"], "nulls": "drop"}),
+        ("a separator goes with texts", "in.parquet", {"columns": ["f"], "separator": "|"}),
+        ("nulls is 'drop' or 'keep', found 'x'", "in.parquet", {"columns": ["items"], "nulls": "x"}),
+        ("unknown is 'error' or 'drop'", "in.parquet", {"columns": ["items"], "unknown": "x"}),
+        ("is given twice", "in.parquet", {"columns": ["items", "items"]}),
+        ("give one at least", "in.parquet", {"columns": []}),
+        (
+            "not a mapping that 'flexshard encode' wrote",
+            "in.parquet",
+            {"columns": ["f"], "mappings": {"f": tmp_path / "in.parquet"}},
+        ),
+        ("no such file", "in.parquet", {"columns": ["f"], "mappings": {"f": tmp_path / "no"}}),
+        ("x.log: of no kind that is read", "x.log", {"columns": ["a"]}),
+        ("no Parquet, CSV or JSON files", "empty", {"columns": ["a"]}),
+        ("nothing: no such file", "nothing", {"columns": ["a"]}),
+        ("'a' and 'A' differ by case at most", "case.parquet", {"columns": ["a"]}),
+    ):
+        arguments: Any = how
+        with pytest.raises(DataError, match=message):
+            encode(tmp_path / data, tmp_path / "out.parquet", **arguments)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_commands_from_a_log_to_a_plan_and_back(tmp_path: Path) -> None:
+    """A log that pandas wrote as CSV, its items texts: encoded, profiled, planned, replayed through the mapping."""
+    generator = np.random.default_rng(0)
+    lines = [f"{row // 4},sku-{item % 300}" for row, item in enumerate(generator.zipf(1.2, 4000))]
+    (tmp_path / "log.csv").write_text("\n".join(["session_id,item", *lines]))
+    done = run(tmp_path, "encode", "log.csv", "--column", "item", "-o", "log.parquet", "--json")
+    assert done.returncode == 0, done.stderr
+    column = json.loads(done.stdout)["columns"][0]
+    assert column["ids"] == 4000
+    own = ["--column", "item", "--sample-key", "session_id"]
+    one = run(tmp_path, "profile", "log.parquet", *own, "-o", "a.profile.parquet", "--json")
+    own += ["--mapping", column["mapping"]]
+    two = run(tmp_path, "profile", "log.csv", *own, "-o", "item.profile.parquet", "--json")
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    first, second = (json.loads(each.stdout)[0] for each in (one, two))
+    assert {**first, "path": ""} == {**second, "path": ""}
+    assert first["num_samples"] == 1000
+    how = ["--cluster", "a100-4x8-roce", "--batch-size", 8, "--dim", 16]
+    made = run(tmp_path, "job", "item.profile.parquet", *how, "-o", "job.yaml")
+    assert made.returncode == 0, made.stderr
+    assert run(tmp_path, "plan", "job.yaml", "-o", "plan.json").returncode == 0
+    raw = run(tmp_path, "replay", "plan.json", "log.csv", "--column", "item", "--json")
+    assert raw.returncode == 0, raw.stderr
+    assert json.loads(raw.stdout)["steps"] > 0
+    texts = run(tmp_path, "profile", "log.parquet", "--column", "item", "-o", "b.profile.parquet")
+    assert "every row is a sample of one id (L = 1)" in texts.stderr
+    assert "--sample-key; columns that may be: session_id" in texts.stderr
+    pq.write_table(pa.table({"item": ["a"]}), tmp_path / "texts.parquet")
+    wrong = run(tmp_path, "profile", "texts.parquet", "--column", "item", "-o", "c.profile.parquet")
+    assert wrong.returncode == 2
+    assert "flexshard encode texts.parquet --column item -o encoded.parquet" in wrong.stderr
+    lost = run(tmp_path, "encode", "log.csv", "--column", "item", "-o", "log.csv")
+    assert lost.returncode == 2
+    assert lost.stderr.count("\n") == 1
