@@ -25,7 +25,7 @@ FLOORS = (
     {"costmodels", "embeddings"},
     {"calibration", "planner", "ingestion"},
     {"executors"},
-    {"plots"},
+    {"plots", "report"},
     {"cli"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -188,10 +188,11 @@ def test_a_module_that_stands_twice_is_replaced_twice_and_all_or_nothing_is() ->
 class Clicks(nn.Module):
     """A table of the model's own, with an optimizer in backward, and a layer that another optimizer steps."""
 
-    def __init__(self, optimizer: str) -> None:
+    def __init__(self, optimizer: str, rank: int = 0, **more: Any) -> None:
         super().__init__()
-        torch.manual_seed(7)
+        torch.manual_seed(7 + rank)  # the first one's numbers are everybody's
         how: dict[str, Any] = {"tt_ranks": 4, "std": 1.0, "hot_rows": 3, "optimizer": optimizer, "learning_rate": RATE}
+        how |= more
         if torch.distributed.is_initialized():
             how["process_group"] = torch.distributed.group.WORLD
         self.table = TTEmbedding(ROWS, DIM, **how)
@@ -221,7 +222,7 @@ def train_clicks(model: nn.Module, table: TTEmbedding, world: int, rank: int | N
 
 
 def fused_in_a_job(rank: int, optimizer: str, wrapped: str) -> list[np.ndarray]:
-    model = Clicks(optimizer)
+    model = Clicks(optimizer, rank)
     table = model.table
     parallel: Any
     ignored = updated_in_backward(model)
@@ -246,6 +247,55 @@ def test_fused_updates_in_a_job_are_those_of_the_whole_batch(optimizer: str, wra
     for found in ranks.run(1, world, fused_in_a_job, optimizer, wrapped):
         for own, due in zip(found, expected, strict=True):
             np.testing.assert_allclose(own, due, atol=2e-5, rtol=1e-4)
+
+
+def half_a_step(rank: int, scaled: bool) -> list[str]:
+    """What changes where one rank's gradient is not finite, of a row that is pinned or of one that is not."""
+    found = []
+    for wrong in (1, 5):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+        model = Clicks("adam", rank, grad_scaler=scaler)
+        model.table.pin_rows(torch.tensor([1]))
+        rows = model.table(torch.tensor([1, 2, 5]))
+        before = [tensor.clone() for tensor in model.table.state_dict().values()]
+        upstream = torch.ones(3, DIM)
+        if rank == 1:
+            upstream[[1, 2, 5].index(wrong)] = float("inf")
+        try:
+            rows.backward(upstream)
+            found.append("taken")
+        except TableError as error:
+            found.append(str(error))
+        after = model.table.state_dict()
+        assert all(torch.equal(a, b) for a, b in zip(before, after.values(), strict=True))
+        model.table(torch.tensor([1, 2, 5])).sum().backward()  # and it goes on
+        assert not torch.equal(model.table.cores[0], before[list(after).index("cores.0")])
+    return found
+
+
+def test_no_rank_takes_half_a_step() -> None:
+    for found in ranks.run(1, 2, half_a_step, False):
+        assert all("numbers that are not finite" in said for said in found)
+    for found in ranks.run(1, 2, half_a_step, True):
+        assert found == ["taken", "taken"]  # a scaler leaves it out without a word
+
+
+def folded_in_a_job(rank: int) -> tuple[list[np.ndarray], str]:
+    model = Clicks("sgd", rank)
+    model.table.pin_rows(torch.tensor([1, 7]))
+    for step in range(3):
+        model(ids_of(rank, step)).backward()
+    model.table.unpin_rows(steps=5)
+    with pytest.raises(TableError) as caught:
+        model.table.pin_rows(torch.tensor([rank]))
+    return [model.table.to_dense().numpy()], str(caught.value)
+
+
+def test_ranks_fold_the_same_rows_to_the_same_cores() -> None:
+    (first, said), (second, also) = ranks.run(1, 2, folded_in_a_job)
+    np.testing.assert_array_equal(first[0], second[0])
+    assert said == also
+    assert "ranks pin or unpin different rows" in said
 
 
 def fused_by_itself(rank: int) -> str:

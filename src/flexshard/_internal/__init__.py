@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from flexshard._internal.files import (
         PathLike as PathLike,
+        checked_path as checked_path,
         make_folder as make_folder,
         read_text as read_text,
         replacing as replacing,
@@ -108,7 +109,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "deprecation": ["deprecated_attribute", "renamed_parameters"],
         "device_copies": ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread_on", "to_device"],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
-        "files": ["PathLike", "make_folder", "read_text", "replacing", "write_text"],
+        "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined"],
         "keyed_jagged": ["with_values"],
         "lazy": ["bound"],

@@ -10,9 +10,16 @@ from pathlib import Path
 
 from flexshard.errors import FlexShardError, OutputError
 
-__all__ = ["PathLike", "make_folder", "read_text", "replacing", "write_text"]
+__all__ = ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"]
 
 PathLike = str | os.PathLike[str]
+
+
+def checked_path(path: object, error: type[FlexShardError]) -> str:
+    """A path as a text; raises ``error`` for what is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise error(f"a file's path is a text or a Path, found {path!r}")
+    return os.fspath(path)
 
 
 def make_folder(path: PathLike) -> Path:
@@ -37,7 +44,7 @@ def replacing(path: PathLike) -> Iterator[Path]:
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
     """
-    target = Path(path).resolve()  # a link stays a link
+    target = Path(checked_path(path, OutputError)).resolve()  # a link stays a link
     if target.exists() and not target.is_file():
         kind = "a folder" if target.is_dir() else "not a regular file"
         raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
@@ -74,7 +81,7 @@ def write_text(path: PathLike, text: str) -> None:
 def read_text(path: PathLike, error_type: type[FlexShardError]) -> str:
     """The text of a file, or ``error_type`` with one line that names it."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(checked_path(path, error_type)).read_text(encoding="utf-8")
     except (UnicodeDecodeError, ValueError) as error:
         if not isinstance(error, UnicodeDecodeError):
             raise error_type(f"{path}: not a path that can be read: {error}") from error

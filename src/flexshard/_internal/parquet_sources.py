@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from flexshard._internal.checks import first_repeated
-from flexshard._internal.files import PathLike
+from flexshard._internal.files import PathLike, checked_path
 from flexshard.errors import DataError, MissingDependencyError
 
 __all__ = ["Chunk", "ParquetSource", "expand", "first_line", "hidden_part", "is_list", "one_array", "read_chunks"]
@@ -89,12 +89,16 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
     Raises:
         DataError: nothing matches, or a file is not readable as Parquet.
     """
-    listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
+    if not isinstance(paths, Iterable):
+        raise DataError(f"data files are paths, found {paths!r}")
+    listed = list(paths)
     if not listed:
         raise DataError("no data files were given")
     sources: list[ParquetSource] = []
     for entry in listed:
-        text = os.fspath(entry)
+        text = checked_path(entry, DataError)
         filesystem, matches = _match_url(text) if "://" in text else (None, _match_local(text))
         if not matches:
             raise DataError(f"{text}: {_nothing(text)}")

@@ -15,6 +15,7 @@ __all__ = ["Force", "check_output"]
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
 
+_PAGE = b"<!doctype html>"
 _PARQUET, _PICTURES = b"PAR1", (b"\x89PNG", b"%PDF", b"<?xml", b"<svg")
 _TEXT_FORMAT = re.compile(rb"[\"']?format[\"']?\s*:\s*[\"']?(flexshard\.\w+)")
 # What commands call what they write, by what it says it is.
@@ -29,6 +30,7 @@ _NOUNS = {
     "flexshard.profile": "a profile",
     "flexshard.rates": "a file of rates",
     "flexshard.timeline": "a trace",
+    "page": "a page",
     "parquet": "a Parquet file of data",
     "picture": "a picture",
 }
@@ -39,7 +41,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
 
     Args:
         path: of the file.
-        kind: what it will be: a format of FlexShard's files, "parquet" (data) or "picture".
+        kind: what it will be: a format of FlexShard's files, "parquet" (data), "picture" or "page".
         inputs: what the command reads.
         force: whether an existing file of another kind may be replaced.
 
@@ -72,6 +74,8 @@ def _kind(path: Path) -> str:
         return _parquet_kind(path)
     if head.startswith(_PICTURES):
         return "picture"
+    if head.startswith(_PAGE):
+        return "page"
     named = _TEXT_FORMAT.search(head)
     return named.group(1).decode() if named else ""
 

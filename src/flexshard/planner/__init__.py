@@ -122,6 +122,8 @@ VALUE_METHODS = {
     "Plan.load": "plan_file:load_plan",
     "Plan.fingerprint": "plan_file:fingerprint",
     "Plan.__str__": "explanations.plan_text:plan_text",
+    "Plan._repr_html_": "explanations.plan_frames:plan_html",
+    "Plan.to_frame": "explanations.plan_frames:frame_of_plan",
     "CompressionPlan.save": "compression.decision_file:save_decision",
     "CompressionPlan.load": "compression.decision_file:load_decision",
     "CompressionPlan.document": "compression.decision_file:decision_document",

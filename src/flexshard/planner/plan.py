@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
 from flexshard.costmodels import Cost, LocalRates, Phase, StepWork, step_phases
@@ -187,7 +187,7 @@ class TablePlan:
         return next((tier for tier in self.tiers if tier.group_size == group_size), None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A placement of every row of every table, its predicted cost and its proof.
 
@@ -283,6 +283,25 @@ class Plan:
         plan: Plan = bound("flexshard.planner", "Plan.load")(path)
         return plan
 
+    def to_frame(self) -> Any:
+        """An Arrow table with a row per tier of each table, and one per shard of pooled tables: ``table``,
+        ``strategy``, ``group_size``, ``rows``, ``first_row``, ``covered`` and ``rank``, null where they do not apply;
+        ``.to_pandas()`` makes a pandas one.
+        """
+        return bound("flexshard.planner", "Plan.to_frame")(self)
+
     def __str__(self) -> str:
         text: str = bound("flexshard.planner", "Plan.__str__")(self)
         return text
+
+    def __repr__(self) -> str:
+        tables = len(self.tables) + len(self.pooled)
+        return (
+            f"Plan({tables} table{'s' if tables != 1 else ''} on {self.cluster.name} x {self.cluster.world_size} ranks,"
+            f" fingerprint={self.fingerprint[:16]!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        page: str = bound("flexshard.planner", "Plan._repr_html_")(self)
+        return page

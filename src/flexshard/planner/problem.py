@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,7 +67,7 @@ class Problem:
 
     Attributes:
         tables: with their access profiles; of distinct names.
-        cluster: to train on.
+        cluster: to train on; the text of a job will do, such as "dgx-h100:4" or a cluster file's path.
         batch_size: B, samples per rank.
         budget: memory per rank: "neutral" (no more than row-wise needs), a difference to that ("+2GiB", "-500 MB", or a
             number of bytes), or an absolute limit ("40GiB"), of which the cluster's reserve is taken off.
@@ -126,7 +127,7 @@ class Problem:
     def __init__(
         self,
         tables: Sequence[Table],
-        cluster: Cluster,
+        cluster: Cluster | str | os.PathLike[str],
         batch_size: int,
         budget: BudgetLike = "neutral",
         tiers: int = 3,
@@ -145,6 +146,8 @@ class Problem:
         timeout_seconds: float = 60.0,
         gap: float = 0.002,
     ) -> None:
+        if isinstance(cluster, str | os.PathLike):
+            cluster = Cluster.resolve(cluster)
         chosen = parse(method, METHODS, Method, "method")
         values: dict[str, Any] = {
             "method": chosen,
@@ -349,7 +352,7 @@ def _one_of(value: str, known: tuple[str, str], name: str) -> str:
 
 
 def _tables(tables: Sequence[Table]) -> tuple[Table, ...]:
-    if isinstance(tables, Table) or not all(isinstance(table, Table) for table in tables):
+    if not isinstance(tables, Sequence) or not all(isinstance(table, Table) for table in tables):
         raise JobError("tables must be a list of Table")
     listed = tuple(tables)
     if not listed:

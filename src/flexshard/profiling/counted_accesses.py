@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import check_int
+from flexshard._internal import check_finite, check_int
 from flexshard.errors import ProfileError
 from flexshard.profiling.bursts import Bursts
 from flexshard.profiling.holdout import Holdout
@@ -115,7 +115,8 @@ class CountedAccesses:
         return self.samples / (self.rows * float(self.num_samples))
 
     def covered(self, rows: float) -> float:
-        """Share of the accesses that go to the hottest ``rows`` rows, in [0, 1]."""
+        """Share of the accesses that go to the hottest ``rows`` rows, in [0, 1]; raises ProfileError for no number."""
+        rows = check_finite(rows, "rows", ProfileError)
         cumulative_rows, accesses = self._cumulative
         return float(np.interp(rows, cumulative_rows, accesses)) / self.num_accesses
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexshard._internal import DocumentFormat, PathLike, first_line, replacing
+from flexshard._internal import DocumentFormat, PathLike, checked_path, first_line, replacing
 from flexshard.errors import ProfileError
 from flexshard.profiling.bursts import Bursts
 from flexshard.profiling.hashing import HASHES
@@ -91,7 +91,7 @@ def _metadata(profile: AccessProfile, folder: Path) -> dict[str, Any]:
 
 def load_profile(path: PathLike) -> AccessProfile:
     """See :meth:`AccessProfile.load`."""
-    name = os.fspath(path)
+    name = checked_path(path, ProfileError)
     table, meta = _read(name)
     columns = {field: _column(name, table, field) for field in table.column_names}
     if set(columns) - {"samples"} not in ({"row", "count"}, {"row", "count", "held_out"}, {"count", "rows"}):
@@ -173,7 +173,7 @@ def load_ranking(path: PathLike, rows: int) -> tuple[str, IntArray]:
     Raises:
         ProfileError: as :meth:`AccessProfile.load`, for what is read.
     """
-    name = os.fspath(path)
+    name = checked_path(path, ProfileError)
     with _opened(name) as file:
         meta = _checked(name, file.schema_arrow.metadata)
         if meta["digest"] is not None and "row" in file.schema_arrow.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ __all__ = ["Table", "expected_distinct", "place_bytes", "translation_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
 POOLINGS = ("none", "sum", "mean")
+_MOST_KAPPA = 1e6
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +30,7 @@ class Table:
         name: as in the model.
         rows: E.
         dim: D.
-        profile: how often its rows are read.
+        profile: how often its rows are read; the path of a file that has it will do.
         dtype: of weights and activations ("float64", "float32", "float16", "bfloat16"); s bytes each. Gradients of
             16-bit tables are float32.
         optimizer: "sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam" or "lars_sgd".
@@ -58,9 +60,21 @@ class Table:
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
-        if isinstance(self.features, str):
-            raise TableError(f"{where}: features must be a list of names, found the text {self.features!r}")
+        if not isinstance(self.name, str):
+            raise TableError(f"a table's name is a text, found {self.name!r}")
+        if isinstance(self.features, str) or not isinstance(self.features, Sequence):
+            raise TableError(f"{where}: features must be a list of names, found {self.features!r}")
+        stray = next((feature for feature in self.features if not isinstance(feature, str)), None)
+        if stray is not None:
+            raise TableError(f"{where}: features must be a list of names, found {stray!r} in it")
         object.__setattr__(self, "features", tuple(self.features))
+        if isinstance(self.profile, str | os.PathLike):
+            object.__setattr__(self, "profile", AccessProfile.load(self.profile))
+        if not isinstance(self.profile, AccessProfile):
+            raise TableError(
+                f"{where}: profile must be an AccessProfile or the path of one, found {self.profile!r};"
+                " AccessProfile.from_parquet makes one"
+            )
         for field in ("rows", "dim"):
             object.__setattr__(self, field, check_int(getattr(self, field), f"{where}: {field}", TableError))
         if self.rows * self.dim > 1 << 60:
@@ -70,9 +84,12 @@ class Table:
         if self.optimizer not in OPTIMIZERS:
             raise TableError(f"{where}: optimizer must be one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
         if self.replication_multiplier is not None:
-            kappa = float(self.replication_multiplier)
-            if not 1 <= kappa < float("inf"):
-                raise TableError(f"{where}: replication_multiplier must be at least 1 (the weights), found {kappa}")
+            kappa = check_finite(self.replication_multiplier, f"{where}: replication_multiplier", TableError)
+            if not 1 <= kappa <= _MOST_KAPPA:
+                raise TableError(
+                    f"{where}: replication_multiplier must be at least 1 (the weights) and at most {_MOST_KAPPA:,.0f},"
+                    f" found {kappa:g}"
+                )
             object.__setattr__(self, "replication_multiplier", kappa)
         factor = check_finite(self.dedup_factor, f"{where}: dedup_factor", TableError)
         if factor < 1:

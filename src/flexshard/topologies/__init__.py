@@ -43,6 +43,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
 # Methods of values whose bodies stand in files that know the value.
 VALUE_METHODS = {
     "Cluster.preset": "preset_catalog:preset_cluster",
+    "Cluster.presets": "preset_catalog:preset_names",
     "Cluster.resolve": "preset_catalog:resolve_cluster",
     "Cluster.load": "cluster_file:load_cluster",
     "Cluster.save": "cluster_file:save_cluster",

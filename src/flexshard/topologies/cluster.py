@@ -7,6 +7,7 @@ all-reduce across the U/g groups. Level 1 has no all-to-all, level U no all-redu
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -119,7 +120,11 @@ class Cluster:
     host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
+        levels = tuple(self.levels) if isinstance(self.levels, Iterable) else (self.levels,)
+        stray = next((level for level in levels if not isinstance(level, Level)), None)
+        if stray is not None:
+            raise ClusterError(f"cluster {self.name!r}: levels are of Level, found {stray!r}")
+        object.__setattr__(self, "levels", levels)
         for name in ("nodes", "ranks_per_node", "ranks_per_link"):
             object.__setattr__(self, name, check_int(getattr(self, name), name, ClusterError, least=0))
         for name in ("hbm_bytes", "reserve_bytes"):
@@ -167,6 +172,12 @@ class Cluster:
         """
         cluster: Cluster = bound(__package__, "Cluster.preset")(name, nodes)
         return cluster
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """Names that :meth:`preset` takes."""
+        names: tuple[str, ...] = bound(__package__, "Cluster.presets")()
+        return names
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:

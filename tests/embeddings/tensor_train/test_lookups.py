@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
 from flexshard.embeddings.tensor_train.products import levels_of
-from flexshard.errors import DataError
+from flexshard.errors import DataError, TableError
 from tests.embeddings.tensor_train.products import dense, each_backend
 from tests.host_waits import HostWaits, as_on_cuda
 
@@ -317,5 +317,18 @@ def test_from_pretrained_and_weight() -> None:
     assert trained.cores[1].grad is not None
     assert trained.cores[1].grad.any()
     assert not TTEmbedding(60, 8, tt_ranks=2, optimizer="sgd").weight.requires_grad
+    exact = TTEmbedding.from_pretrained(dense.double(), tt_ranks=4, dtype=torch.float64)
+    torch.testing.assert_close(exact.weight, dense.double(), atol=1e-6, rtol=1e-6)
+    for size, message in ((1e-41, "too small or too large to decompose"), (1e30, "too large to decompose")):
+        with pytest.raises(TableError, match=message):
+            TTEmbedding.from_pretrained((dense * size).contiguous(), tt_ranks=4)
+    with pytest.raises(TableError, match="the table has no numbers yet"):
+        TTEmbedding(60, 8, tt_ranks=2, device="meta")(torch.arange(3))
+    with pytest.raises(TableError, match="a dense one of real numbers"):
+        TTEmbedding.from_pretrained(dense.to_sparse(), tt_ranks=4)
+    noted = TTEmbedding(60, 8, tt_ranks=2, hot_rows=2)
+    _ = noted.weight, noted.rows(torch.arange(4))
+    assert noted.seen is not None
+    assert noted.seen.count == 0  # what was looked at, not trained on
     with pytest.warns(UserWarning, match="the table: a tensor train .* has a relative error of"):
         TTEmbedding.from_pretrained(torch.randn(600, 8), tt_ranks=1)

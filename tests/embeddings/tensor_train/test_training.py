@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from math import prod
 from typing import Any
 
@@ -111,6 +112,69 @@ def test_a_scaler_that_the_table_knows_is_taken_off() -> None:
         tables[0](ids)
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         tables[0](ids)
+
+
+def test_copies_have_the_scaler_and_pickles_ask_for_it() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    table = TTEmbedding(60, 8, tt_ranks=4, optimizer="adam", grad_scaler=scaler, hot_rows=2)
+    copied = copy.deepcopy(table)
+    for one in (table, copied):
+        scaler.scale(one(torch.arange(9)).square().mean()).backward()
+    assert all(torch.equal(a, b) for a, b in zip(table.parameters(), copied.parameters(), strict=True))
+    loaded = pickle.loads(pickle.dumps(table))
+    with pytest.raises(TableError, match=r"pickled with grad_scaler, .*; set them again, as table.grad_scaler"):
+        loaded(torch.arange(9))
+    loaded.grad_scaler = scaler
+    for one in (table, loaded):
+        scaler.scale(one(torch.arange(9)).square().mean()).backward()
+    assert all(torch.equal(a, b) for a, b in zip(table.parameters(), loaded.parameters(), strict=True))
+
+
+def test_a_scaler_hears_of_gradients_that_overflow_in_the_table_alone() -> None:
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=10_000)
+    table = TTEmbedding(60, 8, tt_ranks=4, std=0.1, optimizer="sgd", learning_rate=0.1, grad_scaler=scaler)
+    over = nn.Linear(8, 1)
+    nn.init.constant_(over.weight, 5.0)
+    optimizer, before = torch.optim.SGD(over.parameters(), lr=1e-6), table.to_dense()
+    for _ in range(40):
+        optimizer.zero_grad()
+        rows = table(torch.arange(9))
+        with torch.autocast("cpu", torch.float16):
+            loss = over(rows).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 2.0**14
+    assert not torch.equal(table.to_dense(), before)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_any_memory_format_trains_the_same(optimizer: str) -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(60, 8, tt_ranks=4, std=1.0, optimizer=optimizer, learning_rate=0.1)
+    other = copy.deepcopy(table).to(memory_format=torch.channels_last)
+    for step in range(4):
+        ids = torch.randint(0, 60, (20,), generator=torch.Generator().manual_seed(step))
+        for one in (table, other):
+            one(ids).square().mean().backward()
+    for a, b in zip(table.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(b.contiguous(), a)
+
+
+def test_states_that_are_written_to_in_place_count() -> None:
+    torch.manual_seed(0)
+    how: Any = {"tt_ranks": 4, "std": 1.0, "optimizer": "adam", "learning_rate": 0.1, "hot_rows": 2}
+    table, other = TTEmbedding(60, 8, **how), TTEmbedding(60, 8, **how)
+    table.pin_rows(torch.tensor([3]))
+    for _ in range(5):
+        table(torch.arange(9)).square().sum().backward()
+    for own, given in zip(other.state_dict().values(), table.state_dict().values(), strict=True):
+        own.copy_(given)
+    for one in (table, other):
+        one(torch.arange(9)).square().sum().backward()
+    for own, given in zip(other.state_dict().values(), table.state_dict().values(), strict=True):
+        assert torch.equal(own, given)
 
 
 def test_gradients_that_are_not_finite_do_not_reach_the_cores() -> None:

@@ -20,6 +20,7 @@ COMMANDS = (
     "pareto",
     "plot",
     "explain",
+    "report",
     "compare",
     "diff",
     "replan",

@@ -19,7 +19,9 @@ from flexshard.errors import JobError
 @app.command("plan")
 def plan_command(
     job: JobFile,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write (JSON).")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Plan file to write (JSON); by default it is printed alone.")
+    ] = None,
     tiers: Tiers = None,
     budget: Budget = None,
     method: Method = None,
@@ -35,8 +37,12 @@ def plan_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decide where every row lives, and prove it."""
-    check_output(output, "flexshard.plan", inputs=[job, *(observed or ())], force=force)
+    """Decide where every row lives, and prove it.
+
+    Example: flexshard plan job.yaml -o plan.json --budget 40GiB
+    """
+    if output is not None:
+        check_output(output, "flexshard.plan", inputs=[job, *(observed or ())], force=force)
     if dense is not None and observed is not None:
         raise JobError("--dense and --observed both say what a step does besides its embeddings; give one of them")
     asked = job_with(job, tiers=tiers, budget=budget, method=method)
@@ -54,7 +60,8 @@ def plan_command(
     asked = replace(asked, **changes)
     with working("planning"):
         plan = asked.solve()
-    plan.save(output)
+    if output is not None:
+        plan.save(output)
     emit(planner.plan_document(plan), as_json=as_json, text=planner.plan_renderable(plan))
-    if not as_json:
+    if output is not None and not as_json:
         say(f"written to {output}, fingerprint {plan.fingerprint[:16]}")

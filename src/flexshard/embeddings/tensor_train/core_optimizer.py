@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from flexshard._internal import check_finite
 from flexshard.errors import TableError
 from flexshard.tables import OPTIMIZERS, StepOptions
 
-__all__ = ["FUSED", "CoreOptimizer", "Unscaled", "at_least_0", "in_full"]
+__all__ = ["FUSED", "CoreOptimizer", "StepCount", "Unscaled", "at_least_0", "checked_scaler", "in_full"]
 
 # Those whose state a slice of a core can have.
 FUSED = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -36,6 +35,7 @@ class CoreOptimizer:
         checked: whether gradients on the CPU are looked at, so that none that is not finite gets into the cores.
         updates: steps so far: cores of a lookup must not have been updated before its backward pass.
         is_skipping: whether the step of the backward pass under way is left out, for a scaler.
+        lost: what it had before it was pickled, and has to be given again.
     """
 
     def __init__(
@@ -52,10 +52,9 @@ class CoreOptimizer:
         if name not in FUSED:
             raise TableError(f"optimizer is one of {', '.join(FUSED)} or None, found {name!r}")
         self.name, self.updates, self.rule, self.is_skipping = name, 0, OPTIMIZERS[name], False
+        self.lost: tuple[str, ...] = ()
         self.learning_rate, self.eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")
-        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
-            raise TableError(f"grad_scaler is a torch.amp.GradScaler, found {type(grad_scaler).__name__}")
-        self.process_group, self.grad_scaler, self.checked = process_group, grad_scaler, checked
+        self.process_group, self.grad_scaler, self.checked = process_group, checked_scaler(grad_scaler), checked
         if not self.eps and self.has_state:
             raise TableError("eps must be above 0: numbers without a gradient yet would be divided by 0")
 
@@ -64,21 +63,26 @@ class CoreOptimizer:
         """Whether it keeps sums or means of gradients."""
         return bool(self.rule.states)
 
-    def new_states(self, rows: torch.Size, device: torch.device | str | None) -> dict[str, torch.Tensor]:
-        """Zeros for slices or rows of this shape: as large, or one number each."""
+    def new_states(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Zeros for slices or rows as these: as large, or one number each; in float32, or float64 of such."""
+        kind = in_full(like).dtype
         return {
-            state.name: torch.zeros(rows[:1] if state.per_row else rows, device=device) for state in self.rule.states
+            state.name: torch.zeros(like.shape[:1] if state.per_row else like.shape, dtype=kind, device=like.device)
+            for state in self.rule.states
         }
 
     def __deepcopy__(self, memo: Any) -> CoreOptimizer:
         """A copy averages over the same ranks, and has the same scaler."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         memo[id(self)] = other
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Saved without the ranks and the scaler, which are this process's."""
-        return {**self.__dict__, "process_group": None, "grad_scaler": None}
+        """Saved without the ranks and the scaler, which are this process's; they have to be given again."""
+        own = {"process_group": self.process_group, "grad_scaler": self.grad_scaler}
+        lost = [*self.lost, *(name for name, value in own.items() if value is not None)]
+        return {**self.__dict__, "process_group": None, "grad_scaler": None, "lost": tuple(lost)}
 
     @property
     def is_distributed(self) -> bool:
@@ -99,6 +103,11 @@ class CoreOptimizer:
         Raises:
             TableError: other ranks have gradients of their own, or it would be scaled unbeknown.
         """
+        if self.lost:
+            raise TableError(
+                f"the table was pickled with {' and '.join(self.lost)}, which are of the process that saved it; set"
+                f" them again, as table.{self.lost[0]} = ..., or to None"
+            )
         if self.process_group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TableError(
                 f"optimizer {self.name!r} updates the cores within backward, where ranks have their own gradients; give"
@@ -115,21 +124,32 @@ class CoreOptimizer:
             )
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient without the scaler's factor; None where a scaler would skip the step.
+        """The gradient of a lookup without the scaler's factor; None where a scaler would skip the step. All ranks that
+        average agree.
 
         Raises:
             TableError: numbers that are not finite, and nobody who scaled them.
         """
         scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
-        if not scaled:
-            if self.checked and gradient.device.type == "cpu" and not bool(gradient.isfinite().all()):
-                raise TableError(
-                    "a gradient has numbers that are not finite, which every row would get through the cores; no step"
-                    " has been taken (validate=False takes it)"
-                )
+        if scaled:
+            gradient = gradient / self.grad_scaler.get_scale()
+        elif not self.checked or gradient.device.type != "cpu":
             return gradient
-        gradient = gradient / self.grad_scaler.get_scale()
-        return gradient if bool(gradient.isfinite().all()) else None
+        finite = gradient.isfinite().all()
+        if self.is_distributed:
+            flag = finite.to(torch.float32)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, self.process_group)
+            finite = flag > 0
+        if scaled:
+            _report(self.grad_scaler, self, finite)
+        if bool(finite):
+            return gradient
+        if scaled:
+            return None
+        raise TableError(
+            "a gradient has numbers that are not finite, which every row would get through the cores; no step has been"
+            " taken (validate=False takes it)"
+        )
 
     @torch.no_grad()
     def step(self, values: torch.Tensor, gradient: torch.Tensor, states: States, number: int = 1) -> None:
@@ -177,11 +197,47 @@ class Unscaled(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Their gradient."""
         optimizer = ctx.optimizer
-        if optimizer.is_distributed:  # it is unscaled once it has been averaged
-            return gradient, None
         own = optimizer.unscaled(gradient)
         optimizer.is_skipping = own is None
         return torch.zeros_like(gradient) if own is None else own, None
+
+
+class StepCount:
+    """How many steps parameters have had. The buffer ``steps`` of their module has the same, where the optimizer
+    counts: reading it waits for a device, so it is read where somebody else has written to it alone.
+
+    Attributes:
+        numbers: of each.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self.numbers = [0] * parameters
+        self._version = -1
+
+    def add(self, module: Any, which: int = 0) -> int:
+        """Count one more; how many there were then."""
+        steps = getattr(module, "steps", None)
+        if steps is not None and (self._version != steps._version or steps.device.type == "cpu"):
+            self.numbers = steps.tolist()
+        self.numbers[which] += 1
+        if steps is not None:
+            steps[which] += 1
+            self._version = steps._version
+        return self.numbers[which]
+
+
+def checked_scaler(scaler: Any) -> Any:
+    """A GradScaler, or None; raises TableError."""
+    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        raise TableError(f"grad_scaler is a torch.amp.GradScaler, found {type(scaler).__name__}")
+    return scaler
+
+
+def _report(scaler: Any, optimizer: CoreOptimizer, finite: torch.Tensor) -> None:
+    """Tell a scaler of a step as its own ``unscale_`` does, so that its scale falls where gradients overflow here."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is not None:
+        states[id(optimizer)]["found_inf_per_device"][finite.device] = (~finite).to(torch.float32)
 
 
 def at_least_0(value: float, name: str) -> float:

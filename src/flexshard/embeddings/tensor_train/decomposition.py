@@ -41,6 +41,8 @@ def decompose(
     if tuple(weight.shape) != (shape.num_embeddings, shape.embedding_dim):
         expected = (shape.num_embeddings, shape.embedding_dim)
         raise TableError(f"a table to decompose has shape {expected}, found {tuple(weight.shape)}")
+    if weight.is_complex() or weight.layout != torch.strided:
+        raise TableError(f"a table to decompose is a dense one of real numbers, found {weight.dtype}, {weight.layout}")
     step = max(chunk_numbers // shape.embedding_dim, 1)
     for start in range(0, weight.shape[0], step):
         wrong = (~torch.isfinite(weight[start : start + step])).nonzero()
@@ -85,13 +87,14 @@ class _Unfolding:
 
     def __init__(self, weight: torch.Tensor, shape: TTShape, chunk_numbers: int) -> None:
         self._chunk_numbers = chunk_numbers
+        self._kind = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self._weight, self._p, self._q = weight, shape.row_factors[0], shape.dim_factors[0]
         self._tail, self._rest = prod(shape.row_factors[1:]), prod(shape.dim_factors[1:])
 
     def _block(self, first: slice, others: slice) -> torch.Tensor:
         """Some first digits by some of the other digits; shape (digits · q_1, others · q_2 ...)."""
         digits, count = first.stop - first.start, others.stop - others.start
-        block = self._weight.new_zeros(digits, count, self._weight.shape[1], dtype=torch.float32)
+        block = self._weight.new_zeros(digits, count, self._weight.shape[1], dtype=self._kind)
         for index, digit in enumerate(range(first.start, first.stop)):
             start = min(digit * self._tail + others.start, self._weight.shape[0])
             rows = self._weight[start : min(digit * self._tail + others.stop, self._weight.shape[0])]
@@ -100,7 +103,7 @@ class _Unfolding:
 
     def halved(self, tt_rank: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
         """As :func:`_halved`, the rest of shape (tt_rank, p_2 ..., q_2 ...); and the squares of the table."""
-        like = self._weight.new_zeros(0, dtype=torch.float32)
+        like = self._weight.new_zeros(0, dtype=self._kind)
         rows, columns = self._p * self._q, self._tail * self._rest
         every, all_digits = slice(0, self._tail), slice(0, self._p)
         if rows <= columns:
@@ -111,7 +114,7 @@ class _Unfolding:
                 block = self._block(all_digits, part).double()
                 gram += block @ block.t()
             values, vectors = _largest(gram, tt_rank)
-            vectors = vectors.float()
+            vectors = vectors.to(self._kind)
             rest = like.new_empty(tt_rank, self._tail, self._rest)
             for part in parts:
                 rest[:, part] = (vectors.t() @ self._block(all_digits, part)).view(tt_rank, -1, self._rest)
@@ -124,8 +127,8 @@ class _Unfolding:
                 gram += block.t() @ block
             values, eigenvectors = _largest(gram, tt_rank)
             scale, inverse = _roots(values)
-            vectors = torch.cat([self._block(part, every) @ (eigenvectors * inverse).float() for part in parts])
-            rest = (eigenvectors * scale).t().float()
+            vectors = torch.cat([self._block(part, every) @ (eigenvectors * inverse).to(self._kind) for part in parts])
+            rest = (eigenvectors * scale).t().to(self._kind)
         total = float(gram.diagonal().sum())
         return vectors, rest, total - float(values.sum()), total
 
@@ -138,15 +141,15 @@ def _halved(matrix: torch.Tensor, tt_rank: int, chunk_numbers: int) -> tuple[tor
         for part in matrix.split(max(chunk_numbers // rows, 1), dim=1):
             gram += part.double() @ part.double().t()
         values, vectors = _largest(gram, tt_rank)
-        vectors = vectors.float()
+        vectors = vectors.to(matrix.dtype)
         return vectors, vectors.t() @ matrix, float(gram.diagonal().sum() - values.sum())
     gram = matrix.new_zeros(columns, columns, dtype=torch.float64)
     for part in matrix.split(max(chunk_numbers // columns, 1), dim=0):
         gram += part.double().t() @ part.double()
     values, vectors = _largest(gram, tt_rank)
     scale, inverse = _roots(values)
-    left = matrix @ (vectors * inverse).float()
-    return left, (vectors * scale).t().float(), float(gram.diagonal().sum() - values.sum())
+    left = matrix @ (vectors * inverse).to(matrix.dtype)
+    return left, (vectors * scale).t().to(matrix.dtype), float(gram.diagonal().sum() - values.sum())
 
 
 def _roots(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,6 +159,10 @@ def _roots(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _largest(gram: torch.Tensor, tt_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if not bool(gram.isfinite().all()):
+        raise TableError(
+            "the table's numbers are too large to decompose: their squares are not finite; scale them first"
+        )
     values, vectors = torch.linalg.eigh(gram)
     return values[-tt_rank:].flip(0), vectors[:, -tt_rank:].flip(1)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flexshard._internal import deprecated_attribute
-from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, in_full
+from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, StepCount, in_full
 from flexshard.errors import TableError
 
 __all__ = ["HotRows"]
@@ -46,18 +46,18 @@ class HotRows(nn.Module):
         self.register_buffer("places", torch.arange(capacity, device=device))
         self.rows = nn.Parameter(torch.zeros(capacity, dim, device=device, dtype=dtype))
         if optimizer is not None:
-            for name, state in optimizer.new_states(self.rows.shape, device).items():
+            for name, state in optimizer.new_states(self.rows.detach()).items():
                 self.register_buffer(_buffer(name), state.view(capacity, -1))
             if optimizer.rule.counts_steps:
                 self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
-        self._number = 0
+        self._counted = StepCount(1)
 
     def _states(self) -> dict[str, torch.Tensor]:
         """The fused optimizer's, in full precision whatever the model was cast to."""
         assert self._optimizer is not None
         kind = torch.float64 if self.rows.dtype == torch.float64 else torch.float32
         for state in self._optimizer.rule.states:
-            setattr(self, _buffer(state.name), getattr(self, _buffer(state.name)).to(kind))
+            setattr(self, _buffer(state.name), getattr(self, _buffer(state.name)).to(kind).contiguous())
         return {state.name: getattr(self, _buffer(state.name)) for state in self._optimizer.rule.states}
 
     def _take_step(self, gradient: torch.Tensor, slots: torch.Tensor) -> None:
@@ -66,19 +66,12 @@ class HotRows(nn.Module):
         assert optimizer is not None
         if not self.rows.requires_grad:
             return
-        self._number += 1
-        if hasattr(self, "steps"):
-            self.steps += 1
+        self._counted.add(self)
         rows, states = in_full(self.rows[slots]), {name: state[slots] for name, state in self._states().items()}
-        optimizer.step(rows, in_full(gradient), states, self._number)
+        optimizer.step(rows, in_full(gradient), states, self._counted.numbers[0])
         self.rows[slots] = rows.to(self.rows.dtype)
         for name, state in self._states().items():
             state[slots] = states[name]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if hasattr(self, "steps") and self.steps.device.type != "meta":
-            self._number = int(self.steps)
 
     @property
     def capacity(self) -> int:
@@ -138,7 +131,7 @@ class HotRows(nn.Module):
                 state.zero_()
         if hasattr(self, "steps"):
             self.steps.zero_()
-        self._number = 0
+        self._counted = StepCount(1)
         self.changes += 1
 
     @torch.no_grad()
@@ -164,14 +157,15 @@ class HotRows(nn.Module):
             to_rows[slots] = gradient
             if optimizer is None:
                 return to_rows
-            (averaged,) = optimizer.averaged([in_full(to_rows)])
-            own = optimizer.unscaled(averaged)
-            slots = averaged.any(1).nonzero().flatten()
-        else:
-            own = None if optimizer.is_skipping else gradient
+            self.changes += 1
+            if not optimizer.is_skipping:
+                (averaged,) = optimizer.averaged([in_full(to_rows)])
+                slots = averaged.any(1).nonzero().flatten()
+                self._take_step(averaged[slots], slots)
+            return None
         self.changes += 1
-        if own is not None:
-            self._take_step(own if own is gradient else own[slots], slots)
+        if not optimizer.is_skipping:
+            self._take_step(gradient, slots)
         return None
 
 

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flexshard._internal import HostCopy, check_int, deprecated_attribute, host_waits_for
 from flexshard.embeddings.tensor_train.core_optimizer import in_full
@@ -73,6 +74,7 @@ class PinnableTable(TTTable):
         if self.hot is None or distinct.numel() > room:
             raise TableError(f"{distinct.numel():,} rows to pin are more than hot_rows={room:,}")
         leaving = self.hot.pinned[~torch.isin(self.hot.pinned, distinct)]
+        self._check_alike(distinct)
         folded = self.unpin_rows(leaving, profile=profile, steps=steps, seed=seed) if leaving.numel() else None
         self.hot.fill(distinct, self.rows(distinct))
         return folded
@@ -107,6 +109,8 @@ class PinnableTable(TTTable):
         given = hot.pinned if ids is None else self._distinct(ids).ids
         if not bool(torch.isin(given, hot.pinned).all()):
             raise TableError("rows to unpin must be pinned; see pin_rows()")
+        self._check_alike(given)
+        self._share()  # ranks have seen ids of their own
         wanted = in_full(self.rows(given))
         if not bool(wanted.isfinite().all()):
             raise TableError("a row to unpin has a number that is not finite")
@@ -136,15 +140,26 @@ class PinnableTable(TTTable):
         after = relative_error(trial._rows, given, wanted, weights[0])
         moved = relative_error(trial._rows, others, kept, weights[1])
         hot.drop(given)
+        self._share()  # whose fits may differ by rounding
         return Folded(before, after, moved, known.source)
+
+    def _check_alike(self, ids: torch.Tensor) -> None:
+        """Check that all ranks that average gradients pin or unpin the same rows; raises TableError on all of them."""
+        optimizer = self.core_optimizer
+        if optimizer is None or not optimizer.is_distributed:
+            return
+        every: list[list[int]] = [[]] * dist.get_world_size(optimizer.process_group)
+        dist.all_gather_object(every, ids.tolist(), optimizer.process_group)
+        if any(own != every[0] for own in every):
+            raise TableError("ranks pin or unpin different rows of one table; give the same ids on every rank")
 
     hold = deprecated_attribute("hold", "pin_rows")
     fold = deprecated_attribute("fold", "unpin_rows")
 
-    def _lookup(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    def _lookup(self, ids: torch.Tensor, *, is_noted: bool = True) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
         found = self._distinct(ids)
-        if self.seen is not None and self.training and torch.is_grad_enabled():
+        if is_noted and self.seen is not None and self.training and torch.is_grad_enabled():
             self.seen.add(ids)
         if self.hot is None:
             rows = self._checked(self._rows(found.ids, found.prefixes))

@@ -37,10 +37,12 @@ class ProductBuffer:
         self._is_kept = True
 
     def __deepcopy__(self, memo: Any) -> ProductBuffer:
-        return ProductBuffer()
+        other = ProductBuffer()
+        other._is_kept = self._is_kept
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_flat": None, "_is_kept": True}
+        return {"_flat": None, "_is_kept": self._is_kept}
 
     @property
     def is_kept(self) -> bool:
@@ -136,20 +138,15 @@ class RowsContext:
         optimizer = self.optimizer
         assert optimizer is not None
         whole = [in_full(gradient) for gradient in gradients if gradient is not None]
-        averaged = optimizer.averaged(whole)
-        parts = [optimizer.unscaled(part) for part in averaged]
-        if any(part is None for part in parts):
-            return
-        for k, (core, gradient) in enumerate(zip(self.cores, averaged, strict=True)):
-            own, number = parts[k], self.count_step(k)
-            assert own is not None
+        for k, (core, gradient) in enumerate(zip(self.cores, optimizer.averaged(whole), strict=True)):
+            number = self.count_step(k)
             if not core.requires_grad:
                 continue
             if optimizer.rule.moves_at_zero:
                 read = gradient.flatten(1).any(1).nonzero().flatten()
-                optimizer.step_at(core, read, own[read], self.states[k], number)
+                optimizer.step_at(core, read, gradient[read], self.states[k], number)
             else:
-                optimizer.step(core, own, self.states[k], number)
+                optimizer.step(core, gradient, self.states[k], number)
 
     def slice_step(self, numbers: Sequence[int]) -> Step | None:
         """Its step of some slices of a core; None where gradients of whole cores are wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, Self
 
 import numpy as np
@@ -11,7 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from flexshard._internal import renamed_parameters, to_device
-from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, Unscaled, at_least_0
+from flexshard.embeddings.tensor_train.core_optimizer import (
+    CoreOptimizer,
+    StepCount,
+    Unscaled,
+    at_least_0,
+    checked_scaler,
+)
 from flexshard.embeddings.tensor_train.decomposition import LARGE_ERROR, decompose, warn_of_error
 from flexshard.embeddings.tensor_train.distinct import DistinctIds
 from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows, rows_of
@@ -113,11 +120,11 @@ class TTTable(nn.Module):
         )
         if self.core_optimizer is not None:
             for k, core in enumerate(self.cores):
-                for name, state in self.core_optimizer.new_states(core.shape, device).items():
+                for name, state in self.core_optimizer.new_states(core.detach()).items():
                     self.register_buffer(f"{_buffer(name)}_{k}", state)
             if self.core_optimizer.rule.counts_steps:
                 self.register_buffer("steps", torch.zeros(self.shape.cores, dtype=torch.int64, device=device))
-        self._numbers = [0] * self.shape.cores
+        self._counted, self._is_shared = StepCount(self.shape.cores), False
         self.reset_parameters(std)
 
     @property
@@ -170,9 +177,10 @@ class TTTable(nn.Module):
         for states in self._states():
             for state in states.values():
                 state.zero_()
-        self._numbers = [0] * self.shape.cores
+        self.error, self._is_shared = None, False
         if hasattr(self, "steps"):
             self.steps.zero_()
+        self._counted = StepCount(self.shape.cores)
 
     @classmethod
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, **how: Any) -> Self:
@@ -203,6 +211,8 @@ class TTTable(nn.Module):
         Raises:
             TableError: a table of another shape, or with numbers that are not finite.
         """
+        if self.cores[0].is_meta:
+            raise TableError("the table has no numbers yet; to_empty(device=...) makes them")
         cores, _ = decompose(weight, self.shape)
         self._forget()
         wrong = total = 0.0
@@ -214,8 +224,13 @@ class TTTable(nn.Module):
                 rows = self._rows(torch.arange(start, start + part.shape[0], device=self.cores[0].device))
                 wrong += float(((rows.double() - part.to(rows.device)) ** 2).sum())
                 total += float((part**2).sum())
-        self.error = (wrong / total) ** 0.5 if total else 0.0
-        return self.error
+        error = (wrong / total) ** 0.5 if total else 0.0
+        if not isfinite(error):
+            raise TableError(
+                "the table's numbers are too small or too large to decompose; scale them, and the rows after"
+            )
+        self.error = error
+        return error
 
     @property
     def weight(self) -> torch.Tensor:
@@ -243,7 +258,7 @@ class TTTable(nn.Module):
         Raises:
             DataError: an id outside the table.
         """
-        rows, inverse, _ = self._lookup(ids)
+        rows, inverse, _ = self._lookup(ids, is_noted=False)
         return rows[inverse]
 
     @torch.no_grad()
@@ -251,8 +266,9 @@ class TTTable(nn.Module):
         """The whole table; shape (E, D)."""
         return self.rows(torch.arange(self.num_embeddings, device=self.cores[0].device))
 
-    def _lookup(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    def _lookup(self, ids: torch.Tensor, *, is_noted: bool = True) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
+        del is_noted
         found = self._distinct(ids)
         rows = self._checked(self._rows(found.ids, found.prefixes))
         return without_row(rows, found.padding), found.inverse, found.padding
@@ -261,6 +277,7 @@ class TTTable(nn.Module):
         """Rows of a lookup, whose gradient the table's own optimizer can take a step by."""
         if self.core_optimizer is None or not rows.requires_grad:
             return rows
+        self.core_optimizer.check_lookup()
         checked: torch.Tensor = Unscaled.apply(rows, self.core_optimizer)
         return checked
 
@@ -269,6 +286,10 @@ class TTTable(nn.Module):
             raise DataError(f"ids are a tensor, found {type(ids).__name__}")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise DataError(f"ids are whole numbers, found {ids.dtype}")
+        if self.cores[0].is_meta:
+            raise TableError("the table has no numbers yet; to_empty(device=...) and reset_parameters() make them")
+        if not self._is_shared and torch.is_grad_enabled():
+            self._share()
         found = DistinctIds.of(ids.long(), self.shape, self.padding_idx)
         if found.least < 0 or found.most >= self.num_embeddings:
             wrong = found.least if found.least < 0 else found.most
@@ -290,8 +311,6 @@ class TTTable(nn.Module):
         )
         if not trained:
             return rows_of(distinct, context)
-        if self.core_optimizer is not None:
-            self.core_optimizer.check_lookup()
         rows: torch.Tensor = TTRows.apply(distinct, context, *self.cores)
         return rows
 
@@ -305,17 +324,52 @@ class TTTable(nn.Module):
             found.append({})
             for state in self.core_optimizer.rule.states:
                 name = f"{_buffer(state.name)}_{k}"
-                if getattr(self, name).dtype != kind:
-                    setattr(self, name, getattr(self, name).to(kind))
+                state_now = getattr(self, name)
+                if state_now.dtype != kind or not state_now.is_contiguous():  # another memory format, say
+                    setattr(self, name, state_now.to(kind).contiguous())
                 found[k][state.name] = getattr(self, name)
         return found
 
     def _count_step(self, k: int) -> int:
-        """Count a step of a core; how many there were. Counted here too, since reading a buffer waits for a device."""
-        self._numbers[k] += 1
-        if hasattr(self, "steps"):
-            self.steps[k] += 1
-        return self._numbers[k]
+        """Count a step of a core; how many there were."""
+        return self._counted.add(self, k)
+
+    @property
+    def grad_scaler(self) -> Any:
+        """That scales the loss, for the table's own optimizer; may be set between steps."""
+        return None if self.core_optimizer is None else self.core_optimizer.grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, value: Any) -> None:
+        self._own_optimizer("grad_scaler").grad_scaler = checked_scaler(value)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Over whose ranks gradients are averaged, for the table's own optimizer; may be set between steps."""
+        return None if self.core_optimizer is None else self.core_optimizer.process_group
+
+    @process_group.setter
+    def process_group(self, value: dist.ProcessGroup | None) -> None:
+        self._own_optimizer("process_group").process_group = value
+        self._is_shared = False
+
+    def _own_optimizer(self, name: str) -> CoreOptimizer:
+        """The fused optimizer, which is about to be given what it may have lost."""
+        if self.core_optimizer is None:
+            raise TableError(f"{name} goes with an optimizer of the table's own; this one has none")
+        self.core_optimizer.lost = tuple(lost for lost in self.core_optimizer.lost if lost != name)
+        return self.core_optimizer
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Give all ranks that average gradients the first one's numbers: the same steps keep cores the same."""
+        optimizer = self.core_optimizer
+        self._is_shared = True
+        if optimizer is None or not optimizer.is_distributed:
+            return
+        first = dist.get_global_rank(optimizer.process_group or dist.group.WORLD, 0)
+        for tensor in (*self.parameters(), *self.buffers()):
+            dist.broadcast(tensor.detach(), first, optimizer.process_group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         given_shapes: list[tuple[int, ...]] = []
@@ -328,8 +382,7 @@ class TTTable(nn.Module):
                 f" shape {shapes}; make the table with the same factors and TT ranks"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if hasattr(self, "steps") and self.steps.device.type != "meta":
-            self._numbers = self.steps.tolist()
+        self._is_shared = False
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""

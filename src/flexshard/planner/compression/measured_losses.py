@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -54,7 +54,7 @@ def _shown(scores: Sequence[float]) -> str:
 
 
 def measure_losses(
-    options: Mapping[str, Sequence[TTOption]], score: Score, *, seeds: Sequence[int] = (0,)
+    options: Mapping[str, Sequence[TTOption]], score: Score, *, seeds: Iterable[int] = (0,)
 ) -> MeasuredLosses:
     """Train and score once per option and seed, and once with no table compressed.
 
@@ -69,11 +69,15 @@ def measure_losses(
     Raises:
         TableError: no seeds, or a score that is not a finite number.
     """
-    if not seeds:
-        raise TableError("losses are measured with one seed at least; give seeds=[0]")
+    numbers = tuple(seeds) if isinstance(seeds, Iterable) else ()
+    if not numbers:
+        raise TableError(f"losses are measured with one seed at least; give seeds=[0], found {seeds!r}")
+    for name, offered in options.items():
+        if isinstance(offered, TTOption) or not all(isinstance(option, TTOption) for option in offered):
+            raise TableError(f"table {name!r}: options are a list of TTOption, found {offered!r}")
 
     def scored(shapes: Mapping[str, TTShape]) -> tuple[float, ...]:
-        return tuple(check_finite(score(shapes, seed), "a score", TableError) for seed in seeds)
+        return tuple(check_finite(score(shapes, seed), "a score", TableError) for seed in numbers)
 
     dense = scored({})
     scores, measured = {}, {}

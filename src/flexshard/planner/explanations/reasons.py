@@ -89,6 +89,8 @@ def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation |
     """
     if isinstance(plan, Problem):
         plan = solve(plan)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"what is explained is a Plan or a Problem, found {type(plan).__name__}")
     names = [*plan.tables, *plan.pooled]
     if name is None and len(names) > 1:
         raise PlanError(f"which of the plan's {len(names)} tables? name one")
