@@ -374,7 +374,7 @@ def test_odd_names_are_shown_and_kept_apart(project: Path) -> None:
 
 
 def test_wrong_usage_is_one_line(project: Path) -> None:
-    assert "Missing option '--output' / '-o'" in bad(project, "plan", "job.yaml").replace(
+    assert "Missing option '--output' / '-o'" in bad(project, "pareto", "job.yaml").replace(
         "'-o' / '--output'", "'--output' / '-o'"
     )
     assert "Invalid value for '--tiers'" in bad(project, "plan", "job.yaml", "-o", "x.json", "--tiers", "many")

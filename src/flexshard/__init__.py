@@ -1,8 +1,8 @@
 """FlexShard: where the embedding tables of a recommendation model live on a GPU cluster, decided row by row.
 
 The rooms are packages, floor by floor: ``_internal``; ``topologies`` and ``profiling``; ``tables``; ``costmodels`` and
-``embeddings``; ``calibration``, ``planner`` and ``ingestion``; ``executors``; ``plots`` and ``cli``. A room imports
-those on floors below it, and through their ``__init__`` alone.
+``embeddings``; ``calibration``, ``planner`` and ``ingestion``; ``executors``; ``plots`` and ``report``; ``cli``. A room
+imports those on floors below it, and through their ``__init__`` alone.
 """
 
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     },
     submodules=(
         *("errors", "units", "topologies", "profiling", "tables", "costmodels", "embeddings"),
-        *("calibration", "planner", "ingestion", "executors", "plots", "cli"),
+        *("calibration", "planner", "ingestion", "executors", "plots", "report", "cli"),
     ),
 )
 

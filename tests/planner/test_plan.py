@@ -503,3 +503,21 @@ def test_json_documents_are_plain(plan: Plan, tmp_path: Path) -> None:
     assert list(document)[:3] == ["format", "version", "fingerprint"]
     assert document["predicted"]["exposed_seconds"] == plan.predicted.exposed_seconds
     assert document["tables"][0]["tiers"][0]["strategy"] == "data_parallel"
+
+
+def test_plans_show_themselves(tmp_path: Path) -> None:
+    counts = [1000 // (row + 1) + 1 for row in range(100)]
+    profile = AccessProfile.from_counts(counts, num_samples=1000)
+    profile.save(tmp_path / "t.profile.parquet")
+    table = Table("<t>", 100, 16, str(tmp_path / "t.profile.parquet"))  # type: ignore[arg-type]
+    plan = solve([table], "a100-4x8-roce:2", batch_size=64)  # type: ignore[arg-type]
+    assert plan.fingerprint == solve([table], Cluster.preset("a100-4x8-roce", nodes=2), batch_size=64).fingerprint
+    assert repr(plan) == f"Plan(1 table on a100-4x8-roce:2 x 16 ranks, fingerprint={plan.fingerprint[:16]!r})"
+    assert "&lt;t&gt;" in plan._repr_html_()
+    frame = plan.to_frame()
+    assert frame["rows"].to_pylist() == [tier.rows for tier in plan.tables["<t>"].tiers]
+    assert frame["table"].to_pylist() == ["<t>"] * len(plan.tables["<t>"].tiers)
+    assert "a100-4x8-roce" in Cluster.presets()
+    found = profile.to_frame()
+    assert found["row"].to_pylist() == profile.ranked_rows.tolist()
+    assert found["count"].to_pylist() == sorted(counts, reverse=True)

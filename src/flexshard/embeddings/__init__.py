@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from flexshard.embeddings.tensor_train.compression import CompressedTable as CompressedTable, compress as compress
     from flexshard.embeddings.tensor_train.embedding import TTEmbedding as TTEmbedding, TTEmbeddingBag as TTEmbeddingBag
-    from flexshard.embeddings.tensor_train.table import updated_in_backward as updated_in_backward
+    from flexshard.embeddings.tensor_train.in_backward import updated_in_backward as updated_in_backward
     from flexshard.tables import TTShape as TTShape
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -62,7 +62,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "tensor_train.compressed": ["CompressedEmbeddingBagCollection", "CompressedEmbeddingCollection"],
         "tensor_train.compression": ["CompressedTable", "compress"],
         "tensor_train.embedding": ["TTEmbedding", "TTEmbeddingBag"],
-        "tensor_train.table": ["updated_in_backward"],
+        "tensor_train.in_backward": ["updated_in_backward"],
     },
 )
 

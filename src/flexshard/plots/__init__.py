@@ -1,6 +1,6 @@
 """Pictures: the figures of the papers for any profile, plan or dataset.
 
-May import: all rooms but cli. Needs matplotlib, which is imported when something is drawn.
+May import: all rooms but report, cli. Needs matplotlib, which is imported when something is drawn.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """A plan as one page for people: what was decided and why, in a file that needs no network.
 
-May import: errors, units, _internal, topologies, profiling, tables, costmodels, planner, executors (observations).
+May import: errors, units, _internal, topologies, profiling, tables, costmodels, planner, executors.
 """
 
 from typing import TYPE_CHECKING

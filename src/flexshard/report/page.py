@@ -212,6 +212,8 @@ def _frontier(problem: Problem, plan: Plan) -> str:
     def said(name: str, memory: float, seconds: float) -> str:
         return f"{name}: {units.format_bytes(memory)} per GPU, {units.format_seconds(seconds)} per step"
 
+    # Ticks are round in the unit that they are shown in.
+    scale = units.GIB if max(point.memory_bytes for point in curve.points) >= units.GIB else 1 << 20
     points = [(point.memory_bytes, point.exposed_seconds) for point in curve.points]
     marked = [("this plan", own.memory_bytes, own.exposed_seconds)]
     marked += [
@@ -221,14 +223,14 @@ def _frontier(problem: Problem, plan: Plan) -> str:
     ]
     line = Line(
         "frontier",
-        tuple((memory, seconds, said("best plan", memory, seconds)) for memory, seconds in points),
-        tuple((memory, seconds, name, said(name, memory, seconds)) for name, memory, seconds in marked),
+        tuple((memory / scale, seconds, said("best plan", memory, seconds)) for memory, seconds in points),
+        tuple((memory / scale, seconds, name, said(name, memory, seconds)) for name, memory, seconds in marked),
     )
     return lines(
         [line],
         x_title="memory per GPU",
         y_title="exposed communication per step",
-        show_x=units.format_bytes,
+        show_x=lambda memory: units.format_bytes(memory * scale),
         show_y=units.format_seconds,
         what="Exposed communication by memory per GPU",
     )

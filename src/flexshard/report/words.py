@@ -43,5 +43,5 @@ pre{background:var(--card);padding:.8em;overflow-x:auto;font-size:.82rem;white-s
 .legend{display:flex;flex-wrap:wrap;gap:.2em 1.2em;font-size:.85rem;color:var(--soft);margin:.4em 0}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
 dt{font-weight:600;margin-top:.6em}dd{margin:0;color:var(--soft)}
-@media (max-width:560px){svg text{font-size:17px}}
+@media (max-width:560px){svg text{font-size:20px}}
 """

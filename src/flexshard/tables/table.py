@@ -84,7 +84,11 @@ class Table:
         if self.optimizer not in OPTIMIZERS:
             raise TableError(f"{where}: optimizer must be one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
         if self.replication_multiplier is not None:
-            kappa = check_finite(self.replication_multiplier, f"{where}: replication_multiplier", TableError)
+            try:
+                kappa = float(self.replication_multiplier)
+            except (TypeError, ValueError) as error:
+                found = self.replication_multiplier
+                raise TableError(f"{where}: replication_multiplier must be a number, found {found!r}") from error
             if not 1 <= kappa <= _MOST_KAPPA:
                 raise TableError(
                     f"{where}: replication_multiplier must be at least 1 (the weights) and at most {_MOST_KAPPA:,.0f},"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import isfinite
 from typing import Any, Self
 
@@ -25,7 +26,7 @@ from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuf
 from flexshard.errors import DataError, TableError
 from flexshard.tables import TTShape
 
-__all__ = ["TTTable", "updated_in_backward", "without_row"]
+__all__ = ["TTTable", "without_row"]
 
 _CHUNK = 1 << 16
 
@@ -67,13 +68,13 @@ class TTTable(nn.Module):
                 slice of a core) or "adam" (of the slices that a batch reads) to be updated within the backward pass.
             learning_rate, eps: of that.
             padding_idx: row of zeros that no gradient flows to.
-            device, dtype: of the cores; float32 or bfloat16, whose products are in float32, or float64. On "meta" there
-                are no numbers yet; ``to_empty`` and :meth:`reset_parameters` make them.
+            device, dtype: of the cores; float32 or bfloat16, whose products are in float32, or float64. On "meta" they
+                have no numbers before ``to_empty`` and :meth:`reset_parameters`.
             backend: "numba", "torch" or "triton"; by default the fastest that is installed and fits the device.
             validate: whether offsets of bags are checked, for which the host waits once for a device, and on the CPU
                 gradients before a step of the optimizer above; ids always are.
-            process_group: ranks over which gradients are averaged before a step of the optimizer above; what averages
-                others', DistributedDataParallel say, has to ignore the cores: see :func:`updated_in_backward`.
+            process_group: ranks over which gradients are averaged before a step of the optimizer above. What averages
+                others', DistributedDataParallel say, has to ignore the cores, which ``updated_in_backward`` names.
             grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if any, for the optimizer above: its factor
                 is taken off gradients, and a step with such as are not finite is left out.
 
@@ -303,7 +304,7 @@ class TTTable(nn.Module):
             list(self.cores),
             self._states() if trained else (),
             self.core_optimizer,
-            self._count_step,
+            partial(self._counted.add, self),
             self._products,
             self.backend,
             trained,
@@ -330,10 +331,6 @@ class TTTable(nn.Module):
                 found[k][state.name] = getattr(self, name)
         return found
 
-    def _count_step(self, k: int) -> int:
-        """Count a step of a core; how many there were."""
-        return self._counted.add(self, k)
-
     @property
     def grad_scaler(self) -> Any:
         """That scales the loss, for the table's own optimizer; may be set between steps."""
@@ -356,7 +353,7 @@ class TTTable(nn.Module):
     def _own_optimizer(self, name: str) -> CoreOptimizer:
         """The fused optimizer, which is about to be given what it may have lost."""
         if self.core_optimizer is None:
-            raise TableError(f"{name} goes with an optimizer of the table's own; this one has none")
+            raise TableError(f"{name} goes with an optimizer of the table's own")
         self.core_optimizer.lost = tuple(lost for lost in self.core_optimizer.lost if lost != name)
         return self.core_optimizer
 
@@ -399,14 +396,3 @@ def without_row(rows: torch.Tensor, index: int | None) -> torch.Tensor:
 def _buffer(state: str) -> str:
     """What a state's buffers are called: Adagrad's as they were before others came."""
     return "sum" if state == "momentum1" else state
-
-
-def updated_in_backward(model: nn.Module) -> list[str]:
-    """Names of the parameters of a model that tensor trains update within backward: DistributedDataParallel and
-    DistributedModelParallel have to ignore them, since they never have a gradient.
-    """
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if isinstance(module, TTTable) and module.core_optimizer is not None:
-            found += [f"{path}.{name}" if path else name for name, _ in module.named_parameters()]
-    return found

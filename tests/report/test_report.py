@@ -1,0 +1,126 @@
+"""The page of a plan: whole in one file, of what the plan says, whatever its tables are called."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from flexshard import AccessProfile, Cluster, Plan, Table, solve
+from flexshard.errors import OutputError, PlanError
+from flexshard.executors import Observation
+from flexshard.planner import Problem
+from flexshard.report import write_report
+from tests.commands import run
+
+ODD = "<script>alert('x')</script> & co"
+VOID = {"meta", "i", "br"}
+
+
+class Checked(HTMLParser):
+    """Tags that are opened and closed in order, and what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID - {"i"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+
+def problem(number: int = 2, pooling: str = "none") -> Problem:
+    tables = []
+    for index in range(number):
+        counts = [10**6 // (row + 1) ** (1 + index % 3) + 1 for row in range(500)]
+        profile = AccessProfile.from_counts(counts, num_samples=10_000, num_rows=5_000)
+        name = ODD if index == 0 else f"t{index}"
+        tables.append(Table(name, 5_000, 16, profile, pooling=pooling if index else "none"))
+    return Problem(tables, Cluster.preset("a100-4x8-roce", nodes=2), batch_size=256)
+
+
+def page_of(plan: Plan, path: Path, **more: object) -> tuple[str, Checked]:
+    write_report(plan, path, **more)  # type: ignore[arg-type]
+    text = path.read_text()
+    parser = Checked()
+    parser.feed(text)
+    assert not parser.open
+    return text, parser
+
+
+def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
+    asked = problem()
+    plan = solve(asked)
+    text, parser = page_of(plan, tmp_path / "a.html", problem=asked, job_text="format: flexshard.job\n")
+    assert "script" not in parser.seen
+    assert all(link.startswith("#") for link in parser.links)
+    assert not re.search(r"https?://|url\(", text)
+    for said in (
+        "What was decided",
+        plan.fingerprint,
+        "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; co",
+        "How skewed the tables are",
+        "What memory buys",
+        "format: flexshard.job",
+        "prefers-color-scheme:dark",
+        "the hottest",
+    ):
+        assert said in text
+    for tier in plan.tables[ODD].tiers:
+        assert f"{tier.rows:,}" in text
+    again = (tmp_path / "a.html").read_bytes()
+    page_of(plan, tmp_path / "a.html", problem=asked, job_text="format: flexshard.job\n")
+    assert (tmp_path / "a.html").read_bytes() == again
+
+
+def test_pooled_tables_are_shown_by_rank(tmp_path: Path) -> None:
+    asked = replace(problem(12, pooling="sum"), timeout_seconds=5.0)
+    text, _ = page_of(solve(asked), tmp_path / "a.html")
+    assert "rank 15" in text
+    assert "others" in text
+    assert "pooled:" in text
+
+
+def test_many_tables_are_not_all_drawn(tmp_path: Path) -> None:
+    asked = problem(30)
+    text, _ = page_of(solve(asked), tmp_path / "a.html", problem=asked)
+    assert "The 8 tables that are read most; 22 more are not shown." in text
+
+
+def test_pages_that_cannot_be(tmp_path: Path) -> None:
+    asked = problem()
+    plan = solve(asked)
+    with pytest.raises(PlanError, match="the job is of other tables than the plan"):
+        write_report(plan, tmp_path / "a.html", problem=problem(3))
+    with pytest.raises(Exception, match="is of plan ffff"):
+        write_report(plan, tmp_path / "a.html", observed=Observation("f" * 64, 16, (1.0,), ()))
+    with pytest.raises(OutputError, match="cannot write"):
+        write_report(plan, tmp_path / "no" / "a.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command(tmp_path: Path) -> None:
+    plan = solve(problem())
+    plan.save(tmp_path / "plan.json")
+    done = run(tmp_path, "report", "plan.json", "-o", "a.html")
+    assert (done.returncode, done.stdout) == (0, "written to a.html\n")
+    assert run(tmp_path, "report", "plan.json", "-o", "a.html").returncode == 0  # its own page
+    lost = run(tmp_path, "report", "plan.json", "-o", "plan.json")
+    assert lost.returncode == 2
+    assert "would be lost" in lost.stderr
+    (tmp_path / "notes.txt").write_text("mine")
+    assert run(tmp_path, "report", "plan.json", "-o", "notes.txt").returncode == 2
+    assert (tmp_path / "notes.txt").read_text() == "mine"
