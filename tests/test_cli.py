@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -318,7 +319,13 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"batch_size": 0}, "edited.yaml:4: batch_size: Input should be greater than or equal to 1"),
         ({"budget": "-500MB"}, "the least that is feasible is"),
         ({"budget": "2 parsecs"}, "edited.yaml:5: budget: budget must be 'neutral'"),
-        ({"budget": 5}, "edited.yaml:5: budget: Input should be a valid string"),
+        ({"budget": 40}, "edited.yaml:5: budget: memory has a unit, such as 40GiB; found 40"),
+        ({"cluster": 40}, "edited.yaml:3: cluster: expected text, found 40"),
+        ({"cluster": "dgx-a100:9999999999"}, "the number of nodes after ':' is a whole number up to 4,096, found '9"),
+        ({"tier": 2}, "tier: this field is unknown; do you mean tiers?"),
+        ({"table": {"optimiser": "sgd"}}, "tables[0].optimiser: this field is unknown; do you mean optimizer?"),
+        ({"table": {"name": ""}}, "a table's name is a text of one line, found ''"),
+        ({"table": {"name": "a\nb"}}, "a table's name is a text of one line"),
         ({"tiers": 0}, "edited.yaml:6: tiers: Input should be greater than or equal to 1"),
         ({"method": "magic"}, "edited.yaml:7: method: Input should be 'optimal' or 'paper'"),
         ({"overlap": {"x@1": 0.5}}, "overlap names 'x@1', which the cluster does not have"),
@@ -343,8 +350,9 @@ def test_jobs_that_cannot_be_planned(project: Path, changes: dict[str, object], 
 def test_a_job_is_written_only_if_it_can_be_planned(project: Path) -> None:
     before = (project / "job.yaml").read_text()
     options = ("job", "items.parquet", "-o", "job.yaml", "--cluster", "dgx-a100", "--batch-size")
-    assert "job.yaml:9: tables[0]: table 'items': dim must be at least 1" in bad(project, *options, 4, "--dim", 0)
-    assert "job.yaml:4: batch_size" in bad(project, *options, 0, "--dim", 4)
+    text = "job.yaml is not written: tables[0]: table 'items': dim must be at least 1"
+    assert text in bad(project, *options, 4, "--dim", 0)
+    assert "job.yaml is not written: batch_size: " in bad(project, *options, 0, "--dim", 4)
     assert (project / "job.yaml").read_text() == before
     twice = ("job", "items.parquet", "items.parquet", "-o", "twice.yaml", "--cluster", "dgx-a100")
     assert "table 'items' is given twice" in bad(project, *twice, "--batch-size", 4, "--dim", 4)
@@ -614,6 +622,52 @@ def test_outputs_replace_their_own_kind_alone(project: Path) -> None:
     good(project, "plan", "job.yaml", "-o", "empty.json")
     good(project, "plan", "job.yaml", "-o", "notes.txt", "--force")
     assert Plan.load(project / "notes.txt").fingerprint == Plan.load(project / "again.json").fingerprint
+
+
+def test_outputs_have_names_that_they_can_have(project: Path) -> None:
+    assert "-o takes the path of a file, found '-'" in bad(project, "plan", "job.yaml", "-o", "-")
+    assert "cannot draw pic: the name of a picture ends in .png, .svg, .pdf" in bad(
+        project, "pareto", "job.yaml", "-o", "pic"
+    )
+    assert "File name too long; choose another path" in bad(project, "plan", "job.yaml", "-o", "a" * 300 + ".json")
+
+
+def test_files_of_another_kind_are_named(project: Path) -> None:
+    text = "compare takes one job, or PLAN OBSERVED in turn"
+    assert f"plan.json is of the kind plan; {text}" in bad(project, "compare", "plan.json")
+    assert f"job.yaml is of the kind job; {text}" in bad(project, "compare", "job.yaml", "job.yaml")
+    assert f"job.yaml is of the kind job; {text}" in bad(project, "compare", "plan.json", "job.yaml")
+    good(project, "plan", edit(project, "job.yaml", table={"name": "others"}), "-o", "others.json")
+    assert "no table in common: one is of items, the other of others" in bad(
+        project, "diff", "plan.json", "others.json"
+    )
+
+
+def test_pipes_tables_without_names_and_shards_without_rows(project: Path) -> None:
+    os.mkfifo(project / "pipe")
+    with (project / "pipe").open("r+b", buffering=0) as pipe:
+        pipe.write(b"PAR1")
+        words = ("profile", "pipe", "--column", "items", "-o", "x.parquet")
+        assert "pipe: a pipe cannot be read as Parquet; write it to a file first" in bad(project, *words)
+    pq.write_table(pa.table({"row": [1, 2], "table": ["a", None]}), project / "unnamed.parquet")
+    words = ("profile", "unnamed.parquet", "--column", "row", "--by", "table", "-o", "x")
+    assert "column of tables (by) 'table' is null in row 1; drop or fill such rows" in bad(project, *words)
+    words = ("cluster-sessions", "unnamed.parquet", "-o", "x", "--session", "row", "--time", "row", "--shards", 100_000)
+    assert "100,000 shards of 2 rows would be empty files; at most one for each row" in bad(project, *words)
+
+
+def test_interrupted_while_it_starts_and_without_an_output(project: Path) -> None:
+    find = "lambda name, *_: os.kill(os.getpid(), signal.SIGINT) if name == sys.argv[1] else None"
+    code = f"import os, signal, sys; sys.meta_path.insert(0, type('I', (), {{'find_spec': staticmethod({find})}}))"
+    code += "; from flexshard.cli import main; main()"
+    for module in ("typer", "flexshard.cli.commands.plan"):
+        interrupted = [sys.executable, "-c", code, module]
+        result = subprocess.run(interrupted, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stderr) == (130, "flexshard: interrupted\n")
+    closed = f"{sys.executable} -m flexshard.cli plan job.yaml >&-"
+    result = subprocess.run(["bash", "-c", closed], cwd=project, capture_output=True, text=True, check=False)
+    expected = "flexshard: error: standard output is closed; send it to a file, or to /dev/null\n"
+    assert (result.returncode, result.stderr) == (2, expected)
 
 
 def written_copy(path: Path) -> str:

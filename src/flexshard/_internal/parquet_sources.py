@@ -69,6 +69,8 @@ class ParquetSource:
         except FileNotFoundError as error:
             raise DataError(f"{name}: no such file") from error
         except OSError as error:
+            if Path(name).is_fifo():
+                raise DataError(f"{name}: a pipe cannot be read as Parquet; write it to a file first") from error
             raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
         except Exception as error:  # Arrow raises many kinds on damaged footers
             raise DataError(f"{name}: not a Parquet file, or cut off: {first_line(error)}") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -65,15 +66,32 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
     try:
         return model.model_validate(data), tree
     except ValidationError as error:
-        first = error.errors()[0]
+        # A field that is unknown is more often than not the misspelt one that another error misses.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         loc = [part for part in first["loc"] if isinstance(part, int) or part not in _UNION_BRANCHES]
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
             message = "this field is required"
         elif first["type"] == "extra_forbidden":
-            message = "this field is unknown"
+            nearest = difflib.get_close_matches(str(loc[-1]), sorted(_fields(model)), n=1)
+            message = "this field is unknown" + (f"; do you mean {nearest[0]}?" if nearest else "")
+        elif first["type"] == "string_type":
+            message = f"expected text, found {first['input']!r}"
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
+
+
+def _fields(model: type[BaseModel]) -> set[str]:
+    """Names of a model's fields, and of those of the models in them."""
+    names: set[str] = set()
+    parts: list[Any] = [model]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            names |= set(part.model_fields)
+            parts += [field.annotation for field in part.model_fields.values()]
+        parts += get_args(part)
+    return names
 
 
 def _check_keys(path: PathLike, node: Any, error_type: type[FlexShardError]) -> None:

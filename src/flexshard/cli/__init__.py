@@ -11,9 +11,18 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point of the ``flexshard`` command."""
+    import os
+    import signal
+
+    def interrupted(*_: object) -> None:
+        os.write(2, b"flexshard: interrupted\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, interrupted)  # nothing has begun: what is being imported need not see it
     from flexshard.cli.app import app
     from flexshard.cli.commands import register
     from flexshard.cli.terminal import run
 
     register()
+    signal.signal(signal.SIGINT, before)
     run(app)

@@ -11,11 +11,12 @@ import typer
 
 from flexshard.errors import OutputError
 
-__all__ = ["Force", "check_output"]
+__all__ = ["Force", "check_output", "kind_of"]
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
 
 _PAGE = b"<!doctype html>"
+_PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 _PARQUET, _PICTURES = b"PAR1", (b"\x89PNG", b"%PDF", b"<?xml", b"<svg")
 _TEXT_FORMAT = re.compile(rb"[\"']?format[\"']?\s*:\s*[\"']?(flexshard\.\w+)")
 # What commands call what they write, by what it says it is.
@@ -46,14 +47,22 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         force: whether an existing file of another kind may be replaced.
 
     Raises:
-        OutputError: it is one of the inputs, or exists and is of another kind.
+        OutputError: it is one of the inputs, exists and is of another kind, or has a name that it cannot have.
     """
-    if not path.is_file() or not path.stat().st_size:
-        return
+    if str(path) == "-":
+        raise OutputError("-o takes the path of a file, found '-'; --json prints for other programs")
+    try:
+        there = path.is_file() and path.stat().st_size > 0
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; choose another path with -o") from error
     for given in inputs:
-        if "://" not in str(given) and Path(given).exists() and path.samefile(given):
+        if there and "://" not in str(given) and Path(given).exists() and path.samefile(given):
             raise OutputError(f"{path} is what this command reads, and would be lost; choose another path with -o")
-    found = _kind(path)
+    if kind == "picture" and path.suffix.lower() not in _PICTURE_SUFFIXES:
+        raise OutputError(f"cannot draw {path}: the name of a picture ends in {', '.join(_PICTURE_SUFFIXES)}")
+    if not there:
+        return
+    found = kind_of(path)
     if found != kind and not force:
         what = _NOUNS.get(found, "another file")
         raise OutputError(
@@ -61,7 +70,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         )
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
     """What a file is: as ``check_output`` has it, or "" if it is nothing known."""
     try:
         with path.open("rb") as file:

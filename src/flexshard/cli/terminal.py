@@ -94,6 +94,10 @@ def working(title: str) -> Iterator[None]:
 
 def run(app: typer.Typer) -> None:
     """Run the application; an error that FlexShard or the parser of arguments raises becomes one line and exit 2."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - for as long as the command runs
+    if sys.stdout is None:
+        _fail("standard output is closed; send it to a file, or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to stop
@@ -125,6 +129,8 @@ def run(app: typer.Typer) -> None:
         _silence_stdout()
         sys.exit(0)
     except OSError as error:
+        if error.filename is not None:
+            _fail(f"{error.filename}: {error.strerror}")
         _silence_stdout()
         _fail(f"cannot write to standard output: {error.strerror or error}")
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flexshard import units
 from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, located, replacing, save_yaml
@@ -93,6 +94,13 @@ class JobSpec(StrictModel):
     host_memory: str | None = None
     timeout_seconds: float = 60.0
     gap: float = 0.002
+
+    @field_validator("budget", "host_memory", mode="before")
+    @classmethod
+    def _has_unit(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"memory has a unit, such as {value:g}GiB; found {value:g}")
+        return value
 
 
 def load_job(path: PathLike) -> Job:
@@ -229,4 +237,6 @@ def save_job(
         try:
             load_job(draft)
         except JobError as error:
-            raise JobError(str(error).replace(str(draft), str(path))) from error
+            # It is not there for anybody to look into: a line number would send readers to a file that is not.
+            message = re.sub(rf"^{re.escape(str(draft))}(:\d+)?: ", "", str(error))
+            raise JobError(f"{path} is not written: {message}") from error

@@ -62,6 +62,8 @@ class Table:
         where = f"table {self.name!r}"
         if not isinstance(self.name, str):
             raise TableError(f"a table's name is a text, found {self.name!r}")
+        if not self.name.strip() or not self.name.isprintable():
+            raise TableError(f"a table's name is a text of one line, found {self.name!r}")
         if isinstance(self.features, str) or not isinstance(self.features, Sequence):
             raise TableError(f"{where}: features must be a list of names, found {self.features!r}")
         stray = next((feature for feature in self.features if not isinstance(feature, str)), None)

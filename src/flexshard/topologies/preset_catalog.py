@@ -253,7 +253,8 @@ def resolve_cluster(name: str) -> Cluster:
     preset, _, nodes = name.partition(":")
     if preset in preset_names():
         if nodes and not (nodes.isdecimal() and len(nodes) < 10):
-            raise ClusterError(f"{name!r}: the number of nodes after ':' must be a whole number, found {nodes!r}")
+            most = f"a whole number up to {_MOST_NODES:,}"
+            raise ClusterError(f"{name!r}: the number of nodes after ':' is {most}, found {nodes!r}")
         return load_preset(preset).cluster(int(nodes) if nodes else None)
     if Path(name).suffix in {".yaml", ".yml"} or _exists(name):
         return load_cluster(name)

@@ -10,7 +10,7 @@ import typer
 from flexshard import executors, planner, plots
 from flexshard._internal import first_repeated
 from flexshard.cli.app import AsJson, app
-from flexshard.cli.outputs import Force, check_output
+from flexshard.cli.outputs import Force, check_output, kind_of
 from flexshard.cli.terminal import emit, say, working
 from flexshard.errors import DataError, JobError
 
@@ -37,6 +37,7 @@ def compare_command(
     if output is not None:
         read = [*files, *([] if row_wise is None else [row_wise])]
         check_output(output, "picture", inputs=read, force=force)
+    _check_kinds(files)
     if len(files) > 1:
         _compare_observed(files, row_wise, output, as_json=as_json)
         return
@@ -45,6 +46,16 @@ def compare_command(
     with working("asking the baselines"):
         plan = planner.compare(planner.load_job(files[0]), torchrec=torchrec, time_limit_seconds=time_limit)
     emit(planner.plan_document(plan), as_json=as_json, text=planner.costs_grid(plan))
+
+
+def _check_kinds(files: list[Path]) -> None:
+    """One job, or plans and observations in turn: files of other kinds are said as what they are."""
+    wanted = ["flexshard.job"] if len(files) == 1 else ["flexshard.plan", "flexshard.observed"] * len(files)
+    for file, kind in zip(files, wanted, strict=False):
+        found = kind_of(file) if file.is_file() else ""
+        if found.startswith("flexshard.") and found != kind:
+            what = found.removeprefix("flexshard.")
+            raise JobError(f"{file} is of the kind {what}; compare takes one job, or PLAN OBSERVED in turn")
 
 
 def _compare_observed(files: list[Path], row_wise: Path | None, output: Path | None, *, as_json: bool) -> None:

@@ -123,6 +123,9 @@ def cluster_sessions(
     limit = None if memory is None else round(check_bytes(memory, "memory", DataError))
     sources = expand(paths)
     schema = common_schema(sources, session, time, partition)
+    rows = sum(source.num_rows for source in sources)
+    if shards > max(rows, 1):
+        raise DataError(f"{shards:,} shards of {rows:,} rows would be empty files; at most one for each row")
     target = free_target(output)
     with draft_folder(target) as draft:
         scratch = make_folder(draft / "scratch")

@@ -170,8 +170,8 @@ def arrow_ids(data: pa.ChunkedArray, name: str, column: str, first_row: int) -> 
     return IdBatch(ids, lengths, name, first_row)
 
 
-def key_array(chunk: Chunk, column: str) -> pa.ChunkedArray:
-    """The sample keys of a chunk, as integers or as bytes.
+def key_array(chunk: Chunk, column: str, what: str = "sample key") -> pa.ChunkedArray:
+    """The keys of a chunk, as integers or as bytes; ``what`` they are is for messages.
 
     Raises:
         DataError: a null key; names file and row.
@@ -179,7 +179,7 @@ def key_array(chunk: Chunk, column: str) -> pa.ChunkedArray:
     keys = chunk.table.column(column)
     if keys.null_count:
         row = chunk.first_row + int(np.flatnonzero(pc.is_null(keys).to_numpy())[0])
-        raise DataError(f"{chunk.source.name}: sample key {column!r} is null in row {row:,}; drop or fill such rows")
+        raise DataError(f"{chunk.source.name}: {what} {column!r} is null in row {row:,}; drop or fill such rows")
     if pt.is_dictionary(keys.type):
         keys = keys.cast(keys.type.value_type)
     if pt.is_uint64(keys.type):

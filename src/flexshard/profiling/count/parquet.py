@@ -145,7 +145,7 @@ def profile_parquet_by(
             raise DataError(
                 f"{batch.name}: column {column!r} holds lists; told apart by {by!r}, ids must be one per row"
             )
-        names = pc.dictionary_encode(key_array(chunk, by)).combine_chunks()
+        names = pc.dictionary_encode(key_array(chunk, by, "column of tables (by)")).combine_chunks()
         codes = names.indices.to_numpy()
         samples += codes.size
         order = np.argsort(codes, kind="stable")
