@@ -664,6 +664,11 @@ def test_interrupted_while_it_starts_and_without_an_output(project: Path) -> Non
         interrupted = [sys.executable, "-c", code, module]
         result = subprocess.run(interrupted, capture_output=True, text=True, check=False)
         assert (result.returncode, result.stderr) == (130, "flexshard: interrupted\n")
+    # Typer's own loop turns an interrupt within a command into a code, without a word.
+    code = "import sys, flexshard.topologies as t; t.preset_names = lambda: (_ for _ in ()).throw(KeyboardInterrupt)"
+    code += "; sys.argv[1:] = ['clusters']; from flexshard.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "flexshard: interrupted\n")
     closed = f"{sys.executable} -m flexshard.cli plan job.yaml >&-"
     result = subprocess.run(["bash", "-c", closed], cwd=project, capture_output=True, text=True, check=False)
     expected = "flexshard: error: standard output is closed; send it to a file, or to /dev/null\n"

@@ -42,6 +42,7 @@ def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
 
 
 _LEAST_WIDTH = 118
+_INTERRUPTED = 130
 
 # click.UsageError, wherever the installed typer keeps its click.
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
@@ -112,6 +113,8 @@ def run(app: typer.Typer) -> None:
     warnings.showwarning = show
     try:
         code = app(standalone_mode=False)
+        if code == _INTERRUPTED:  # typer makes Ctrl-C a code
+            raise KeyboardInterrupt
         sys.stdout.flush()
     except FlexShardError as error:
         _fail(str(error))
@@ -124,7 +127,7 @@ def run(app: typer.Typer) -> None:
         _fail(f"{error.format_message().rstrip('.')}; see '{context.command_path if context else 'flexshard'} --help'")
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("flexshard: interrupted\n")
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has had enough
         _silence_stdout()
         sys.exit(0)
