@@ -208,7 +208,7 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
     for before, after, message in (
         ("{ranks: 8, loss: 0.1}", "{ranks: 8, loss: -1}", "compress[0]: an option's loss is at least 0, found -1.0"),
         ("{ranks: 8, loss: 0.1}", "{ranks: [8]}", "compress[0]: a tensor train of 200,000 rows of 16 with 3 cores"),
-        ("{ranks: 8, loss: 0.1}", "{rank: 8}", "compress[0].ranks: this field is required"),
+        ("{ranks: 8, loss: 0.1}", "{rank: 8}", "compress[0].rank: this field is unknown; do you mean ranks?"),
     ):
         job.write_text(text.replace(before, after))
         assert message in bad(tmp_path, "compress", "job.yaml", "--rates", "rates.yaml", "-o", "e.json")
@@ -388,7 +388,9 @@ def test_wrong_usage_is_one_line(project: Path) -> None:
     assert "Invalid value for '--tiers'" in bad(project, "plan", "job.yaml", "-o", "x.json", "--tiers", "many")
     assert "No such command 'plam'" in bad(project, "plam")
     assert "No such option" in bad(project, "plan", "job.yaml", "--colour")
-    assert "pictures are .png, .svg or .pdf" in bad(project, "pareto", "job.yaml", "-o", "x.txt")
+    assert "cannot draw x.txt: the name of a picture ends in .png, .svg, .pdf" in bad(
+        project, "pareto", "job.yaml", "-o", "x.txt"
+    )
     assert "is what this command reads, and would be lost" in bad(
         project, "profile", "clicks.parquet", "--column", "items", "-o", "clicks.parquet"
     )
@@ -479,7 +481,7 @@ def test_compare_sets_a_plan_beside_what_ran(project: Path, tmp_path: Path) -> N
     assert "every plan needs what was observed of it" in bad(
         project, "compare", "plan.json", "observed.json", "plan.json"
     )
-    assert "not an observation" in bad(project, "compare", "plan.json", "plan.json")
+    assert "plan.json is of the kind plan" in bad(project, "compare", "plan.json", "plan.json")
     observed_file(project, plan, "other.json", fingerprint="f" * 64)
     assert "the observation is of plan ffffffffffff" in bad(project, "compare", "plan.json", "other.json")
     observed_file(project, plan, "other.json", world_size=3)
@@ -638,7 +640,7 @@ def test_files_of_another_kind_are_named(project: Path) -> None:
     assert f"job.yaml is of the kind job; {text}" in bad(project, "compare", "job.yaml", "job.yaml")
     assert f"job.yaml is of the kind job; {text}" in bad(project, "compare", "plan.json", "job.yaml")
     good(project, "plan", edit(project, "job.yaml", table={"name": "others"}), "-o", "others.json")
-    assert "no table in common: one is of items, the other of others" in bad(
+    assert "plan.json and others.json have no table in common: one is of items, the other of others" in bad(
         project, "diff", "plan.json", "others.json"
     )
 

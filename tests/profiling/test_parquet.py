@@ -238,7 +238,10 @@ def test_globs_folders_and_urls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"ids": [1.0, 2.0]}, "column 'ids' holds double, not ids; expected integers"),
+        (
+            {"ids": [1.0, 2.0]},
+            r"holds double, not ids .*; number its values first: flexshard encode .*a.parquet --column ids",
+        ),
         ({"ids": ["a", "b"]}, "column 'ids' holds string, not ids"),
         ({"ids": [["a"], ["b"]]}, "column 'ids' holds list<.*string>, not ids"),
         ({"ids": [True]}, "holds bool"),

@@ -183,7 +183,7 @@ def test_unknown_names() -> None:
         load_preset("dgx")
     with pytest.raises(ClusterError, match="neither a cluster file nor a preset"):
         Cluster.resolve("dgx")
-    with pytest.raises(ClusterError, match="must be a whole number"):
+    with pytest.raises(ClusterError, match="is a whole number up to 4,096, found 'many'"):
         Cluster.resolve("dgx-h100:many")
     with pytest.raises(ClusterError, match="nodes must be at least 1"):
         Cluster.resolve("dgx-h100:0")

@@ -11,6 +11,7 @@ from flexshard import planner, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, PlanFile, app
 from flexshard.cli.terminal import emit
+from flexshard.errors import PlanError
 
 
 @app.command("diff")
@@ -20,7 +21,12 @@ def diff_command(
     as_json: AsJson = False,
 ) -> None:
     """Say which rows move between two plans, and how many bytes."""
-    changes = planner.diff(planner.Plan.load(before), planner.Plan.load(after))
+    plans = [planner.Plan.load(path) for path in (before, after)]
+    names = [list(plan.tables) + list(plan.pooled) for plan in plans]
+    if not set(names[0]) & set(names[1]):
+        few = [", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "") for listed in names]
+        raise PlanError(f"{before} and {after} have no table in common: one is of {few[0]}, the other of {few[1]}")
+    changes = planner.diff(*plans)
     grid = new_grid("Moves", ["table"], ["from group", "to group", "positions", "rows", "weights"])
     for move in changes.moves:
         positions = f"{move.first_position:,} to {move.first_position + move.rows - 1:,}"

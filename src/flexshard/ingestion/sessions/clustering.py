@@ -19,6 +19,9 @@ from flexshard.ingestion.sessions.sorting import ClusterJob, sort_here, sort_wit
 
 __all__ = ["Clustered", "cluster_sessions"]
 
+# Of a small log some may be empty, as a hash has it; that all but a few are is a mistyped number.
+_FEW_SHARDS = 256
+
 
 @dataclass(frozen=True)
 class Clustered:
@@ -124,7 +127,7 @@ def cluster_sessions(
     sources = expand(paths)
     schema = common_schema(sources, session, time, partition)
     rows = sum(source.num_rows for source in sources)
-    if shards > max(rows, 1):
+    if shards > max(rows, _FEW_SHARDS):
         raise DataError(f"{shards:,} shards of {rows:,} rows would be empty files; at most one for each row")
     target = free_target(output)
     with draft_folder(target) as draft:

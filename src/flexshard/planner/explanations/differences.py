@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from flexshard._internal import deprecated_attribute, renamed_parameters, with_names
-from flexshard.errors import PlanError
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.pooled_plan import PooledShard, PooledTablePlan
@@ -103,15 +102,7 @@ class PlanDiff:
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """Rows that change their tier between two plans, by position.
-
-    Raises:
-        PlanError: the plans have no table in common.
-    """
-    names = [list(plan.tables) + list(plan.pooled) for plan in (before, after)]
-    if all(names) and not set(names[0]) & set(names[1]):
-        ours, theirs = (", ".join(listed[:3]) + ("" if len(listed) <= 3 else ", ...") for listed in names)
-        raise PlanError(f"the plans have no table in common: one is of {ours}, the other of {theirs}")
+    """Rows that change their tier between two plans, by position."""
     moves: list[Move] = []
     for name in dict.fromkeys([*before.tables, *after.tables]):
         moves += _moves(name, before.tables.get(name), after.tables.get(name))
