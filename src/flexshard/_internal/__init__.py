@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         run_layout as run_layout,
         shared_runs as shared_runs,
     )
+    from flexshard._internal.sql import sql_name as sql_name, sql_text as sql_text
     from flexshard._internal.streams import (
         continued_on as continued_on,
         current_stream as current_stream,
@@ -127,6 +128,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "process_groups": ["LevelGroups", "group_behind", "level_groups"],
         "runs": ["check_sharing", "run_layout", "shared_runs"],
         "streams": ["continued_on", "current_stream", "used_here"],
+        "sql": ["sql_name", "sql_text"],
         "text_tables": ["as_text", "new_grid"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],
     },

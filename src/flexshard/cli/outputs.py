@@ -26,6 +26,7 @@ _NOUNS = {
     "flexshard.ingested": "a run of an ingestion job",
     "flexshard.ingestion": "an ingestion job",
     "flexshard.job": "a job",
+    "flexshard.mapping": "a mapping",
     "flexshard.observed": "an observation",
     "flexshard.plan": "a plan",
     "flexshard.profile": "a profile",

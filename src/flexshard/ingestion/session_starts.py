@@ -13,7 +13,13 @@ import pyarrow.types as pt
 
 from flexshard._internal import JaggedArray, ParquetSource, distinct_rows, one_array
 from flexshard.errors import DataError
-from flexshard.ingestion.sessions.partitions import PARTITION_KEY, SESSION_KEY, TIME_KEY, partition_numbers
+from flexshard.ingestion.sessions.partitions import (
+    PARTITION_KEY,
+    SESSION_KEY,
+    TIME_KEY,
+    partition_numbers,
+    stored_width,
+)
 from flexshard.ingestion.stored_rows import RowStreams, StoredRows
 
 __all__ = ["check_session_columns", "scanned_sessions", "session_starts"]
@@ -38,7 +44,7 @@ def _partition_of(sources: Sequence[ParquetSource], session: str) -> tuple[str, 
     by, column, width = found.pop()
     if found or width is None or column is None or by != session.encode():
         return None
-    return column.decode(), float(width) if b"." in width or b"e" in width else int(width)
+    return column.decode(), stored_width(width)
 
 
 def check_session_columns(source: ParquetSource, session: str | None, time: str | None) -> None:

@@ -10,11 +10,18 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from flexshard import units
-from flexshard._internal import check_finite
+from flexshard._internal import check_finite, sql_name
 from flexshard.errors import DataError
-from flexshard.ingestion.sessions.sql import quoted
 
-__all__ = ["PARTITION_KEY", "SESSION_KEY", "TIME_KEY", "partition_numbers", "partition_sql", "partition_width"]
+__all__ = [
+    "PARTITION_KEY",
+    "SESSION_KEY",
+    "TIME_KEY",
+    "partition_numbers",
+    "partition_sql",
+    "partition_width",
+    "stored_width",
+]
 
 SESSION_KEY, TIME_KEY, PARTITION_KEY = b"flexshard.session", b"flexshard.time", b"flexshard.partition"
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -50,9 +57,14 @@ def partition_width(kind: pa.DataType, partition: str | float, column: str) -> f
     return round(value) if pt.is_integer(kind) else value
 
 
+def stored_width(text: bytes) -> float:
+    """A width as files say it: of numbers with a point where times have one, else whole."""
+    return float(text) if b"." in text or b"e" in text else int(text)
+
+
 def partition_sql(kind: pa.DataType, column: str, width: float) -> str:
     """DuckDB's expression for the partition of a row, as :func:`partition_numbers` counts them."""
-    stored = quoted(column)
+    stored = sql_name(column)
     if pt.is_floating(kind):
         return f"floor(CAST({stored} AS DOUBLE) / CAST({width!r} AS DOUBLE))"
     if pt.is_timestamp(kind):

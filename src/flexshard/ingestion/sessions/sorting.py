@@ -16,11 +16,10 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from flexshard import units
-from flexshard._internal import ParquetSource
+from flexshard._internal import ParquetSource, sql_name, sql_text
 from flexshard.errors import DataError, MissingDependencyError, OutputError
-from flexshard.ingestion.sessions.partitions import PARTITION_KEY, partition_sql
+from flexshard.ingestion.sessions.partitions import PARTITION_KEY, partition_sql, stored_width
 from flexshard.ingestion.sessions.row_groups import SHARD, write_shards
-from flexshard.ingestion.sessions.sql import quoted
 
 __all__ = ["RESERVED", "ClusterJob", "Counts", "sort_here", "sort_with_ray"]
 
@@ -105,7 +104,7 @@ def _split(job: ClusterJob, file: str, number: int, name: str, schema: pa.Schema
             for shard in range(job.shards):
                 path = str(Path(job.scratch) / f"split-{number:05d}-{shard:05d}.parquet")
                 rows = f"SELECT * FROM ({_numbered([file], str(number), schema)}) WHERE {_shard_of(job)} = {shard}"
-                database.execute(f"COPY ({rows}) TO {_text(path)} (FORMAT parquet)")
+                database.execute(f"COPY ({rows}) TO {sql_text(path)} (FORMAT parquet)")
                 parts.append(path)
             return parts
     except DataError as error:
@@ -171,26 +170,25 @@ def _numbered(files: Sequence[str], number: str, schema: pa.Schema) -> str:
 
 def _parquet(files: Sequence[str]) -> str:
     """These very files: DuckDB would take brackets for a pattern, and folders such as ``day=1`` for columns."""
-    listed = ", ".join(_text(glob.escape(file)) for file in files)
+    listed = ", ".join(sql_text(glob.escape(file)) for file in files)
     return f"read_parquet([{listed}], file_row_number = true, hive_partitioning = false)"
 
 
 def _columns(schema: pa.Schema) -> str:
-    return ", ".join(quoted(name) for name in schema.names)
+    return ", ".join(sql_name(name) for name in schema.names)
 
 
 def _order(job: ClusterJob, schema: pa.Schema) -> str:
     before = [_partition(job, schema)] if PARTITION_KEY in schema.metadata else []
     before += [_START] if job.by_start else []
-    return ", ".join([*before, quoted(job.session), quoted(job.time), _FILE, _ROW])
+    return ", ".join([*before, sql_name(job.session), sql_name(job.time), _FILE, _ROW])
 
 
 def _partition(job: ClusterJob, schema: pa.Schema) -> str:
     """The partition of a row; the same for all, where there are none."""
     if PARTITION_KEY not in schema.metadata:
         return "0"
-    width, kind = schema.metadata[PARTITION_KEY], schema.field(job.time).type
-    return partition_sql(kind, job.time, float(width) if pt.is_floating(kind) else int(width))
+    return partition_sql(schema.field(job.time).type, job.time, stored_width(schema.metadata[PARTITION_KEY]))
 
 
 def _with_starts(database: Any, job: ClusterJob, schema: pa.Schema) -> str:
@@ -202,14 +200,15 @@ def _with_starts(database: Any, job: ClusterJob, schema: pa.Schema) -> str:
         return "input"
     own = Path(job.scratch) / f"{os.getpid()}-{threading.get_ident()}"
     starts, joined = str(own.with_suffix(".starts.parquet")), str(own.with_suffix(".joined.parquet"))
-    keys = f"{_partition(job, schema)} AS {_PARTITION}, {quoted(job.session)}"
-    query = f"SELECT {keys}, min({quoted(job.time)}) AS {_START} FROM input WHERE {_kept(job)} GROUP BY ALL"
-    database.execute(f"COPY ({query}) TO {_text(starts)} (FORMAT parquet)")
+    session = sql_name(job.session)
+    keys = f"{_partition(job, schema)} AS {_PARTITION}, {session}"
+    query = f"SELECT {keys}, min({sql_name(job.time)}) AS {_START} FROM input WHERE {_kept(job)} GROUP BY ALL"
+    database.execute(f"COPY ({query}) TO {sql_text(starts)} (FORMAT parquet)")
     rows = f"SELECT *, {_partition(job, schema)} AS {_PARTITION} FROM input"
-    query = f"SELECT * FROM ({rows}) JOIN read_parquet({_text(starts)}) USING ({_PARTITION}, {quoted(job.session)})"
+    query = f"SELECT * FROM ({rows}) JOIN read_parquet({sql_text(starts)}) USING ({_PARTITION}, {session})"
     # Row groups are held until they are whole.
-    database.execute(f"COPY ({query}) TO {_text(joined)} (FORMAT parquet, ROW_GROUP_SIZE {_ROWS_HELD})")
-    return f"read_parquet({_text(joined)})"
+    database.execute(f"COPY ({query}) TO {sql_text(joined)} (FORMAT parquet, ROW_GROUP_SIZE {_ROWS_HELD})")
+    return f"read_parquet({sql_text(joined)})"
 
 
 def _hash(expression: str) -> str:
@@ -218,7 +217,7 @@ def _hash(expression: str) -> str:
 
 
 def _key(job: ClusterJob) -> str:
-    return f"CAST({quoted(job.session)} AS VARCHAR)"
+    return f"CAST({sql_name(job.session)} AS VARCHAR)"
 
 
 def _shard_of(job: ClusterJob) -> str:
@@ -235,13 +234,9 @@ def _kept(job: ClusterJob, by: str | None = None) -> str:
     return f"{_hash(unit)} < {int(job.keep * float(1 << 64))}::UHUGEINT"
 
 
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
-
-
 def _check_keys(database: Any, job: ClusterJob, files: Sequence[str], names: Sequence[str], schema: pa.Schema) -> None:
     """Check that every row has a session and a time, and that the files can be read; raises DataError."""
-    session, time = quoted(job.session), quoted(job.time)
+    session, time = sql_name(job.session), sql_name(job.time)
     wrong = [(job.session, "session", "nulls", f"{session} IS NULL"), (job.time, "time", "nulls", f"{time} IS NULL")]
     if pt.is_floating(schema.field(job.time).type):
         # Through a list, since Parquet's statistics leave NaN out and DuckDB asks them first.
@@ -270,7 +265,7 @@ def _check_keys(database: Any, job: ClusterJob, files: Sequence[str], names: Seq
 def _count(database: Any, job: ClusterJob, view: str) -> list[Counts]:
     wanted = []
     for where in ("true", _kept(job, "session"), _kept(job, "sample")):
-        wanted += [f"count(*) FILTER ({where})", f"count(DISTINCT {quoted(job.session)}) FILTER ({where})"]
+        wanted += [f"count(*) FILTER ({where})", f"count(DISTINCT {sql_name(job.session)}) FILTER ({where})"]
     return [database.sql(f"SELECT {', '.join(wanted)} FROM {view}").fetchall()[0]]
 
 

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as pads
 
-from flexshard._internal import ParquetSource
-from flexshard.ingestion.sessions.sql import quoted
+from flexshard._internal import ParquetSource, sql_name
 
 __all__ = ["WholeSessions"]
 
@@ -30,7 +29,7 @@ class WholeSessions:
             pads.dataset([source.path], schema, filesystem=source.filesystem, format="parquet") for source in sources
         ]
         self._database.register("data", parts[0] if len(parts) == 1 else pads.dataset(parts))
-        self._session = quoted(session)
+        self._session = sql_name(session)
 
     def close(self) -> None:
         """Close the database."""
@@ -46,15 +45,15 @@ class WholeSessions:
 
         A value that a list has twice is said twice there only: what a session needs is the most of any one list.
         """
-        column = quoted(feature) if lists else f"[{quoted(feature)}]"
+        column = sql_name(feature) if lists else f"[{sql_name(feature)}]"
         rows, kept, values = self._one(
             f"SELECT sum(n), sum(d), sum(v) FROM (SELECT count(*) AS n, count(DISTINCT {column}) AS d,"
-            f" coalesce(sum(len({column})), 0) AS v FROM data WHERE {quoted(feature)} IS NOT NULL"
+            f" coalesce(sum(len({column})), 0) AS v FROM data WHERE {sql_name(feature)} IS NOT NULL"
             f" GROUP BY {self._session})"
         )
         (needed,) = self._one(
             f"WITH lists AS (SELECT DISTINCT {self._session} AS s, {column} AS l FROM data"
-            f" WHERE {quoted(feature)} IS NOT NULL),"
+            f" WHERE {sql_name(feature)} IS NOT NULL),"
             " numbered AS (SELECT row_number() OVER () AS r, s, l FROM lists),"
             " flat AS (SELECT s, r, unnest(l) AS v FROM numbered),"
             " counted AS (SELECT s, v, r, count(*) AS c FROM flat GROUP BY s, v, r)"

@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from flexshard import units
-from flexshard._internal import PathLike, check_bytes, first_repeated, make_folder, replacing
+from flexshard._internal import PathLike, check_bytes, first_repeated, make_folder, replacing, sql_name, sql_text
 from flexshard.errors import DataError, OutputError
 from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping
-from flexshard.profiling.encoding.sources import Scan, Values, quoted, resolved, scan, text
+from flexshard.profiling.encoding.sources import Scan, Values, resolved, scan
 
 __all__ = ["EncodedColumn", "encode", "encoded"]
 
@@ -115,7 +115,9 @@ def encode(
                 column.save(database, draft, place)
                 made.append((draft, place))
         draft = Path(scratch) / "data.parquet"
-        database.execute(f"COPY ({_query(data, own, wide)}) TO {text(str(draft))} (FORMAT parquet, COMPRESSION zstd)")
+        database.execute(
+            f"COPY ({_query(data, own, wide)}) TO {sql_text(str(draft))} (FORMAT parquet, COMPRESSION zstd)"
+        )
         for source, place in (*made, (draft, target)):
             with replacing(place) as free:
                 shutil.move(source, free)
@@ -249,7 +251,7 @@ class _Column:
 
     def _take(self, database: Any, given: Mapping) -> None:
         """Bring in a mapping that was made before; its values as this data have them."""
-        path = text(given.path)
+        path = sql_text(given.path)
         kind = database.sql(f"DESCRIBE SELECT value FROM read_parquet({path})").fetchall()[0][1]
         own = f"CAST({self.values.sql} AS {kind}{'[]' if self.values.is_list else ''})"
         if kind != self.values.kind:
@@ -262,8 +264,8 @@ class _Column:
         about = replace(self.result.mapping, path=str(place))
         self.result = replace(self.result, mapping=about)
         database.execute(
-            f"COPY (SELECT value, row, count FROM {self.table} ORDER BY row) TO {text(str(draft))}"
-            f" (FORMAT parquet, KV_METADATA {{flexshard: {text(about.metadata)}}})"
+            f"COPY (SELECT value, row, count FROM {self.table} ORDER BY row) TO {sql_text(str(draft))}"
+            f" (FORMAT parquet, KV_METADATA {{flexshard: {sql_text(about.metadata)}}})"
         )
 
     @property
@@ -311,7 +313,7 @@ def _query(data: Scan, columns: Sequence[_Column], wide: Sequence[str]) -> str:
     joins: list[str] = []
     added: list[str] = []
     where: list[str] = []
-    replaced = [f"CAST({quoted(name)} AS DECIMAL(38, 0)) AS {quoted(name)}" for name in wide]
+    replaced = [f"CAST({sql_name(name)} AS DECIMAL(38, 0)) AS {sql_name(name)}" for name in wide]
     for column in columns:
         own, name, sql = f"ids_{column.number}", column.values.name, column.values.sql
         if column.values.is_list:
@@ -326,7 +328,7 @@ def _query(data: Scan, columns: Sequence[_Column], wide: Sequence[str]) -> str:
             joins.append(f"LEFT JOIN {column.table} {own} ON ({sql}) IS NOT DISTINCT FROM {own}.value")
             ids = f"CAST({own}.row AS {column.kind})"
             where.append(f"{own}.row IS NOT NULL")
-        (replaced if column.values.is_column else added).append(f"{ids} AS {quoted(name)}")
+        (replaced if column.values.is_column else added).append(f"{ids} AS {sql_name(name)}")
     replace_ = f" REPLACE ({', '.join(replaced)})" if replaced else ""
     kept = f" WHERE {' AND '.join(where)}" if where else ""
     chosen = ", ".join([f"stored.* EXCLUDE ({_ROW}){replace_}", *added])

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexshard._internal import PathLike
+from flexshard._internal import DocumentFormat, PathLike
 from flexshard.errors import DataError
 
 __all__ = ["FORMAT", "Mapping", "load_mapping"]
 
-FORMAT, VERSION = "flexshard.mapping", 1
+FORMAT = DocumentFormat(
+    "flexshard.mapping", 1, "a mapping that 'flexshard encode' wrote", "mappings", DataError, "encode the data anew"
+)
 NULLS = ("drop", "keep")
 
 
@@ -39,9 +40,8 @@ class Mapping:
     @property
     def metadata(self) -> str:
         """What its file says of itself."""
-        about: dict[str, Any] = {"format": FORMAT, "version": VERSION, "column": self.column, "rows": self.rows}
-        about |= {"nulls": self.nulls, "separator": self.separator}
-        return json.dumps(about)
+        about = {"column": self.column, "rows": self.rows, "nulls": self.nulls, "separator": self.separator}
+        return json.dumps(FORMAT.stamped(about))
 
 
 def load_mapping(path: PathLike) -> Mapping:
@@ -57,14 +57,7 @@ def load_mapping(path: PathLike) -> Mapping:
         raise DataError(f"{name}: no such file") from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{name}: not a mapping that 'flexshard encode' wrote: no Parquet file") from error
-    try:
-        about = json.loads((schema.metadata or {}).get(b"flexshard", b"{}"))
-    except ValueError:
-        about = {}
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise DataError(f"{name}: not a mapping that 'flexshard encode' wrote")
-    if about.get("version") != VERSION:
-        raise DataError(f"{name}: a mapping of version {about.get('version')!r}; this release reads version {VERSION}")
+    about = FORMAT.of_metadata(schema.metadata, name)
     if schema.names != ["value", "row", "count"]:
         raise DataError(f"{name}: a mapping has the columns value, row and count; found {', '.join(schema.names)}")
     column, rows, nulls, separator = (about.get(key) for key in ("column", "rows", "nulls", "separator"))

@@ -10,10 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from flexshard._internal import PathLike, hidden_part
+from flexshard._internal import PathLike, hidden_part, sql_name, sql_text
 from flexshard.errors import DataError
 
-__all__ = ["Scan", "Values", "quoted", "resolved", "scan", "text"]
+__all__ = ["Scan", "Values", "resolved", "scan"]
 
 _KINDS = {
     "parquet": (".parquet", ".pq"),
@@ -21,16 +21,6 @@ _KINDS = {
     "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
 }
 _READERS = {"parquet": "read_parquet", "csv": "read_csv", "json": "read_json"}
-
-
-def quoted(name: str) -> str:
-    """A column's name, whatever is in it."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def text(value: str) -> str:
-    """A text."""
-    return "'" + value.replace("'", "''") + "'"
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class Scan:
     @property
     def sql(self) -> str:
         """DuckDB's expression for all rows, in the files' order; folders such as ``day=1`` are columns."""
-        listed = ", ".join(text(glob.escape(file)) for file in self.files)
+        listed = ", ".join(sql_text(glob.escape(file)) for file in self.files)
         return f"{_READERS[self.kind]}([{listed}], hive_partitioning = true)"
 
     @property
@@ -155,7 +145,7 @@ def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Val
     columns = data.columns(database)
     is_column = name in columns
     head, fields = (name, []) if is_column else _split(name, columns, data)
-    sql, kind = quoted(head), columns[head]
+    sql, kind = sql_name(head), columns[head]
     for field in fields:
         sql, kind = _field(database, data, sql, kind, field, name)
     while kind.endswith("]") and kind[: kind.rindex("[")].endswith("]"):
@@ -165,7 +155,7 @@ def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Val
     if separator is not None:
         if is_list or inner != "VARCHAR":
             raise DataError(f"{data.files[0]}: column {name!r} holds {kind}; a separator goes with texts")
-        cut = f"list_transform(string_split({sql}, {text(separator)}), lambda part: trim(part))"
+        cut = f"list_transform(string_split({sql}, {sql_text(separator)}), lambda part: trim(part))"
         return Values(name, f"list_filter({cut}, lambda part: part <> '')", True, inner, is_column)
     if inner.startswith(("STRUCT", "MAP", "UNION")) or inner == "JSON":
         raise DataError(f"{data.files[0]}: column {name!r} holds {kind}; name one of its fields, as {name}.FIELD")
@@ -189,7 +179,7 @@ def _split(name: str, columns: dict[str, str], data: Scan) -> tuple[str, list[st
 def _field(database: Any, data: Scan, sql: str, kind: str, field: str, name: str) -> tuple[str, str]:
     """A field of a struct, or of every struct of a list."""
     is_list = kind.endswith("[]")
-    inner = f"list_transform({sql}, lambda each: each.{quoted(field)})" if is_list else f"{sql}.{quoted(field)}"
+    inner = f"list_transform({sql}, lambda each: each.{sql_name(field)})" if is_list else f"{sql}.{sql_name(field)}"
     if not kind.removesuffix("[]").startswith("STRUCT"):
         raise DataError(f"{data.files[0]}: {name!r}: {kind} has no field {field!r}")
     try:
