@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from flexshard.embeddings.dedup.selection import run_places
 from flexshard.errors import DataError
 
 __all__ = ["check_causal", "check_rows", "is_due"]
@@ -47,12 +48,12 @@ def check_causal(module: nn.Module, sequences: JaggedTensor, calls: int) -> bool
     if not tried.numel():
         return False
     begins, whole = (torch.cumsum(lengths, 0) - lengths)[tried], lengths[tried].long()
-    values = sequences.values().detach()[_ranges(begins, whole).to(sequences.values().device)]
+    values = sequences.values().detach()[run_places(begins, whole).to(sequences.values().device)]
     values = _of_size_1(values)
     # One before the end, one after the start, and others anywhere: what attends within blocks is found, too.
     cuts = 1 + (torch.arange(tried.numel()) * 7919 + calls * 104_729) % (whole - 1)
     cuts[:1], cuts[1:2] = whole[:1] - 1, 1
-    places = _ranges(torch.cumsum(whole, 0) - whole, cuts).to(values.device)
+    places = run_places(torch.cumsum(whole, 0) - whole, cuts).to(values.device)
     with _restored(module):
         full = _values(module(JaggedTensor(values, lengths=whole.to(sequences.lengths()))))
         again = _values(module(JaggedTensor(values[places], lengths=cuts.to(sequences.lengths()))))
@@ -94,12 +95,6 @@ def check_rows(module: nn.Module, rows: list[JaggedTensor], result: Any) -> bool
                 " batch normalisation does; put it behind, where every sample has a row"
             )
     return True
-
-
-def _ranges(begins: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Places from each beginning on, one after the other."""
-    ends = torch.cumsum(sizes, 0)
-    return torch.arange(int(sizes.sum())) + torch.repeat_interleave(begins - (ends - sizes), sizes)
 
 
 def _of_size_1(values: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from flexshard.embeddings.dedup.module_checks import check_causal, check_rows, i
 from flexshard.embeddings.dedup.partial import PartialJaggedTensor
 from flexshard.errors import DataError
 
-__all__ = ["Deduped", "DedupedCausal", "DedupedPerSample", "Shared"]
+__all__ = ["Deduped", "DedupedCausal", "DedupedPerSample", "Shared", "as_runs"]
 
 Shared = DedupedJagged | PartialJaggedTensor
 
@@ -231,13 +231,20 @@ def _sequences(history: Shared | JaggedTensor) -> tuple[JaggedTensor, PartialJag
     """Sequences to compute, and every sample's list as a run of their values."""
     if isinstance(history, PartialJaggedTensor):
         return history.sequences()
+    return _distinct(history), as_runs(history)
+
+
+def as_runs(history: Shared | JaggedTensor) -> PartialJaggedTensor:
+    """Every sample's list as a run of the values that are kept."""
+    if isinstance(history, PartialJaggedTensor):
+        return history
     lists = history.distinct() if isinstance(history, DedupedJagged) else history
     lengths = lists.lengths()
     starts = torch.cumsum(lengths, 0) - lengths
-    if isinstance(history, DedupedJagged):
-        starts, lengths = starts.index_select(0, history.inverse), lengths.index_select(0, history.inverse)
-    expanded = history.expanded_length if isinstance(history, DedupedJagged) else None
-    return lists, PartialJaggedTensor(lists.values(), starts, lengths, expanded_length=expanded)
+    if not isinstance(history, DedupedJagged):
+        return PartialJaggedTensor(lists.values(), starts, lengths)
+    starts, lengths = starts.index_select(0, history.inverse), lengths.index_select(0, history.inverse)
+    return PartialJaggedTensor(lists.values(), starts, lengths, expanded_length=history.expanded_length)
 
 
 @torch.fx.wrap

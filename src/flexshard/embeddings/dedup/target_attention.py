@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from flexshard.embeddings.dedup.jagged import DedupedJagged
-from flexshard.embeddings.dedup.modules import Shared
-from flexshard.embeddings.dedup.partial import PartialJaggedTensor
+from flexshard.embeddings.dedup.modules import Shared, as_runs
 from flexshard.errors import DataError
 
 __all__ = ["TargetAttention", "run_attention"]
@@ -108,16 +106,10 @@ def run_attention(
 
 def _runs(history: Shared | JaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """A buffer of vectors, and each sample's run of it."""
-    if isinstance(history, PartialJaggedTensor):
-        return history.values, history.starts, history.lengths
-    if not isinstance(history, DedupedJagged | JaggedTensor):
+    if not isinstance(history, Shared | JaggedTensor):
         raise DataError(f"a history is deduplicated lists of vectors or a JaggedTensor, found {type(history).__name__}")
-    lists = history.distinct() if isinstance(history, DedupedJagged) else history
-    lengths = lists.lengths()
-    starts = torch.cumsum(lengths, 0) - lengths
-    if isinstance(history, DedupedJagged):
-        return lists.values(), starts.index_select(0, history.inverse), lengths.index_select(0, history.inverse)
-    return lists.values(), starts, lengths
+    found = as_runs(history)
+    return found.values, found.starts, found.lengths
 
 
 def _tile(begins: Tensor, ends: Tensor) -> tuple[int, int]:

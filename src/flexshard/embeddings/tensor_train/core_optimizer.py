@@ -12,16 +12,21 @@ from flexshard._internal import check_finite
 from flexshard.errors import TableError
 from flexshard.tables import OPTIMIZERS, StepOptions
 
-__all__ = ["FUSED", "CoreOptimizer", "StepCount", "Unscaled", "at_least_0", "checked_scaler", "in_full"]
+__all__ = ["FUSED", "CoreOptimizer", "StepCount", "Unscaled", "at_least_0", "checked_scaler", "full_dtype", "in_full"]
 
 # Those whose state a slice of a core can have.
 FUSED = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 States = Mapping[str, torch.Tensor]
 
 
+def full_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What products and steps of such numbers are computed in: float64 where they are so already, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def in_full(tensor: torch.Tensor) -> torch.Tensor:
-    """What products and steps are computed in: float64 where it is so already, else float32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    """In the type that :func:`full_dtype` has for it."""
+    return tensor.to(full_dtype(tensor.dtype))
 
 
 class CoreOptimizer:
@@ -65,7 +70,7 @@ class CoreOptimizer:
 
     def new_states(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
         """Zeros for slices or rows as these: as large, or one number each; in float32, or float64 of such."""
-        kind = in_full(like).dtype
+        kind = full_dtype(like.dtype)
         return {
             state.name: torch.zeros(like.shape[:1] if state.per_row else like.shape, dtype=kind, device=like.device)
             for state in self.rule.states

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from flexshard.embeddings.tensor_train.core_optimizer import full_dtype
 from flexshard.errors import TableError
 from flexshard.tables import TTShape
 
@@ -87,7 +88,7 @@ class _Unfolding:
 
     def __init__(self, weight: torch.Tensor, shape: TTShape, chunk_numbers: int) -> None:
         self._chunk_numbers = chunk_numbers
-        self._kind = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self._kind = full_dtype(weight.dtype)
         self._weight, self._p, self._q = weight, shape.row_factors[0], shape.dim_factors[0]
         self._tail, self._rest = prod(shape.row_factors[1:]), prod(shape.dim_factors[1:])
 

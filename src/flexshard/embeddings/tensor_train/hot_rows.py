@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flexshard._internal import deprecated_attribute
-from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, StepCount, in_full
+from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, StepCount, full_dtype, in_full
 from flexshard.errors import TableError
 
 __all__ = ["HotRows"]
@@ -55,7 +55,7 @@ class HotRows(nn.Module):
     def _states(self) -> dict[str, torch.Tensor]:
         """The fused optimizer's, in full precision whatever the model was cast to."""
         assert self._optimizer is not None
-        kind = torch.float64 if self.rows.dtype == torch.float64 else torch.float32
+        kind = full_dtype(self.rows.dtype)
         for state in self._optimizer.rule.states:
             setattr(self, _buffer(state.name), getattr(self, _buffer(state.name)).to(kind).contiguous())
         return {state.name: getattr(self, _buffer(state.name)) for state in self._optimizer.rule.states}
@@ -66,11 +66,11 @@ class HotRows(nn.Module):
         assert optimizer is not None
         if not self.rows.requires_grad:
             return
-        self._counted.add(self)
-        rows, states = in_full(self.rows[slots]), {name: state[slots] for name, state in self._states().items()}
-        optimizer.step(rows, in_full(gradient), states, self._counted.numbers[0])
+        held = self._states()
+        rows, states = in_full(self.rows[slots]), {name: state[slots] for name, state in held.items()}
+        optimizer.step(rows, in_full(gradient), states, self._counted.add(self))
         self.rows[slots] = rows.to(self.rows.dtype)
-        for name, state in self._states().items():
+        for name, state in held.items():
             state[slots] = states[name]
 
     @property

@@ -19,15 +19,10 @@ _COLUMNS = 256
 def prefix_forward(before, parent, starts, digits, core, out):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """``out[n] = before[parent[n]] @ core[digits[j]]``, for each run j and its n, which start at ``starts[j]``."""
     height, inner = before.shape[1], before.shape[2]
-    most = 0
-    for j in range(digits.size):
-        most = max(most, starts[j + 1] - starts[j])
-    gathered = np.empty((most * height, inner), before.dtype)
+    gathered = np.empty((_longest(starts) * height, inner), before.dtype)
     for j in range(digits.size):
         first, end = starts[j] - starts[0], starts[j + 1] - starts[0]
-        left = gathered[: (end - first) * height]
-        for n in range(first, end):
-            left[(n - first) * height : (n - first + 1) * height] = before[parent[n]]
+        left = _gathered(before, parent[first:end], gathered)
         _times(left, core[digits[j]], out[first:end].reshape(left.shape[0], core.shape[2]))
 
 
@@ -35,15 +30,11 @@ def prefix_forward(before, parent, starts, digits, core, out):  # type: ignore[n
 def prefix_backward(before, parent, starts, digits, core, upstream, to_before, to_core, slots):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """The gradients of :func:`prefix_forward`: adds to ``to_before``, sets ``to_core[slots[j]]`` for each run j."""
     height, inner = before.shape[1], before.shape[2]
-    most = 0
-    for j in range(digits.size):
-        most = max(most, starts[j + 1] - starts[j])
-    gathered, back = np.empty((most * height, inner), before.dtype), np.empty((most * height, inner), before.dtype)
+    gathered = np.empty((_longest(starts) * height, inner), before.dtype)
+    back = np.empty_like(gathered)
     for j in range(digits.size):
         first, end = starts[j] - starts[0], starts[j + 1] - starts[0]
-        left, to_left = gathered[: (end - first) * height], back[: (end - first) * height]
-        for n in range(first, end):
-            left[(n - first) * height : (n - first + 1) * height] = before[parent[n]]
+        left, to_left = _gathered(before, parent[first:end], gathered), back[: (end - first) * height]
         above = upstream[first:end].reshape(left.shape[0], core.shape[2])
         _transposed_times(left, above, to_core[slots[j]])
         _times_transposed(above, core[digits[j]], to_left)
@@ -52,6 +43,24 @@ def prefix_backward(before, parent, starts, digits, core, upstream, to_before, t
             for a in range(height):
                 for k in range(inner):
                     own[a, k] += to_left[(n - first) * height + a, k]
+
+
+@numba.njit(cache=True, nogil=True)
+def _longest(starts):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Prefixes of the longest run."""
+    most = 0
+    for j in range(starts.size - 1):
+        most = max(most, starts[j + 1] - starts[j])
+    return most
+
+
+@numba.njit(cache=True, nogil=True)
+def _gathered(before, parent, memory):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """``before[parent]`` as one matrix, at the start of some memory."""
+    height = before.shape[1]
+    for n in range(parent.size):
+        memory[n * height : (n + 1) * height] = before[parent[n]]
+    return memory[: parent.size * height]
 
 
 @numba.njit(cache=True, fastmath=True, nogil=True)

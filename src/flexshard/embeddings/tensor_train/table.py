@@ -19,6 +19,7 @@ from flexshard.embeddings.tensor_train.core_optimizer import (
     Unscaled,
     at_least_0,
     checked_scaler,
+    full_dtype,
 )
 from flexshard.embeddings.tensor_train.decomposition import LARGE_ERROR, decompose, warn_of_error
 from flexshard.embeddings.tensor_train.distinct import DistinctIds
@@ -319,7 +320,7 @@ class TTTable(nn.Module):
         """The fused optimizer's states of each core, in float32 whatever the model was cast to; in float64 of such."""
         if self.core_optimizer is None:
             return []
-        kind = torch.float64 if self.cores[0].dtype == torch.float64 else torch.float32
+        kind = full_dtype(self.cores[0].dtype)
         found: list[dict[str, torch.Tensor]] = []
         for k in range(self.shape.cores):
             found.append({})
