@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from flexshard import plots
 from flexshard.errors import OutputError
 
 __all__ = ["Force", "check_output", "kind_of"]
@@ -16,7 +17,6 @@ __all__ = ["Force", "check_output", "kind_of"]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
 
 _PAGE = b"<!doctype html>"
-_PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 _PARQUET, _PICTURES = b"PAR1", (b"\x89PNG", b"%PDF", b"<?xml", b"<svg")
 _TEXT_FORMAT = re.compile(rb"[\"']?format[\"']?\s*:\s*[\"']?(flexshard\.\w+)")
 # What commands call what they write, by what it says it is.
@@ -59,8 +59,8 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
     for given in inputs:
         if there and "://" not in str(given) and Path(given).exists() and path.samefile(given):
             raise OutputError(f"{path} is what this command reads, and would be lost; choose another path with -o")
-    if kind == "picture" and path.suffix.lower() not in _PICTURE_SUFFIXES:
-        raise OutputError(f"cannot draw {path}: the name of a picture ends in {', '.join(_PICTURE_SUFFIXES)}")
+    if kind == "picture" and path.suffix.lower() not in plots.PICTURE_SUFFIXES:
+        raise OutputError(f"cannot draw {path}: the name of a picture ends in {', '.join(plots.PICTURE_SUFFIXES)}")
     if not there:
         return
     found = kind_of(path)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flexshard.plots.ranks import plot_ranks as plot_ranks
     from flexshard.plots.sessions import plot_duplication as plot_duplication, plot_sessions as plot_sessions
     from flexshard.plots.steps import plot_step as plot_step
+    from flexshard.plots.style import PICTURE_SUFFIXES as PICTURE_SUFFIXES
     from flexshard.plots.traffic import plot_reduction as plot_reduction
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "ranks": ["plot_ranks"],
         "sessions": ["plot_duplication", "plot_sessions"],
         "steps": ["plot_step"],
+        "style": ["PICTURE_SUFFIXES"],
         "traffic": ["plot_reduction"],
     },
 )

@@ -11,9 +11,10 @@ from flexshard import units
 from flexshard._internal import PathLike, replacing
 from flexshard.errors import OutputError
 
-__all__ = ["DOTS", "LINES", "MARKERS", "STYLE", "literal", "memory_unit", "plain", "save", "sparse"]
+__all__ = ["DOTS", "LINES", "MARKERS", "PICTURE_SUFFIXES", "STYLE", "literal", "memory_unit", "plain", "save", "sparse"]
 
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 LINES = ("-", "--", "-.", ":")
 DOTS = "osv^Dp<>h"  # nine, so that with four styles 36 lines differ
 MARKERS = {
@@ -54,10 +55,10 @@ def literal(name: str) -> str:
 
 def save(figure: Any, path: PathLike) -> None:
     """Write a picture; raises OutputError where it cannot be, or for other kinds than PNG, SVG and PDF."""
-    suffix = os.path.splitext(os.fspath(path))[1].lstrip(".").lower() or "png"  # noqa: PTH122 - works on any path type
-    if suffix not in ("png", "svg", "pdf"):
+    suffix = os.path.splitext(os.fspath(path))[1].lower() or ".png"  # noqa: PTH122 - works on any path type
+    if suffix not in PICTURE_SUFFIXES:
         raise OutputError(f"cannot draw {path}: pictures are .png, .svg or .pdf")
     # Without a date and a version the same figure gives the same bytes.
-    metadata = {"Software": None} if suffix == "png" else ({"Date": None} if suffix == "svg" else None)
+    metadata = {"Software": None} if suffix == ".png" else ({"Date": None} if suffix == ".svg" else None)
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, format=suffix, metadata=metadata)
+        figure.savefig(temporary, dpi=150, format=suffix[1:], metadata=metadata)

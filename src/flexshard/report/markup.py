@@ -15,7 +15,7 @@ def paragraph(*sentences: str) -> str:
 
 def spoken(name: str) -> str:
     """A name of a strategy or of a baseline as people say it."""
-    return escape(name.replace("_", " "))
+    return name.replace("_", " ")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, texts: int = 1) -> str:

@@ -114,7 +114,7 @@ def _time(plan: Plan) -> str:
         given.append(Bar(spoken(name), ((seconds, name),), units.format_seconds(seconds)))
         if cost.memory_bytes > plan.settings.budget_bytes * (1 + 1e-9):
             over.append(spoken(name))
-    note = paragraph(f"Beyond the budget: {', '.join(over)}.") if over else ""
+    note = paragraph(f"Beyond the budget: {escape(', '.join(over))}.") if over else ""
     return bars(given, what="Time per step of this plan and of others") + note
 
 
@@ -139,7 +139,9 @@ def _tables(plan: Plan) -> str:
     parts = [_tiered(plan, name) for name in list(plan.tables)[:_MOST_TABLES]]
     for name, pooled in list(plan.pooled.items())[: max(_MOST_TABLES - len(parts), 0)]:
         shards = f"{len(pooled.shards)} shard{'s' if len(pooled.shards) > 1 else ''}"
-        said = f"{pooled.rows:,} rows of {pooled.dim} numbers, pooled: {spoken(pooled.sharding_type)} in {shards}."
+        said = (
+            f"{pooled.rows:,} rows of {pooled.dim} numbers, pooled: {escape(spoken(pooled.sharding_type))} in {shards}."
+        )
         parts.append(f"<h3>{escape(name)}</h3>{paragraph(said)}{_why(plan, name)}")
     more = len(plan.tables) + len(plan.pooled) - len(parts)
     return "".join(parts) + (paragraph(f"And {more:,} tables more.") if more > 0 else "")
@@ -152,7 +154,7 @@ def _tiered(plan: Plan, name: str) -> str:
     said = f"{own.rows:,} rows of {own.dim} {own.dtype} numbers; {own.avg_length:.4g} reads per sample."
     lines_of = [
         (
-            tier.strategy.replace("_", " "),
+            spoken(tier.strategy),
             tier.group_size,
             f"{tier.rows:,}",
             f"{tier.rows / own.rows:.2%}",
@@ -162,7 +164,7 @@ def _tiered(plan: Plan, name: str) -> str:
     ]
     return (
         f"<h3>{escape(name)}</h3>{paragraph(said)}"
-        + legend([tier.strategy.replace("_", " ") for tier in own.tiers])
+        + legend([spoken(tier.strategy) for tier in own.tiers])
         + bars([Bar("rows", rows, ""), Bar("reads", reads, "")], what=f"Rows and reads of {name} by strategy")
         + table(["strategy", "split over", "rows", "of table", "of reads"], lines_of)
         + _why(plan, name)
@@ -217,7 +219,7 @@ def _frontier(problem: Problem, plan: Plan) -> str:
     points = [(point.memory_bytes, point.exposed_seconds) for point in curve.points]
     marked = [("this plan", own.memory_bytes, own.exposed_seconds)]
     marked += [
-        (point.name.replace("_", " "), point.memory_bytes, point.exposed_seconds)
+        (spoken(point.name), point.memory_bytes, point.exposed_seconds)
         for point in curve.marked
         if point.name in ("row_wise", "full_replication")
     ]

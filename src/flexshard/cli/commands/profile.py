@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -104,10 +104,8 @@ def _note_single_reads(data: list[str]) -> None:
     names = profiling.columns_of(data)
     likely = [name for name in names if _KEY.search(name.lower())]
     hint = f"; columns that may be: {', '.join(likely)}" if likely else ""
-    sys.stderr.write(
-        "flexshard: note: every row is a sample of one id (L = 1); if sessions or users are the samples, give"
-        f" --sample-key{hint}\n"
-    )
+    said = f"every row is a sample of one id (L = 1); if sessions or users are the samples, give --sample-key{hint}"
+    warnings.warn(said, stacklevel=1)
 
 
 def _save_all(profiles: list[AccessProfile], paths: list[Path]) -> None:
