@@ -414,7 +414,7 @@ def test_batches_that_do_not_belong() -> None:
         DedupedEmbeddingBagCollection(bags, partial=[["a", "d"]], is_weighted=True)
     whole = SessionBatch(InverseKeyedJaggedTensor.from_rows(rows), {}, ReaderPhases(), BatchPosition())
     loader: DataLoader[Any] = DataLoader([whole, whole])  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="a reader's batches are whole; give DataLoader batch_size=None"):
+    with pytest.raises(DataError, match="batches are whole; make the DataLoader by reader"):
         next(iter(loader))
     none = DedupedEmbeddingBagCollection(bags[:1], partial=[["b"]])
     assert not none(InverseKeyedJaggedTensor.from_rows([{"b": []}, {"b": []}], partial=[["b"]])).values().any()

@@ -241,6 +241,22 @@ def test_ranks_and_workers_share_the_row_groups(clustered: tuple[Path, pa.Table]
     assert found == sorted(zip(table["item"].to_pylist(), table["time"].to_pylist(), strict=True))
 
 
+def test_a_loader_is_torchs_and_makes_no_batches_of_batches(clustered: tuple[Path, pa.Table]) -> None:
+    folder, _ = clustered
+    reader = SessionReader(folder, batch_size=16, features=["item"], groups=[["item"]])
+    ours = reader.loader(num_workers=2, prefetch_factor=3, drop_last=False, shuffle=None)
+    theirs = DataLoader(reader, batch_size=None, num_workers=2, prefetch_factor=3)
+    assert type(ours) is DataLoader
+    assert (ours.batch_size, ours.num_workers, ours.prefetch_factor) == (None, 2, 3)
+    rows = [[b.features.to_keyed_jagged().values().tolist() for b in loader] for loader in (ours, theirs)]
+    assert rows[0] == rows[1]
+    for option in ({"batch_size": 4}, {"drop_last": True}, {"shuffle": True}, {"sampler": range(3)}):
+        with pytest.raises(DataError, match=f"loader.. has no '{next(iter(option))}': .*the reader"):
+            reader.loader(**option)
+    with pytest.raises(DataError, match="nothing is put together; give preprocess"):
+        reader.loader(collate_fn=list)
+
+
 def test_shuffling_moves_row_groups_and_keeps_sessions_together(clustered: tuple[Path, pa.Table]) -> None:
     folder, table = clustered
 

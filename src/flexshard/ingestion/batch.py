@@ -106,7 +106,10 @@ class SessionBatch(Pipelineable):
 
 
 def _collated(_batch: Any, **_others: Any) -> NoReturn:
-    raise DataError("a reader's batches are whole; give DataLoader batch_size=None, so that it puts none together")
+    raise DataError(
+        "a reader's batches are whole; make the DataLoader by reader.loader(), or with batch_size=None, so that it puts"
+        " none together"
+    )
 
 
 # Where torch lets types say how they are put together (torch.utils.data.default_collate).

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from flexshard._internal import check_bytes, check_int, expand
 from flexshard.embeddings import InverseKeyedJaggedTensor
@@ -18,6 +18,7 @@ from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion.batch import BatchPosition, SessionBatch
 from flexshard.ingestion.batches import BatchRows
 from flexshard.ingestion.conversion import BatchMaker
+from flexshard.ingestion.loading import BatchDataset
 from flexshard.ingestion.order import EpochOrder, OrderSettings
 from flexshard.ingestion.reader_arguments import check_arguments, checked_groups, checked_shuffle
 from flexshard.ingestion.reader_state import ReaderPlace, checked_state
@@ -32,8 +33,8 @@ PathLike = str | os.PathLike[str]
 _WINDOW_BYTES, _WINDOW_ROWS, _SPLIT_BYTES = 128 << 20, 1 << 18, 64 << 20
 
 
-class SessionReader(IterableDataset[SessionBatch]):
-    """Batches of a Parquet dataset for a DataLoader (with ``batch_size=None``), or for a plain loop.
+class SessionReader(BatchDataset):
+    """Batches of a Parquet dataset for a DataLoader (:meth:`loader`), or for a plain loop.
 
     Which rows a batch holds depends on the dataset, the seed and the epoch alone, not on processes: every rank gets as
     many batches as the others, any number of DataLoader workers gives them in the same order, and a checkpoint of one
@@ -353,8 +354,7 @@ class SessionReader(IterableDataset[SessionBatch]):
         share = order.share(consumed, rank, world_size, pad_last=self.pad_last)
         position = self._position(order, epoch, consumed, rank, world_size, share.repeated)
         what = (self.features, self.groups, self._sharing, self.weights, self.dense, self.dense_nulls == "nan")
-        made = BatchMaker(*what, self.transform, self.preprocess)
-        return made(rows.read(share.ranges), position)
+        return BatchMaker(*what, self.transform, self.preprocess)(rows.read(share.ranges), position)
 
     @staticmethod
     def _position(
