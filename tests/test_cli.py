@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -202,7 +204,7 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
     assert "there is no table 'x'" in bad(tmp_path, "explain", "d.json", "x")
     assert "no choice of tensor trains and tiers fits" in bad(tmp_path, *arguments[:-1], "e.json", "--budget", "-1GB")
     assert "none.yaml: cannot be read" in bad(tmp_path, "compress", "job.yaml", "--rates", "none.yaml", "-o", "e.json")
-    assert "device 'tpu' cannot be measured" in bad(
+    assert "'tpu' is not one of 'cpu', 'cuda'; see '" in bad(
         tmp_path, "calibrate", "job.yaml", "-o", "r.yaml", "--device", "tpu"
     )
     for before, after, message in (
@@ -219,6 +221,39 @@ def test_every_command_is_listed(tmp_path: Path) -> None:
     for command in COMMANDS:
         assert f" {command} " in out
     assert good(tmp_path, "--version").startswith("flexshard ")
+    for group in ("Data and clusters", "Decide", "See why", "Stored samples"):
+        assert f" {group} " in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_the_command_takes(command: str) -> None:
+    from typer.main import get_command
+
+    from flexshard.cli.app import app
+    from flexshard.cli.commands import register
+
+    register()
+    known: Any = get_command(app)
+    found = known.commands[command]
+    _, _, example = found.help.partition("Example: ")
+    words = shlex.split(example)
+    assert words.count(command) == 1
+    found.make_context(command, words[words.index(command) + 1 :])  # raises where an option is unknown or missing
+
+
+def test_shells_complete_commands_choices_and_presets(project: Path) -> None:
+    for words, expected in (
+        ("flexshard pla", {"plan"}),
+        ("flexshard plan --method ", {"optimal", "paper"}),
+        ("flexshard job --cluster dgx-h", {"dgx-h100"}),
+    ):
+        environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+        environment["_FLEXSHARD_COMPLETE"] = "complete_bash"
+        code = "from flexshard.cli import main; import sys; sys.argv = ['flexshard']; main()"
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
+        )
+        assert set(found.stdout.split()) == expected, found.stderr
 
 
 # -- bad input: one clear line, exit code 2, nothing half-written
@@ -441,7 +476,9 @@ def test_plans_that_cannot_be_read(project: Path) -> None:
     assert "not valid JSON" in bad(project, "diff", "plan.json", "cut.json")
     assert "none.json: cannot be read: no such file or directory" in bad(project, "explain", "none.json")
     assert "the plan has no table 'users'; it has items" in bad(project, "explain", "plan.json", "users")
-    assert "there is no plot 'heat'" in bad(project, "plot", "heat", "job.yaml", "-o", "x.png")
+    assert "'heat' is not one of 'costs', 'skew', 'marginal', 'step', 'ranks'" in bad(
+        project, "plot", "heat", "job.yaml", "-o", "x.png"
+    )
 
 
 def test_torchrec_is_named_where_it_is_missing(project: Path) -> None:
@@ -537,7 +574,7 @@ def test_steps_are_planned_and_drawn(project: Path, tmp_path: Path) -> None:
     good(tmp_path, "plan", "job.yaml", "-o", "sum.json", "--objective", "communication")
     assert Plan.load(tmp_path / "sum.json").settings.dense_seconds is None
     assert "give one of them" in bad(project, "plan", "job.yaml", "-o", tmp_path / "x.json", *ran, "--dense", "1 ms")
-    assert "objective must be" in bad(project, "plan", "job.yaml", "-o", tmp_path / "x.json", "--objective", "speed")
+    assert "not one of 'communication', 'step'" in bad(project, "plan", "job.yaml", "--objective", "speed")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job | {"dense": "20"}))
     assert "dense" in bad(tmp_path, "plan", "job.yaml", "-o", "x.json")
 
@@ -587,15 +624,13 @@ def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:
     hours = (*cluster[:3], "hours", *cluster[4:], "--order", "start", "--partition")
     assert "written to hours" in good(tmp_path, *hours, 300)
     assert "give partitions as a number in its own unit" in bad(tmp_path, *hours[:3], "x", *hours[4:], "1h")
-    assert "--order is 'key' or 'start', found 'end'" in bad(
-        tmp_path, *cluster[:3], "x", *cluster[4:], "--order", "end"
-    )
+    assert "'end' is not one of 'key', 'start'" in bad(tmp_path, *cluster[:3], "x", *cluster[4:], "--order", "end")
     assert found["samples_per_session"] == pytest.approx(data.num_rows / 600)
     kept = (*cluster[:3], "half", *cluster[4:], "--keep", 0.5, "--keep-by", "sample", "--json")
     assert json.loads(good(tmp_path, *kept))["samples_per_session"] < 0.7 * found["samples_per_session"]
     assert "it exists and is not an empty folder" in bad(tmp_path, *cluster)
     assert "no column 'user'" in bad(tmp_path, *cluster[:3], "x", "--session", "user", "--time", "time")
-    assert "--keep-by is 'session' or 'sample'" in bad(tmp_path, *kept[:-2], "row")
+    assert "not one of 'session', 'sample'" in bad(tmp_path, *kept[:-2], "row")
     assert "DataError" not in bad(tmp_path, "duplication", "nowhere", "--session", "session")
 
 

@@ -14,10 +14,10 @@ __all__ = ["AsJson", "JobFile", "PlanFile", "app", "written"]
 
 app = typer.Typer(
     name="flexshard",
-    help="Decide row by row where embedding tables live on a GPU cluster, and prove the plan optimal.",
+    help="Decide row by row where embedding tables live on a GPU cluster, and prove the plan optimal.\n\n"
+    "Begin with: flexshard profile, flexshard job, flexshard plan; each has --help with an example.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,7 +17,7 @@ __all__ = ["Budget", "Method", "Tiers", "job_with"]
 
 Tiers = Annotated[int | None, typer.Option(help="Most group sizes of the plan, instead of the job's.")]
 Budget = Annotated[str | None, typer.Option(help="neutral, +2GiB, or a limit such as 40GiB, instead of the job's.")]
-Method = Annotated[str | None, typer.Option(help="optimal or paper, instead of the job's.")]
+Method = Annotated[Literal["optimal", "paper"] | None, typer.Option(help="Instead of the job's.")]
 
 
 def job_with(path: Path, **options: Any) -> Job:

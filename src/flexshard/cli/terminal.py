@@ -124,7 +124,8 @@ def run(app: typer.Typer) -> None:
         if not error.format_message():  # no command at all: the help has been printed
             sys.exit(0)
         context = getattr(error, "ctx", None)
-        _fail(f"{error.format_message().rstrip('.')}; see '{context.command_path if context else 'flexshard'} --help'")
+        what = error.format_message().replace("Value error, ", "").rstrip(".")
+        _fail(f"{what}; see '{context.command_path if context else 'flexshard'} --help'")
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("flexshard: interrupted\n")
         sys.exit(_INTERRUPTED)

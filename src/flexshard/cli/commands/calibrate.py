@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,11 +18,14 @@ def calibrate_command(
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="File of rates to write (YAML).")],
     rounds: Annotated[int, typer.Option(help="Rounds per batch; the least time counts.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the tables are.")] = "cpu",
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time lookups and updates of a job's tables on this machine, and of the tensor trains that it offers for them."""
+    """Time lookups and updates of a job's tables on this machine, and of the tensor trains that it offers for them.
+
+    Example: flexshard calibrate job.yaml -o rates.yaml
+    """
     check_output(output, "flexshard.rates", inputs=[job], force=force)
     spec = planner.load_job(job)
     length_of = {table.name: table.profile.avg_length for table in spec.tables}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,7 +28,7 @@ def cluster_sessions_command(
     time: Annotated[str, typer.Option(help="Column to order a session's rows by.")],
     shards: Annotated[int, typer.Option(help="Files to write, by hash of the session.")] = 1,
     keep: Annotated[float, typer.Option(help="Share of the data to keep, such as 0.1.")] = 1.0,
-    keep_by: Annotated[str, typer.Option(help="Keep whole sessions ('session') or rows one by one ('sample').")] = (
+    keep_by: Annotated[Literal["session", "sample"], typer.Option(help="Keep whole sessions, or rows one by one.")] = (
         "session"
     ),
     seed: Annotated[int, typer.Option(help="Seed of what is kept.")] = 0,
@@ -37,18 +37,19 @@ def cluster_sessions_command(
         str | None,
         typer.Option(help="Cluster within partitions of time: 1h, or a number in the unit of a column of numbers."),
     ] = None,
-    order: Annotated[str, typer.Option(help="Of sessions: by 'key', or by the 'start' of each.")] = "key",
+    order: Annotated[
+        Literal["key", "start"], typer.Option(help="Of sessions: by key, or by the start of each.")
+    ] = "key",
     memory: Annotated[str | None, typer.Option(help="Memory for sorting, such as 4GiB; more is spilled.")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Spread the work over a Ray cluster.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite a dataset so that a session's rows are adjacent and in order of time."""
-    if keep_by not in ("session", "sample"):
-        raise DataError(f"--keep-by is 'session' or 'sample', found {keep_by!r}")
+    """Rewrite a dataset so that a session's rows are adjacent and in order of time.
+
+    Example: flexshard cluster-sessions log/*.parquet -o by_session --session session --time time
+    """
     if keep_by == "sample" and keep >= 1:
         raise DataError("--keep-by says what --keep keeps; give --keep a share too")
-    if order not in ("key", "start"):
-        raise DataError(f"--order is 'key' or 'start', found {order!r}")
     with working("clustering"):
         clustered = ingestion.cluster_sessions(
             data,
@@ -57,11 +58,11 @@ def cluster_sessions_command(
             time=time,
             shards=shards,
             keep=keep,
-            keep_by="session" if keep_by == "session" else "sample",
+            keep_by=keep_by,
             seed=seed,
             row_group_rows=row_group_rows,
             partition=_number_or_text(partition),
-            order="start" if order == "start" else "key",
+            order=order,
             memory=memory,
             ray=ray,
         )

@@ -18,13 +18,20 @@ from flexshard.cli.terminal import emit, say
 @app.command("clusters")
 def clusters_command(
     name: Annotated[
-        str | None, typer.Argument(help="A preset, preset:nodes, or a cluster file; none lists the presets.")
+        str | None,
+        typer.Argument(
+            help="A preset, preset:nodes, or a cluster file; none lists the presets.",
+            autocompletion=topologies.preset_names,
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it as a cluster file.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the cluster presets, or show one with its sources."""
+    """List the cluster presets, or show one with its sources.
+
+    Example: flexshard clusters dgx-h100:128
+    """
     if name is None:
         presets = [topologies.load_preset(preset) for preset in topologies.preset_names()]
         headings = ["name", "ranks", "memory per rank", "what it is"]

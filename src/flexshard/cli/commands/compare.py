@@ -33,7 +33,10 @@ def compare_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Set a job's plan beside every baseline (the paper's, whole tables, TorchRec's), or a plan beside what ran."""
+    """Set a job's plan beside every baseline (the paper's, whole tables, TorchRec's), or a plan beside what ran.
+
+    Example: flexshard compare job.yaml
+    """
     if output is not None:
         read = [*files, *([] if row_wise is None else [row_wise])]
         check_output(output, "picture", inputs=read, force=force)

@@ -32,7 +32,10 @@ def compress_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decide which tables become tensor trains, so that a job fits its budget at the least step time."""
+    """Decide which tables become tensor trains, so that a job fits its budget at the least step time.
+
+    Example: flexshard compress job.yaml --rates rates.yaml -o compressed.json --budget=-2GiB
+    """
     if plan is not None and plan.resolve() == output.resolve():
         raise JobError(f"{plan}: the decision and the plan are two files; give two names")
     check_output(output, "flexshard.compression", inputs=[job, rates], force=force)

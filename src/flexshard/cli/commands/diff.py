@@ -20,7 +20,10 @@ def diff_command(
     after: Annotated[Path, typer.Argument(help="Another plan file.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say which rows move between two plans, and how many bytes."""
+    """Say which rows move between two plans, and how many bytes.
+
+    Example: flexshard diff plan.json other.json
+    """
     plans = [planner.Plan.load(path) for path in (before, after)]
     names = [list(plan.tables) + list(plan.pooled) for plan in plans]
     if not set(names[0]) & set(names[1]):

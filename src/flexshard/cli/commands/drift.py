@@ -20,7 +20,10 @@ def drift_command(
     now: Annotated[Path, typer.Argument(help="A later profile of the same table.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say how much of later data an earlier profile's hottest rows still cover."""
+    """Say how much of later data an earlier profile's hottest rows still cover.
+
+    Example: flexshard drift monday.profile.parquet tuesday.profile.parquet
+    """
     points = profiling.AccessProfile.load(before).drift(profiling.AccessProfile.load(now))
     headings = ("hottest", "rows", "covered then", "covered now", "best now", "rows kept")
     grid = new_grid("Drift", [], headings)

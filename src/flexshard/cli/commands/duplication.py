@@ -31,7 +31,10 @@ def duplication_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how much of a dataset its sessions repeat, and which features to deduplicate together."""
+    """Say how much of a dataset its sessions repeat, and which features to deduplicate together.
+
+    Example: flexshard duplication by_session --session session -o pictures
+    """
     with working("measuring"):
         duplication = ingestion.measure_duplication(data, session=session, features=feature, batch_size=batch_size)
         names = [one.feature for one in duplication.features]

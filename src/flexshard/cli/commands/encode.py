@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,13 +30,15 @@ def encode_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Parquet file to write; mappings go beside it.")],
     separator: Annotated[str | None, typer.Option(help="Cut texts into lists at this, such as '|'.")] = None,
     nulls: Annotated[
-        str | None,
-        typer.Option(help="Null ids: drop, or keep (a row of their own); by default an error."),
+        Literal["drop", "keep"] | None,
+        typer.Option(help="Null ids: drop them, or keep them (a row of their own); by default an error."),
     ] = None,
     mapping: Annotated[
         list[str] | None, typer.Option(help="COLUMN=FILE, or FILE: use this mapping instead of a new one.")
     ] = None,
-    unknown: Annotated[str, typer.Option(help="Values that such a mapping has not: error, or drop.")] = "error",
+    unknown: Annotated[
+        Literal["error", "drop"], typer.Option(help="What becomes of values that such a mapping has not.")
+    ] = "error",
     memory: Annotated[str | None, typer.Option(help="That sorting may take, such as 4GiB.")] = None,
     force: Force = False,
     as_json: AsJson = False,

@@ -17,7 +17,10 @@ def explain_command(
     table: Annotated[str | None, typer.Argument(help="A table of the plan; none shows the whole plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say why tiers end where they do, or a table is compressed, what else would cost, and what memory is worth."""
+    """Say why tiers end where they do, or a table is compressed, what else would cost, and what memory is worth.
+
+    Example: flexshard explain plan.json items
+    """
     if planner.is_compression(plan):
         decision = planner.CompressionPlan.load(plan)
         texts = {name: decision.explain(name) for name in (decision.tables if table is None else [table])}

@@ -25,7 +25,10 @@ def generate_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write power-law sequences, to try FlexShard without data."""
+    """Write power-law sequences, to try FlexShard without data.
+
+    Example: flexshard generate -o clicks.parquet --rows 1000000 --samples 40000 --length 200
+    """
     check_output(output, "parquet", force=force)
     with working("generating"):
         profiling.write_power_law_sequences(

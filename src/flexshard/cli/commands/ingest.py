@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,7 +27,7 @@ def ingest_command(
     most_workers: Annotated[
         int | None, typer.Option(min=1, help="Up to which workers are added while the trainer waits for them.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Where workers run: processes, threads or ray.")] = "processes",
+    backend: Annotated[Literal["processes", "threads", "ray"], typer.Option(help="Where workers run.")] = "processes",
     rank: Annotated[int, typer.Option(help="Whose batches to take.")] = 0,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks that train.")] = 1,
     step: Annotated[str, typer.Option(help="Time that a trainer takes for a batch, such as 5ms.")] = "0s",
@@ -42,6 +42,8 @@ def ingest_command(
     """Run an ingestion job without a trainer: what it gives, how fast, what waits for what.
 
     Of a run that was kept, the batches have to be the same again, to the bit.
+
+    Example: flexshard ingest ingestion.yaml --workers 2
     """
     if output is not None:
         check_output(output, "flexshard.ingested", inputs=[job], force=force)

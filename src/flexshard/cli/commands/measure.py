@@ -34,7 +34,10 @@ def measure_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time the collectives of this cluster and fit alpha and beta; run it under torchrun."""
+    """Time the collectives of this cluster and fit alpha and beta; run it under torchrun.
+
+    Example: torchrun --nproc-per-node 8 --no-python flexshard measure -o cluster.yaml
+    """
     check_output(output, "flexshard.cluster", force=force)
     with calibration.process_group() as member:
         cluster = calibration.measure_cluster(

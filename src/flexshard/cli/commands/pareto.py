@@ -24,7 +24,10 @@ def pareto_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the frontier of memory against communication, with the paper's points."""
+    """Draw the frontier of memory against communication, with the paper's points.
+
+    Example: flexshard pareto job.yaml -o pareto.png
+    """
     check_output(output, "picture", inputs=[job], force=force)
     spec = job_with(job, tiers=tiers)
     with working("finding the frontier"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,7 +25,7 @@ def plan_command(
     tiers: Tiers = None,
     budget: Budget = None,
     method: Method = None,
-    objective: Annotated[str | None, typer.Option(help="communication or step, instead of the job's.")] = None,
+    objective: Annotated[Literal["communication", "step"] | None, typer.Option(help="Instead of the job's.")] = None,
     dense: Annotated[
         str | None,
         typer.Option(help="Time of a step besides its embeddings, such as '120 ms'; then the objective is step."),

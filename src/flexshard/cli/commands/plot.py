@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,7 +17,10 @@ from flexshard.tables import Table
 
 @app.command("plot")
 def plot_command(
-    what: Annotated[str, typer.Argument(help="costs, skew, marginal (Figures 3, 4 and 5), step, or ranks.")],
+    what: Annotated[
+        Literal["costs", "skew", "marginal", "step", "ranks"],
+        typer.Argument(help="Figures 3, 4 and 5; the phases of a step; what every rank has."),
+    ],
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
     table: Annotated[str | None, typer.Option(help="One table of the job; all, or the first, by default.")] = None,
@@ -26,6 +29,8 @@ def plot_command(
 ) -> None:
     """Draw a figure of the FlexShard paper for the job's own profiles; or of its plan the phases of a step, or what
     every rank has of it.
+
+    Example: flexshard plot skew job.yaml -o skew.png
     """
     check_output(output, "picture", inputs=[job], force=force)
     spec = planner.load_job(job)
@@ -42,10 +47,8 @@ def plot_command(
         plots.plot_marginal(planner.marginal_curve(_of(spec, tables)), output)
     elif what == "step":
         plots.plot_step(planner.solve(_of(spec, tables)), output)
-    elif what == "ranks":
-        plots.plot_ranks(planner.solve(_of(spec, tables)), output)
     else:
-        raise JobError(f"there is no plot {what!r}; draw costs, skew, marginal, step or ranks")
+        plots.plot_ranks(planner.solve(_of(spec, tables)), output)
     written(output, as_json)
 
 

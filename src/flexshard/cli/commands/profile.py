@@ -50,7 +50,10 @@ def profile_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Count how often each row of a table is read."""
+    """Count how often each row of a table is read.
+
+    Example: flexshard profile clicks.parquet --column item --sample-key user -o item.profile.parquet
+    """
     check_output(output, "flexshard.profile", inputs=data, force=force)
     if reuse:
         if by or column or hash_ or mapping or sample_key or holdout or distinct_batch:

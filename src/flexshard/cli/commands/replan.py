@@ -23,7 +23,10 @@ def replan_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan again with newer profiles: what moves, what that costs, what it saves per step."""
+    """Plan again with newer profiles: what moves, what that costs, what it saves per step.
+
+    Example: flexshard replan plan.json tuesday.profile.parquet
+    """
     loaded = planner.Plan.load(plan)
     files = {}
     for text in profiles:

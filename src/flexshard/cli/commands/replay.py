@@ -44,6 +44,8 @@ def replay_command(
 
     Data are read as each table's profile was: with its sample key, and its hash or mapping. Without a profile ids are
     rows of the table and samples rows of the files.
+
+    Example: flexshard replay plan.json clicks.parquet --column item
     """
     loaded = planner.Plan.load(plan)
     columns = _by_table(loaded, column, "column")

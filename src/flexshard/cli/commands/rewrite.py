@@ -44,7 +44,10 @@ def rewrite_command(
     bandwidth: Annotated[str | None, typer.Option(help="Rate of the disk; 200 MB/s by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite a dataset for reading: a column per feature of a map, in order of use, in row groups for large reads."""
+    """Rewrite a dataset for reading: a column per feature of a map, in order of use, in row groups for large reads.
+
+    Example: flexshard rewrite samples/ -o for_reading --log jobs.jsonl
+    """
     about_jobs = {"--efficiency": efficiency, "--gap": gap, "--seek": seek, "--bandwidth": bandwidth}
     idle = [name for name, value in about_jobs.items() if value is not None]
     if log is None and idle:

@@ -24,7 +24,10 @@ def timeline_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a step as a trace: its phases per rank and link, predicted and as observed."""
+    """Draw a step as a trace: its phases per rank and link, predicted and as observed.
+
+    Example: flexshard timeline step.json -o step.trace.json
+    """
     check_output(output, "flexshard.timeline", inputs=[one for one in (plan, observed) if one is not None], force=force)
     loaded = planner.Plan.load(plan)
     seen = None if observed is None else executors.Observation.load(observed)
