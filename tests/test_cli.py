@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +110,7 @@ def test_the_whole_flow_and_its_json(project: Path) -> None:
     out = good(project, "plan", "job.yaml", "-o", "again.json", "--json")
     assert json.loads(out)["fingerprint"] == plan.fingerprint
     assert (project / "again.json").read_bytes() == (project / "plan.json").read_bytes()
-    assert "Its last row costs" in good(project, "explain", "plan.json")
+    assert "Its last row takes" in good(project, "explain", "plan.json")
     assert json.loads(good(project, "explain", "plan.json", "items", "--json"))["boundaries"]
     good(project, "plan", "job.yaml", "-o", "rich.json", "--budget=+10MiB", "--tiers", 2)
     moved = json.loads(good(project, "diff", "plan.json", "rich.json", "--json"))
@@ -123,6 +128,45 @@ def test_the_whole_flow_and_its_json(project: Path) -> None:
         good(project, "plot", what, "job.yaml", "-o", f"{what}.svg")
         assert (project / f"{what}.svg").read_text().startswith("<?xml")
     assert "100.0%" in good(project, "drift", "items.parquet", "items.parquet")
+
+
+def on_a_terminal(folder: Path, columns: int, *arguments: object) -> list[str]:
+    """Lines that a command prints to a terminal of so many columns, without colours."""
+    terminal, inside = os.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "flexshard.cli", *map(str, arguments)]
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=inside, stderr=subprocess.PIPE) as process:
+        os.close(inside)
+        printed = b""
+        with contextlib.suppress(OSError):  # what reading raises when nobody has the terminal open
+            while block := os.read(terminal, 1 << 16):
+                printed += block
+        assert process.wait() == 0
+    os.close(terminal)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.decode()).splitlines()
+
+
+def test_tables_fit_a_terminal_of_80_columns_and_show_all_when_asked(project: Path) -> None:
+    for arguments in (("plan", "job.yaml"), ("compare", "job.yaml", "--no-torchrec"), ("clusters", "dgx-h100")):
+        lines = on_a_terminal(project, 80, *arguments)
+        assert max(map(len, lines)) <= 80, arguments
+    narrow = "\n".join(on_a_terminal(project, 80, "plan", "job.yaml"))
+    assert "For want of room without" in narrow
+    assert "dynamic" not in next(line for line in narrow.splitlines() if "vs row-wise" in line)
+    wide = on_a_terminal(project, 80, "plan", "job.yaml", "--wide")
+    heading = next(line for line in wide if "vs row-wise" in line)
+    assert "dynamic" in heading
+    assert "For want of room" not in "".join(wide)
+
+
+def test_what_is_piped_is_neither_wrapped_nor_padded(project: Path) -> None:
+    out = good(project, "plan", "job.yaml")
+    assert "For want of room" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+    assert any(line.startswith("Proof: ") and line.endswith(").") for line in out.splitlines())
+    (sentence,) = [line for line in good(project, "explain", "plan.json").splitlines() if line.startswith("items: ")]
+    assert sentence.endswith("(κ).")
 
 
 def test_clusters_are_listed_shown_and_written(project: Path) -> None:
@@ -147,7 +191,7 @@ def test_one_profile_per_table_and_a_job_of_all(project: Path) -> None:
     out = good(project, "plan", "many.yaml", "-o", "many.json")
     assert len(Plan.load(project / "many.json").tables) == 12
     assert "12 table(s)" in good(project, "explain", "many.json")
-    assert "reads per sample" in good(project, "explain", "many.json", "7")
+    assert "A sample reads " in good(project, "explain", "many.json", "7")
 
 
 def test_reuse_statistics(project: Path) -> None:

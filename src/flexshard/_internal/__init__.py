@@ -93,7 +93,12 @@ if TYPE_CHECKING:
         current_stream as current_stream,
         used_here as used_here,
     )
-    from flexshard._internal.text_tables import as_text as as_text, new_grid as new_grid
+    from flexshard._internal.text_tables import (
+        UNLIMITED as UNLIMITED,
+        Grid as Grid,
+        as_text as as_text,
+        new_grid as new_grid,
+    )
     from flexshard._internal.yaml_documents import (
         StrictModel as StrictModel,
         load_yaml as load_yaml,
@@ -129,7 +134,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "runs": ["check_sharing", "run_layout", "shared_runs"],
         "streams": ["continued_on", "current_stream", "used_here"],
         "sql": ["sql_name", "sql_text"],
-        "text_tables": ["as_text", "new_grid"],
+        "text_tables": ["UNLIMITED", "Grid", "as_text", "new_grid"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],
     },
 )

@@ -8,8 +8,7 @@ from flexshard import units
 from flexshard._internal import new_grid
 
 if TYPE_CHECKING:
-    from rich.table import Table as Grid
-
+    from flexshard._internal import Grid
     from flexshard.topologies import Cluster
 
 __all__ = ["cluster_grid"]

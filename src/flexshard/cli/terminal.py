@@ -20,17 +20,29 @@ from flexshard.errors import FlexShardError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["counting_progress", "emit", "run", "say", "working"]
+__all__ = ["counting_progress", "emit", "run", "say", "show_wide", "working"]
+
+
+_shown = {"wide": False}  # whether all columns are, whatever room the terminal has
+
+
+def show_wide(wanted: bool) -> None:
+    """Show all columns of tables from now on, or those for which the terminal has room."""
+    _shown["wide"] = wanted
 
 
 def say(text: RenderableType) -> None:
-    """Print for a person, on standard output."""
+    """Print for a person, on standard output: to a terminal's width, and whole lines where there is no terminal."""
     from rich.console import Console
 
+    from flexshard._internal import UNLIMITED, as_text
+
+    if not sys.stdout.isatty():
+        sys.stdout.write(as_text(text, UNLIMITED) + "\n")
+        return
+    width = UNLIMITED if _shown["wide"] else max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
     # Names come from users, and must not be taken for markup.
-    # A narrow terminal folds lines by itself; rich would cut numbers short instead.
-    width = max(shutil.get_terminal_size((_LEAST_WIDTH, 24)).columns, _LEAST_WIDTH)
-    Console(width=width, highlight=False, markup=False, emoji=False).print(text)
+    Console(width=width, highlight=False, markup=False, emoji=False).print(text, crop=False)
 
 
 def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
@@ -41,7 +53,7 @@ def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
         say(text)
 
 
-_LEAST_WIDTH = 118
+_LEAST_WIDTH = 60
 _INTERRUPTED = 130
 
 # click.UsageError, wherever the installed typer keeps its click.

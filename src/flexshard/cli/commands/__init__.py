@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from importlib import import_module
+from typing import Annotated, Any
+
+import typer
 
 from flexshard.cli.app import app
+from flexshard.cli.terminal import show_wide
 
 __all__ = ["COMMANDS", "register"]
 
@@ -24,3 +31,21 @@ def register() -> None:
             import_module(f"{__name__}.{name}")
             for command in app.registered_commands[before:]:
                 command.rich_help_panel = group
+                command.callback = _with_width(command.callback) if command.callback else None
+
+
+_Wide = Annotated[bool, typer.Option("--wide", help="Print all columns of tables, whatever the terminal's width.")]
+
+
+def _with_width(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with one option more, which all have in common."""
+
+    @functools.wraps(command)
+    def run(*, wide: bool, **options: Any) -> Any:
+        show_wide(wide)
+        return command(**options)
+
+    signature = inspect.signature(command, eval_str=True)
+    wide = inspect.Parameter("wide", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Wide)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), wide])  # type: ignore[attr-defined]
+    return run

@@ -16,8 +16,7 @@ from flexshard.cli.terminal import emit, say, working
 from flexshard.errors import JobError
 
 if TYPE_CHECKING:
-    from rich.table import Table as Grid
-
+    from flexshard._internal import Grid
     from flexshard.planner import CompressionPlan
 
 
@@ -58,7 +57,9 @@ def compress_command(
 
 def _grid(decision: CompressionPlan) -> Grid:
     headings = ("memory", "lookups", "communication", "loss", "times smaller")
-    grid = new_grid("How tables are held, per rank and iteration", ["table", "as"], headings)
+    grid = new_grid(
+        "How tables are held, per rank and iteration", ["table", "as"], headings, ("communication", "lookups")
+    )
     for table in decision.tables.values():
         option = table.option
         smaller = "" if option.shape is None else f"{option.shape.compression:.0f}"

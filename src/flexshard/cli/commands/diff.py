@@ -30,7 +30,7 @@ def diff_command(
         few = [", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "") for listed in names]
         raise PlanError(f"{before} and {after} have no table in common: one is of {few[0]}, the other of {few[1]}")
     changes = planner.diff(*plans)
-    grid = new_grid("Moves", ["table"], ["from group", "to group", "positions", "rows", "weights"])
+    grid = new_grid("Moves", ["table"], ["from group", "to group", "positions", "rows", "weights"], ("positions",))
     for move in changes.moves:
         positions = f"{move.first_position:,} to {move.first_position + move.rows - 1:,}"
         ends = ["-" if size is None else str(size) for size in (move.source, move.target)]

@@ -84,7 +84,7 @@ def _duplication_text(
         f" {duplication.samples_per_row:.2f} have a row in common"
     )
     numbers = ["length", "exact", "partial", "d", "DedupFactor predicted", "measured", "per list", "runs", "per id"]
-    grid = new_grid(title, ["feature"], numbers)
+    grid = new_grid(title, ["feature"], numbers, ("d", "runs", "per list", "per id", "length"))
     for one in duplication.features:
         shares = (f"{share:.1%}" for share in (one.exact, one.partial, one.same))
         factors = (one.predicted, one.measured, one.lists, one.runs, one.ids)

@@ -15,8 +15,7 @@ from flexshard.cli.terminal import emit, working
 from flexshard.errors import DataError
 
 if TYPE_CHECKING:
-    from rich.table import Table as Grid
-
+    from flexshard._internal import Grid
     from flexshard.profiling import EncodedColumn
 
 

@@ -37,7 +37,8 @@ def pareto_command(
     sizes = curve.group_sizes if any(sum(point.rows) for point in curve.points) else ()
     headings = ["memory per rank", "exposed"] + (["no less than"] if kinds else [])
     headings += [f"rows, g = {size}" for size in sizes] + [f"tables {kind}" for kind in kinds]
-    grid = new_grid("Points of the frontier, and beside it", ["point"], headings)
+    details = headings[:1:-1]
+    grid = new_grid("Points of the frontier, and beside it", ["point"], headings, details)
     for point in curve.marked:
         cells = [units.format_bytes(point.memory_bytes), units.format_seconds(point.exposed_seconds)]
         if kinds:

@@ -19,8 +19,7 @@ from flexshard.cli.terminal import counting_progress, emit
 from flexshard.errors import DataError
 
 if TYPE_CHECKING:
-    from rich.table import Table as Grid
-
+    from flexshard._internal import Grid
     from flexshard.profiling import AccessProfile
 
 
@@ -142,7 +141,7 @@ def _profile_grid(profiles: list[AccessProfile], paths: list[Path]) -> Grid:
     unseen = any(profile.holdout is not None for profile in profiles)
     title = "Access profiles: share of accesses by the hottest rows" + (" (in unseen samples)" if unseen else "")
     numbers = ["rows", "read", "samples", "accesses", "L", *(f"hottest {cut:.1%}" for cut in _CUTS)]
-    grid = new_grid(title, ["table"], numbers)
+    grid = new_grid(title, ["table"], numbers, ("read", "samples", numbers[5], "L"))
     for profile in profiles:
         covered = [(profile.covered(k), profile.covered_held_out(k)) for k in (cut * profile.num_rows for cut in _CUTS)]
         cells = [f"{share:.1%}" + ("" if held is None else f" ({held:.1%})") for share, held in covered]

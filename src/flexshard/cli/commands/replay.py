@@ -15,8 +15,7 @@ from flexshard.costmodels import QUANTILE
 from flexshard.errors import JobError
 
 if TYPE_CHECKING:
-    from rich.table import Table as Grid
-
+    from flexshard._internal import Grid
     from flexshard.costmodels import Cost
     from flexshard.executors import Replay
     from flexshard.planner import Plan, TablePlan
@@ -144,7 +143,7 @@ def _grid(batch_size: int, result: Replay, said: Cost | None) -> Grid:
         " ranks, per rank and step"
     )
     headings = ("calls", "mean", "fullest rank", "imbalance")
-    grid = new_grid(title, ["collective", "content"], headings)
+    grid = new_grid(title, ["collective", "content"], headings, ("imbalance",))
     for t in result.traffic:
         grid.add_row(
             f"{t.kind}@{t.group_size}",

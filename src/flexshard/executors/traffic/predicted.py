@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table as Grid
 
 from flexshard import units
-from flexshard._internal import new_grid
+from flexshard._internal import Grid, new_grid
 from flexshard.costmodels import Collective, Cost, Layout, StepWork, classes_of, step_collectives
 from flexshard.errors import DataError
 from flexshard.executors.traffic.observation import Observation

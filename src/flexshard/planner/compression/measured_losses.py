@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rich.table import Table as Grid
-
-from flexshard._internal import check_finite, new_grid
+from flexshard._internal import Grid, check_finite, new_grid
 from flexshard.errors import TableError
 from flexshard.planner.compression.decision import TTOption
 from flexshard.tables import TTShape

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.table import Table as Grid
 from rich.text import Text
 
 from flexshard import units
-from flexshard._internal import as_text, new_grid
+from flexshard._internal import Grid, as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.explanations.pooled_text import pooled_grid
 from flexshard.planner.plan import Plan, TablePlan, Tier
@@ -102,8 +101,9 @@ def _less_reserve(plan: Plan) -> str:
 
 def _tiers_grid(plan: Plan) -> Grid:
     held_out = any(tier.covered_held_out is not None for table in plan.tables.values() for tier in table.tiers)
-    numbers = ("group", "rows", "of table", "accesses", *(["held out"] if held_out else []), "p of last row")
-    grid = new_grid("Where the rows live", ["table", "strategy"], numbers)
+    numbers = ("group", "rows", "of table", "accesses", *(["held out"] if held_out else []), "reads/sample")
+    details = ("reads/sample", "of table", "held out")
+    grid = new_grid("Where the rows live", ["table", "strategy"], numbers, details)
     for table in list(plan.tables.values())[:_MOST_TABLES]:
         for index, tier in enumerate(table.tiers):
             cells = [
@@ -117,8 +117,12 @@ def _tiers_grid(plan: Plan) -> Grid:
             if held_out:
                 cells.append("" if tier.covered_held_out is None else f"{tier.covered_held_out:.1%}")
             grid.add_row(*cells, f"{tier.coldest_p:.3g}")
+    grid.caption = (
+        "group: ranks that hold a row once between them; reads/sample: of the last row, on average; accesses: share of"
+        " all reads" + (", held out: of samples that were not counted." if held_out else ".")
+    )
     if len(plan.tables) > _MOST_TABLES:
-        grid.caption = f"... and {len(plan.tables) - _MOST_TABLES} more tables; see 'flexshard explain'"
+        grid.caption += f"\n... and {len(plan.tables) - _MOST_TABLES} more tables; see 'flexshard explain'"
     return grid
 
 
@@ -133,17 +137,22 @@ def costs_grid(plan: Plan) -> Grid:
     whole = ("step",) if plan.settings.objective == "step" else ()
     times = ("all-to-all", "all-reduce", "exposed", *whole, "vs row-wise")
     columns = ("memory", "static", "dynamic", "p99.9", "ids sent", *times)
-    grid = new_grid("Predicted per rank and iteration", [""], columns)
-    grid.columns[0].no_wrap = True
+    details = ("ids sent", "static", "dynamic", "all-reduce", "all-to-all")
+    grid = new_grid("Predicted per rank and iteration", [""], columns, details)
     for name, cost in _rows(plan).items():
         grid.add_row(name, *_cells(plan, cost))
+    grid.caption = (
+        "static: weights, optimizer states and copies; dynamic: rows, gradients and ids of a step, on average, and"
+        " p99.9: at most, on the fullest rank, in 999 steps of 1,000; exposed: communication that other work does not"
+        " hide."
+    )
     return grid
 
 
 def calls_grid(plan: Plan) -> Grid:
     """What a step of the plan calls, and what that takes."""
     numbers = ("calls", "bytes", "fullest rank", "latency", "time", "hidden")
-    grid = new_grid("What a step calls, per rank", ["collective", "carries"], numbers)
+    grid = new_grid("What a step calls, per rank", ["collective", "carries"], numbers, ("latency", "hidden"))
     for one in plan.predicted.collectives:
         nbytes = one.calls * one.nbytes
         grid.add_row(
@@ -272,6 +281,7 @@ def cache_line(plan: Plan, table: TablePlan) -> str:
 def table_heading(table: TablePlan) -> str:
     """One line that says what a table is."""
     return (
-        f"{table.name}: {table.rows:,} rows x {table.dim} {table.dtype}, {table.optimizer}, L = {table.avg_length:.4g}"
-        f" reads per sample, a replica costs {table.kappa_replicated:.4g} bytes per byte of weight"
+        f"{table.name}: {table.rows:,} rows x {table.dim} {table.dtype}, {table.optimizer}. A sample reads"
+        f" {table.avg_length:.4g} of them on average (L); a copy of a row takes {table.kappa_replicated:.4g} bytes per"
+        " byte of its weights, with optimizer state and buffers of gradients (κ)."
     )

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table as Grid
-
 from flexshard import units
-from flexshard._internal import new_grid
+from flexshard._internal import Grid, new_grid
 from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledAlternative, PooledTablePlan
 
@@ -39,7 +37,8 @@ class PooledExplanation:
 def pooled_grid(plan: Plan) -> Grid:
     """How pooled tables are sharded, and where."""
     numbers = ("shards", "memory of a rank", "busy")
-    grid = new_grid("How pooled tables are sharded", ["table", "sharding type", "kernel", "ranks"], numbers)
+    texts = ["table", "sharding type", "kernel", "ranks"]
+    grid = new_grid("How pooled tables are sharded", texts, numbers, ("shards", "busy", "kernel"))
     for table in list(plan.pooled.values())[:_MOST_TABLES]:
         grid.add_row(
             table.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from flexshard.costmodels import RowWidths, cached_share, idle_seconds, overlap_
 from flexshard.errors import PlanError
 from flexshard.planner.explanations.plan_text import cache_line, table_heading, worth_of_memory
 from flexshard.planner.explanations.pooled_text import PooledExplanation, explain_pooled
-from flexshard.planner.plan import Alternative, Plan, TablePlan
+from flexshard.planner.plan import Alternative, Plan, TablePlan, Tier
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.cached_rows import SLACK
@@ -139,33 +140,22 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
     lines = []
     unused = _unused(plan)
     for tier, boundary in zip(table.tiers, boundaries, strict=True):
-        rows = f"{tier.rows:,} rows" if len(table.tiers) > 1 else f"all {tier.rows:,} rows"
-        unseen = "" if tier.covered_held_out is None else f" ({tier.covered_held_out:.1%} in unseen samples)"
+        unseen = "" if tier.covered_held_out is None else f" ({tier.covered_held_out:.1%} in samples not counted)"
         lines.append(
-            f"{tier.strategy} (groups of {tier.group_size}): {rows} from position {tier.first_position:,},"
-            f" {tier.covered:.1%} of accesses{unseen}, p from {tier.hottest_p:.3g} to {tier.coldest_p:.3g}"
+            f"{tier.strategy}, {_where(tier.group_size, plan.cluster.world_size)}: {_which(table, tier)}."
+            f" They have {tier.covered:.1%} of all reads{unseen}; a sample reads the first of them {tier.hottest_p:.3g}"
+            f" times on average, the last {tier.coldest_p:.3g} times."
         )
-        lines.append(f"  Its last row costs {_words(boundary.chosen)} per rank and iteration;")
-        for other in boundary.others:
-            more = other.priced_seconds - boundary.chosen.priced_seconds
-            same = abs(more) <= 1e-6 * boundary.chosen.priced_seconds
-            verdict = "the same" if same else f"{units.format_seconds(abs(more))} {'more' if more > 0 else 'less'}"
-            lines.append(
-                f"  as {other.strategy} ({other.group_size}) it would cost {_words(other)}: {verdict} in all"
-                + (
-                    f", but {unused[other.group_size]}."
-                    if more < 0 and not same and other.group_size in unused
-                    else "."
-                )
-            )
+        lines.append(f"  Its last row takes {_words(boundary.chosen)} per rank and iteration.")
+        lines += [_elsewhere(boundary.chosen, other, plan, unused) for other in boundary.others]
     if table.cache is not None:
         lines.append(cache_line(plan, table))
     if plan.settings.method == "optimal" and plan.memory_price_seconds_per_gib == 0:
         lines.append("The budget does not bind: tiers end where the next one takes less time, whatever its memory.")
     elif plan.settings.method == "optimal":
         lines.append(
-            f"Tiers end where two of them cost the same at {units.format_seconds(plan.memory_price_seconds_per_gib)}"
-            " per GiB of memory, the price at which the budget is just spent."
+            f"A GiB of memory counts as {units.format_seconds(plan.memory_price_seconds_per_gib)} here: at that price"
+            " the plan just spends its budget. A tier ends where its next row would be as good in the following tier."
         )
     else:
         lines.append(
@@ -173,6 +163,35 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
             " or at its communication breakpoint (two tiers: data_parallel where its savings are spent)."
         )
     return lines
+
+
+def _which(table: TablePlan, tier: Tier) -> str:
+    if len(table.tiers) == 1:
+        return f"all {tier.rows:,} rows"
+    if tier.first_position == 0:
+        return f"the {tier.rows:,} rows that are read most"
+    if tier.first_position + tier.rows == table.rows:
+        return f"the other {tier.rows:,} rows"
+    return f"the next {tier.rows:,} rows"
+
+
+def _where(group_size: int, world_size: int) -> str:
+    if group_size == world_size:
+        return "each row on one rank alone"
+    return "a copy on every rank" if group_size == 1 else f"a copy in every group of {group_size} ranks"
+
+
+def _elsewhere(chosen: RowCost, other: RowCost, plan: Plan, unused: Mapping[int, str]) -> str:
+    more = other.priced_seconds - chosen.priced_seconds
+    what = (
+        f"  As {other.strategy} ({_where(other.group_size, plan.cluster.world_size)}) it would take {_words(other)}: "
+    )
+    if abs(more) <= 1e-6 * chosen.priced_seconds:
+        return what + "as good, all in all."
+    if more > 0:
+        return what + f"{units.format_seconds(more)} worse, all in all."
+    reason = f", but {unused[other.group_size]}" if other.group_size in unused else ""
+    return what + f"{units.format_seconds(-more)} better, all in all{reason}."
 
 
 def _unused(plan: Plan) -> dict[int, str]:
@@ -183,7 +202,7 @@ def _unused(plan: Plan) -> dict[int, str]:
     return {
         size: f"the plan has its {settings.tiers} group sizes already"
         if full
-        else f"no row of the plan is there, and the first would add {units.format_seconds(_latency(plan, size))} of"
+        else f"the plan has no row there, and the first would add {units.format_seconds(_latency(plan, size))} of"
         " latency"
         for size in cluster.group_sizes
         if size not in used
@@ -199,13 +218,13 @@ def _latency(plan: Plan, size: int) -> float:
 
 
 def _words(cost: RowCost) -> str:
-    return f"{cost.memory_bytes:,.0f} B and {units.format_seconds(cost.exposed_seconds)}"
+    return f"{cost.memory_bytes:,.0f} B of memory and {units.format_seconds(cost.exposed_seconds)}"
 
 
 def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
     lines = [_alternative(alternative, plan) for alternative in table.alternatives]
     if lines:
-        lines = ["Next best choices for this table, everything else as planned:", *lines]
+        lines = ["Next best choices for this table, all else as planned:", *lines]
     if saved is not None:
         worth = worth_of_memory(plan, saved)
         if plan.settings.objective == "step":
@@ -221,14 +240,10 @@ def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
 
 def _alternative(alternative: Alternative, plan: Plan) -> str:
     names = " + ".join(f"{strategy_name(size, plan.cluster.world_size)} ({size})" for size in alternative.group_sizes)
-    memory = alternative.memory_bytes
+    seconds, memory, priced = alternative.exposed_seconds, alternative.memory_bytes, alternative.priced_seconds
     return (
-        f"  {names}: {_signed(alternative.exposed_seconds)} exposed, "
-        f"{'+' if memory >= 0 else '-'}{units.format_bytes(abs(memory))} per rank;"
-        f" {_signed(alternative.priced_seconds)} at the price of memory"
-        + ("" if alternative.fits else ", but beyond the budget")
+        f"  {names}: {units.format_seconds(abs(seconds))} {'more' if seconds >= 0 else 'less'} exposed communication,"
+        f" {units.format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} memory per rank;"
+        f" all in all {units.format_seconds(abs(priced))} {'worse' if priced >= 0 else 'better'}"
+        + ("." if alternative.fits else ", but beyond the budget.")
     )
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{units.format_seconds(abs(seconds))}"
