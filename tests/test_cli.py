@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import flexshard
 from flexshard import AccessProfile, Plan
 from tests.commands import run
 from tests.ingestion.data import log, written
@@ -735,6 +736,13 @@ def test_pipes_tables_without_names_and_shards_without_rows(project: Path) -> No
     assert "column of tables (by) 'table' is null in row 1; drop or fill such rows" in bad(project, *words)
     words = ("cluster-sessions", "unnamed.parquet", "-o", "x", "--session", "row", "--time", "row", "--shards", 100_000)
     assert "100,000 shards of 2 rows would be empty files; at most one for each row" in bad(project, *words)
+
+
+def test_nothing_slow_is_imported_before_an_interrupt_is_a_line() -> None:
+    source = Path(flexshard.__file__).parents[1]
+    code = f"import sys; sys.path.insert(0, {str(source)!r}); import flexshard.cli; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert not {"typing", "importlib.metadata", "typer", "numpy"} & set(found.stdout.split())
 
 
 def test_interrupted_while_it_starts_and_without_an_output(project: Path) -> None:

@@ -5,11 +5,14 @@ The rooms are packages, floor by floor: ``_internal``; ``topologies`` and ``prof
 imports those on floors below it, and through their ``__init__`` alone.
 """
 
-from typing import TYPE_CHECKING
+from flexshard._internal.lazy import lazy_exports
 
-from flexshard._internal.lazy import lazy_exports, version_of
-
+TYPE_CHECKING = (
+    False  # as typing's, whose import takes as long as all of this: a command can be interrupted from here on
+)
 if TYPE_CHECKING:
+    from typing import Any
+
     from flexshard.costmodels import Cost as Cost
     from flexshard.errors import FlexShardError as FlexShardError
     from flexshard.executors import (
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
     from flexshard.tables import Table as Table
     from flexshard.topologies import Cluster as Cluster
 
-__getattr__, __dir__, __all__ = lazy_exports(
+    __version__: str
+
+_exported, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "costmodels": ["Cost"],
@@ -68,4 +73,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
     ),
 )
 
-__version__ = version_of("flexshard")
+
+def __getattr__(name: str) -> "Any":
+    if name != "__version__":
+        return _exported(name)
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(__name__)
+    except PackageNotFoundError:  # a source tree that is not installed
+        return "0.0.0"

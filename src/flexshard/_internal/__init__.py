@@ -4,9 +4,9 @@ sources, jagged arrays and their duplicates, text tables, groups of ranks, error
 May import: errors, units. Imports torch, TorchRec, numba and pandas' relatives only where they are used.
 """
 
-from typing import TYPE_CHECKING
-
 from flexshard._internal.lazy import lazy_exports
+
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from flexshard._internal.checks import (

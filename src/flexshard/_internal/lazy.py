@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from flexshard.errors import MissingDependencyError
 
-__all__ = ["bound", "lazy_exports", "version_of"]
+TYPE_CHECKING = False  # as typing's, whose import takes longer than all of this
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Any
+
+    Exports = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
+
+__all__ = ["bound", "lazy_exports"]
 
 # What only those who run a plan on a model have installed.
 _RUNTIME = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyre_extensions"}
-
-Exports = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
 
 
 def lazy_exports(
@@ -85,13 +88,3 @@ def bound(room: str, method: str) -> Callable[..., Any]:
     module, _, function = importlib.import_module(room).VALUE_METHODS[method].partition(":")
     bound_function: Callable[..., Any] = getattr(importlib.import_module(f"{room}.{module}"), function)
     return bound_function
-
-
-def version_of(distribution: str) -> str:
-    """Of an installed distribution; "0.0.0" for a source tree that is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "0.0.0"

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from flexshard import __version__
 from flexshard.cli.terminal import emit, say
 
 __all__ = ["AsJson", "JobFile", "PlanFile", "app", "written"]
@@ -32,6 +31,8 @@ def written(path: Path, as_json: bool) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from flexshard import __version__
+
         say(f"flexshard {__version__}")
         raise typer.Exit
 
