@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 pytest.importorskip("torchrec")
@@ -192,12 +194,51 @@ def test_folding_protects_rows_by_how_often_they_are_read(source: str) -> None:
 
     held, before = loss(), rows()
     profile = flexshard.AccessProfile.from_counts(counts.numpy(), num_samples=1000) if source == "profile" else None
-    found = table.unpin_rows(profile=profile)
+    found = table.unpin_rows(profile=profile, tolerance=math.inf)
     assert found.weights == source
+    assert found.kept == 0
     assert loss() < 1.03 * held  # with uniformly drawn rows it is 1.06
     weights = p[hot:, None]
     moved = (weights * (rows() - before)[hot:] ** 2).sum().sqrt() / (weights * before[hot:] ** 2).sum().sqrt()
     assert found.others == pytest.approx(float(moved), rel=0.3)
+
+
+@pytest.mark.parametrize("source", first(1, ["profile", "lookups"]))
+def test_rows_that_the_cores_cannot_hold_stay_pinned(source: str) -> None:
+    """300 of 2,000 rows that training reads alike and users do not; all given back, they are worse than never pinned."""
+    torch.manual_seed(0)
+    read, hot = 2000, 300
+    counts = (1e6 / torch.arange(1, read + 1)).long()
+    p, target = counts / counts.sum(), torch.randn(read, 16)
+
+    def loss(table: TTEmbedding) -> float:
+        return float((p[:, None] * (table.rows(torch.arange(read)).detach() - target) ** 2).sum())
+
+    def trained(hot_rows: int) -> TTEmbedding:
+        torch.manual_seed(0)
+        table = TTEmbedding(200_000, 16, tt_ranks=14, hot_rows=hot_rows, optimizer="adagrad", learning_rate=0.03)
+        if hot_rows:
+            table.pin_rows(torch.arange(hot_rows))
+        for _ in range(460):
+            ids = torch.randint(read, (512,))
+            ((table(ids) - target[ids]) ** 2).sum().div(512).backward()
+        return table
+
+    table, never = trained(hot), loss(trained(0))
+    profile = flexshard.AccessProfile.from_counts(counts.numpy(), num_samples=1000) if source == "profile" else None
+    pinned = loss(table)
+    assert pinned < 8.2
+    assert never > 12
+    with pytest.warns(UserWarning, match="rows stay pinned: the cores cannot hold them within tolerance=0.2"):
+        found = table.unpin_rows(profile=profile)
+    assert loss(table) < 1.05 * pinned
+    assert table.hot is not None
+    assert 0 < found.kept == table.hot.pinned.numel() < hot
+    assert found.after <= 0.2
+    found = table.unpin_rows(profile=profile, tolerance=math.inf)
+    assert found.kept == table.hot.pinned.numel() == 0
+    with pytest.raises(TableError, match="a tolerance is a relative error"):
+        table.unpin_rows(tolerance=-1.0)
 
 
 def test_a_profile_of_a_larger_table_says_nothing_about_rows() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,14 @@ from torch import nn
 from flexshard.errors import TableError
 from flexshard.profiling import AccessProfile
 
-__all__ = ["Folded", "Frequencies", "SeenIds", "fit_rows", "relative_error"]
+__all__ = ["Fit", "Folded", "Frequencies", "SeenIds", "fit_rows", "most_rows", "relative_error"]
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 _SEEN, _PER_LOOKUP = 1 << 16, 256
 _MOST_KNOWN = 1 << 14
+_BISECTIONS = 3
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,18 @@ class Folded:
     """How well the cores took pinned rows over; relative errors (Frobenius), rows weighted by how often they are read.
 
     Attributes:
-        before, after: of the cores' rows to the pinned ones, before and after.
+        before, after: of the cores' rows to the pinned ones that they took over, before and after.
         others: how far other rows moved.
         weights: where frequencies are from: "profile", "lookups" (a sample of the ids that were trained on), or "none"
             where neither was there and all rows counted alike.
+        kept: rows that stay pinned, since the cores cannot hold them too.
     """
 
     before: float
     after: float
     others: float
     weights: str = "none"
+    kept: int = 0
 
 
 class SeenIds(nn.Module):
@@ -109,6 +112,65 @@ class Frequencies:
             return torch.ones(ids.numel(), device=ids.device)
         at = torch.searchsorted(self.ids, ids).clamp(max=self.ids.numel() - 1)
         return torch.where(self.ids[at] == ids, self.counts[at], 0.5 * self.counts.min())
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Cores that were fitted to some of the pinned rows, and to the others as they were.
+
+    Attributes:
+        cores: fitted.
+        squares: weighted squared error of each of these pinned rows; shape (n,).
+        error: relative, weighted: of these rows, or of all that were fitted, whichever is more.
+    """
+
+    cores: Sequence[torch.Tensor]
+    squares: torch.Tensor
+    error: float
+
+
+def most_rows(
+    fit: Callable[[torch.Tensor], Fit], count: int, tolerance: float, device: torch.device
+) -> tuple[torch.Tensor, Fit] | None:
+    """The most of ``count`` rows that cores hold within a tolerance, more or less: those whose errors weigh most are
+    left out first, half of what remains at a time, and of the last half as few as three more fits find.
+
+    Args:
+        fit: to the rows of a mask of shape (count,).
+        count: of rows.
+        tolerance: greatest error of a fit.
+        device: of masks.
+
+    Returns:
+        the mask and its fit; None where no row can be held.
+    """
+    mask = torch.ones(count, dtype=torch.bool, device=device)
+    found = fit(mask)
+    if found.error <= tolerance:
+        return mask, found
+    while mask.any():
+        order = mask.nonzero().flatten()[torch.argsort(found.squares, descending=True, stable=True)]
+        too_few, enough = 0, -(-order.numel() // 2)
+        best = _without(mask, order[:enough], fit)
+        for _ in range(_BISECTIONS if best[1].error <= tolerance else 0):
+            middle = (too_few + enough) // 2
+            if middle == too_few:
+                break
+            tried = _without(mask, order[:middle], fit)
+            if tried[1].error <= tolerance:
+                enough, best = middle, tried
+            else:
+                too_few = middle
+        mask, found = best
+        if mask.any() and found.error <= tolerance:
+            return best
+    return None
+
+
+def _without(mask: torch.Tensor, rows: torch.Tensor, fit: Callable[[torch.Tensor], Fit]) -> tuple[torch.Tensor, Fit]:
+    fewer = mask.clone()
+    fewer[rows] = False
+    return fewer, fit(fewer)
 
 
 def fit_rows(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from typing import Any
 
 import torch
@@ -11,7 +13,15 @@ import torch.distributed as dist
 from flexshard._internal import HostCopy, check_int, deprecated_attribute, host_waits_for
 from flexshard.embeddings.tensor_train.core_optimizer import in_full
 from flexshard.embeddings.tensor_train.distinct import DistinctIds, prefix_counts
-from flexshard.embeddings.tensor_train.folding import Folded, Frequencies, SeenIds, fit_rows, relative_error
+from flexshard.embeddings.tensor_train.folding import (
+    Fit,
+    Folded,
+    Frequencies,
+    SeenIds,
+    fit_rows,
+    most_rows,
+    relative_error,
+)
 from flexshard.embeddings.tensor_train.hot_rows import HotRows
 from flexshard.embeddings.tensor_train.table import TTTable, without_row
 from flexshard.errors import TableError
@@ -56,7 +66,7 @@ class PinnableTable(TTTable):
     ) -> Folded | None:
         """Hold rows dense from now on: they are read and trained there, and nowhere else.
 
-        Rows that are pinned already stay as they are; those that are and are not named are folded back.
+        Rows that are pinned already stay as they are; those that are and are not named are folded back, however well.
 
         Args:
             ids: of the rows, such as the hottest of a profile.
@@ -75,7 +85,8 @@ class PinnableTable(TTTable):
             raise TableError(f"{distinct.numel():,} rows to pin are more than hot_rows={room:,}")
         leaving = self.hot.pinned[~torch.isin(self.hot.pinned, distinct)]
         self._check_alike(distinct)
-        folded = self.unpin_rows(leaving, profile=profile, steps=steps, seed=seed) if leaving.numel() else None
+        how: dict[str, Any] = {"profile": profile, "steps": steps, "seed": seed}
+        folded = self.unpin_rows(leaving, tolerance=math.inf, **how) if leaving.numel() else None
         self.hot.fill(distinct, self.rows(distinct))
         return folded
 
@@ -85,27 +96,33 @@ class PinnableTable(TTTable):
         ids: torch.Tensor | None = None,
         *,
         profile: AccessProfile | None = None,
+        tolerance: float = 0.2,
         steps: int = 100,
         seed: int = 0,
     ) -> Folded:
         """Give pinned rows back to the cores: least squares over them and over others, which are to stay as they are,
         each row weighted by how often it is read.
 
-        A tensor train cannot hold any rows it is given; what is returned says how near it came.
+        A tensor train cannot hold any rows it is given. Rows whose errors weigh most stay pinned where the others are
+        not held within the tolerance otherwise; what is returned says how many, and how near the rest came.
 
         Args:
             ids: of pinned rows; all of them by default.
             profile: how often rows are read; by default a sample of the ids that the table has been trained on since it
-                was made or loaded.
-            steps: most of L-BFGS, on a copy of the cores in float32.
+                was made or loaded, which says something only if training reads rows as often as those who use them.
+            tolerance: greatest relative error, weighted, of the rows that are given back, and of these and the others
+                together. ``math.inf`` gives all back, whatever becomes of them.
+            steps: most of L-BFGS, on a copy of the cores in float32; of each of about eight fits at most.
             seed: of the rarely read rows that are to stay too, four times as many as are unpinned.
 
         Raises:
-            TableError: a row that is not pinned, or a profile of a larger table.
+            TableError: a row that is not pinned, a profile of a larger table, or a tolerance below 0.
         """
         hot = self.hot
         if hot is None:
             raise TableError("rows to unpin must be pinned; see pin_rows()")
+        if not tolerance >= 0:
+            raise TableError(f"a tolerance is a relative error of at least 0, or math.inf, found {tolerance!r}")
         given = hot.pinned if ids is None else self._distinct(ids).ids
         if not bool(torch.isin(given, hot.pinned).all()):
             raise TableError("rows to unpin must be pinned; see pin_rows()")
@@ -115,6 +132,8 @@ class PinnableTable(TTTable):
         if not bool(wanted.isfinite().all()):
             raise TableError("a row to unpin has a number that is not finite")
         known = Frequencies.of(profile, self.seen, self.num_embeddings, given.device)
+        if not given.numel():
+            return Folded(0.0, 0.0, 0.0, known.source)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(self.num_embeddings, (4 * given.numel(),), generator=generator)
         others = torch.unique(torch.cat([known.ids, drawn.to(given.device)]))
@@ -124,24 +143,50 @@ class PinnableTable(TTTable):
         trial = copy.deepcopy(self).to(wanted.dtype)
         trial.core_optimizer, trial.hot = None, None
         trial.cores.requires_grad_(True)
-        before = relative_error(trial._rows, given, wanted, weights[0])
-        if given.numel():
-            both, order = torch.sort(torch.cat([given, others]))
-            fit_rows(
-                trial.cores.parameters(),
-                trial._rows,
-                both,
-                torch.cat([wanted, kept])[order],
-                torch.cat(weights)[order],
-                steps,
-            )
-        for core, fitted in zip(self.cores, trial.cores, strict=True):
+        start = [core.detach().clone() for core in trial.cores.parameters()]
+
+        def fit(going: torch.Tensor) -> Fit:
+            for core, first in zip(trial.cores.parameters(), start, strict=True):
+                core.copy_(first)
+            both, order = torch.sort(torch.cat([given[going], others]))
+            rows = torch.cat([wanted[going], kept])[order]
+            weight = torch.cat([weights[0][going], weights[1]])[order]
+            fit_rows(trial.cores.parameters(), trial._rows, both, rows, weight, steps)
+            squares = weights[0][going] * ((trial._rows(given[going]).float() - wanted[going].float()) ** 2).sum(1)
+            own = relative_error(trial._rows, given[going], wanted[going], weights[0][going])
+            error = max(own, relative_error(trial._rows, both, rows, weight))
+            return Fit([core.detach().clone() for core in trial.cores.parameters()], squares, error)
+
+        found = most_rows(fit, given.numel(), tolerance, given.device)
+        going = torch.zeros(given.numel(), dtype=torch.bool, device=given.device) if found is None else found[0]
+        going = self._of_first_rank(going)  # fits may differ by rounding
+        measured = given[going], wanted[going], weights[0][going]
+        before = relative_error(self._rows, *measured)
+        for core, fitted in zip(self.cores, [] if found is None else found[1].cores, strict=found is not None):
             core.copy_(fitted)
-        after = relative_error(trial._rows, given, wanted, weights[0])
-        moved = relative_error(trial._rows, others, kept, weights[1])
-        hot.drop(given)
-        self._share()  # whose fits may differ by rounding
-        return Folded(before, after, moved, known.source)
+        after = relative_error(self._rows, *measured)
+        moved = relative_error(self._rows, others, kept, weights[1])
+        hot.drop(given[going])
+        self._share()
+        staying = int((~going).sum())
+        if staying:
+            warnings.warn(
+                f"{staying:,} of {given.numel():,} rows stay pinned: the cores cannot hold them within tolerance="
+                f"{tolerance:g}; larger tt_ranks may, and tolerance=math.inf gives them back whatever becomes of them",
+                stacklevel=2,
+            )
+        return Folded(before, after, moved, known.source, staying)
+
+    def _of_first_rank(self, chosen: torch.Tensor) -> torch.Tensor:
+        """The first rank's choice, of those that average gradients."""
+        optimizer = self.core_optimizer
+        if optimizer is None or not optimizer.is_distributed:
+            return chosen
+        marks = chosen.to(torch.uint8)
+        dist.broadcast(
+            marks, dist.get_global_rank(optimizer.process_group or dist.group.WORLD, 0), optimizer.process_group
+        )
+        return marks.bool()
 
     def _check_alike(self, ids: torch.Tensor) -> None:
         """Check that all ranks that average gradients pin or unpin the same rows; raises TableError on all of them."""
