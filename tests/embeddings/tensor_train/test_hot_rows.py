@@ -205,7 +205,7 @@ def test_folding_protects_rows_by_how_often_they_are_read(source: str) -> None:
 
 @pytest.mark.parametrize("source", first(1, ["profile", "lookups"]))
 def test_rows_that_the_cores_cannot_hold_stay_pinned(source: str) -> None:
-    """300 of 2,000 rows that training reads alike and users do not; all given back, they are worse than never pinned."""
+    """300 of 2,000 rows that training reads alike and users do not; all given back are worse than never pinned."""
     torch.manual_seed(0)
     read, hot = 2000, 300
     counts = (1e6 / torch.arange(1, read + 1)).long()
