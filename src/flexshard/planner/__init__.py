@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         PooledShard as PooledShard,
         PooledTablePlan as PooledTablePlan,
     )
-    from flexshard.planner.problem import Problem as Problem
+    from flexshard.planner.problem import Problem as Problem, title_of as title_of
     from flexshard.planner.reductions import REDUCTIONS as REDUCTIONS
     from flexshard.planner.replanning import (
         Replan as Replan,
@@ -104,7 +104,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "plan": ["Alternative", "Plan", "Settings", "TableCache", "TablePlan", "Tier"],
         "plan_file": ["cost_document", "plan_document"],
         "pooled_plan": ["PooledAlternative", "PooledShard", "PooledTablePlan"],
-        "problem": ["Problem"],
+        "problem": ["Problem", "title_of"],
         "replanning": ["Replan", "TableMoves", "moving_seconds", "replan", "row_moves"],
         "reductions": ["REDUCTIONS"],
         "solving": ["solve"],

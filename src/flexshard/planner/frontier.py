@@ -83,6 +83,7 @@ def pareto(
         tuple(frontier),
         tuple(_marked(variants.plain, frontier, neutral, replicated, neutral_plan)),
         neutral.memory_bytes,
+        problem.title,
     )
 
 

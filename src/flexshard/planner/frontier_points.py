@@ -41,12 +41,14 @@ class ParetoCurve:
         points: the frontier in order of memory; each takes less time than the one before.
         marked: named points. The first four lie on the frontier.
         neutral_bytes: memory of row-wise.
+        title: what was planned, in a few words.
     """
 
     group_sizes: tuple[int, ...]
     points: tuple[ParetoPoint, ...]
     marked: tuple[ParetoPoint, ...]
     neutral_bytes: float
+    title: str = ""
 
     def mark(self, name: str) -> ParetoPoint:
         """A marked point by name; KeyError if there is none."""

@@ -33,12 +33,14 @@ class MarginalCurve:
         seconds: exposed communication less that of row-wise; shape (n,).
         marks: index of the paper's four points by name: "greatest_memory_saving", "memory_neutral",
             "communication_neutral" and "full_replication".
+        title: what was planned, in a few words.
     """
 
     rows: npt.NDArray[np.int64]
     memory_bytes: FloatArray
     seconds: FloatArray
     marks: dict[str, int]
+    title: str = ""
 
 
 def marginal_curve(
@@ -66,7 +68,7 @@ def marginal_curve(
         "communication_neutral": int(cumulative[2].argmin()),
         "full_replication": cumulative.shape[1] - 1,
     }
-    return MarginalCurve(np.rint(cumulative[0]).astype(np.int64), cumulative[1], cumulative[2], marks)
+    return MarginalCurve(np.rint(cumulative[0]).astype(np.int64), cumulative[1], cumulative[2], marks, problem.title)
 
 
 def _with_crossing(points: FloatArray) -> tuple[FloatArray, int]:

@@ -23,7 +23,13 @@ from flexshard.planner.translations import TRANSLATIONS, Translation
 from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
-__all__ = ["FrontierOptions", "PlannerOptions", "Problem", "ProblemOptions"]
+__all__ = ["FrontierOptions", "PlannerOptions", "Problem", "ProblemOptions", "title_of"]
+
+
+def title_of(tables: Sequence[str], cluster: Cluster, batch_size: int) -> str:
+    """Tables by name, cluster and batch size per rank in a few words."""
+    what = tables[0] if len(tables) == 1 else f"{len(tables):,} tables"
+    return f"{what} on {cluster.name} ({cluster.nodes} x {cluster.ranks_per_node}), batch {batch_size:,}"
 
 
 class FrontierOptions(TypedDict, total=False):
@@ -260,6 +266,11 @@ class Problem:
     def sequence_tables(self) -> tuple[Table, ...]:
         """The others, placed row by row."""
         return tuple(table for table in self.tables if not table.is_pooled)
+
+    @property
+    def title(self) -> str:
+        """Tables, cluster and batch size in a few words, for pictures."""
+        return title_of([table.name for table in self.tables], self.cluster, self.batch_size)
 
     def refusing_pooled(self, what: str) -> Problem:
         """This problem, for what looks at tables without pooling alone.

@@ -12,15 +12,19 @@ from matplotlib.figure import Figure
 from flexshard import units
 from flexshard._internal import PathLike
 from flexshard.costmodels import breakpoints, normalized_costs, overlap_of, strategy_name
-from flexshard.planner import MarginalCurve, ParetoCurve, ParetoPoint
-from flexshard.plots.style import DOTS, LINES, MARKERS, STYLE, literal, memory_unit, plain, save, sparse
+from flexshard.planner import MarginalCurve, ParetoCurve, ParetoPoint, title_of
+from flexshard.plots.labels import label_points
+from flexshard.plots.style import COLORS, DOTS, GRAY, LINES, MARKERS, STYLE, literal, memory_unit, plain, save, sparse
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
 __all__ = ["plot_marginal", "plot_normalized_costs", "plot_pareto", "plot_skew"]
 
-_SHORT = {"data_parallel": "DP", "flex": "Flex", "row_wise": "RW"}
+_SHORT = {"data_parallel": "DP", "flex": "Flex", "row_wise": "RW"}  # see docs/glossary.md
+_OTHERS = ("row_wise", "table_wise", "paper_2_tier", "paper_3_tier")  # points that need not lie on the frontier
+_NAMES = {"paper_2_tier": "paper's 2 tiers", "paper_3_tier": "paper's 3 tiers", "row_wise": "row-wise"}
+_NAMED = 8  # profiles with a colour of their own
 
 
 def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
@@ -33,35 +37,50 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         axes = figure.add_subplot()
-        x, y = np.array(_frontier_line(curve.points)).T
+        line = np.array(_frontier_line(curve.points)) / (scale, 1e-3)
+        axes.plot(*line.T, "-", color=COLORS[0], lw=1.6)
         bounds = [(p.memory_bytes, p.lower_bound_seconds) for p in curve.points if p.lower_bound_seconds is not None]
-        label = "best plans found (frontier)" if bounds else "optimal plans (frontier)"
-        axes.plot(x / scale, y * 1e3, "-", color="black", lw=1.4, label=label)
         if bounds:
             memory, seconds = np.array(bounds).T
-            line = axes.plot(memory / scale, seconds * 1e3, "--", color="gray", lw=1, label="no plan is below")
-            line[0].set_drawstyle("steps-pre")
+            below = axes.plot(memory / scale, seconds * 1e3, "--", color="gray", lw=1)
+            below[0].set_drawstyle("steps-pre")
         axes.axvline(curve.neutral_bytes / scale, color="gray", ls=":", lw=1)
-        for point in curve.marked:
-            axes.plot(
-                point.memory_bytes / scale,
-                point.exposed_seconds * 1e3,
-                MARKERS[point.name],
-                ms=8,
-                mfc="none",  # several plans can be one point
-                mec="black",
-                ls="none",
-                label=_pareto_label(point, curve),
-            )
+        for number, point in enumerate(curve.marked):
+            look: dict[str, Any] = {"mfc": "none", "mec": COLORS[1 if point.name in _OTHERS else 0], "mew": 1.4}
+            where = (point.memory_bytes / scale, point.exposed_seconds * 1e3)
+            axes.plot(*where, MARKERS[point.name], ms=_size(curve, number), ls="none", clip_on=False, zorder=5, **look)
         times = [point.exposed_seconds for point in (*curve.points, *curve.marked)]
-        if min(times) > 0 and max(times) > 20 * min(times):
+        axes.set_xlim(0, None)
+        is_log = min(times) > 0 and max(times) > 20 * min(times)
+        if is_log:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(plain)
             axes.yaxis.set_minor_formatter(sparse)
-        axes.set_xlabel(f"memory of embeddings per rank [{unit}]   (dotted: as much as row-wise needs)")
-        axes.set_ylabel("exposed communication per iteration [ms]")
-        axes.legend(loc="upper right", fontsize=8.5, framealpha=0.95)
+        else:
+            axes.set_ylim(0, None)
+        below_it = "; dashed: no plan is below" if bounds else ""
+        axes.set_xlabel(f"memory of embeddings per rank [{unit}]   (dotted: as much as row-wise needs{below_it})")
+        axes.set_ylabel("exposed communication per iteration [ms]" + (", logarithmic" if is_log else ""))
+        plans = "best plans found" if bounds else "optimal plans"
+        axes.set_title(f"{literal(curve.title)}{': ' if curve.title else ''}{plans} (line), and others")
+        named = [
+            (point.memory_bytes / scale, point.exposed_seconds * 1e3, _pareto_label(point, curve))
+            for point in curve.marked
+        ]
+        label_points(axes, named, line)
         save(figure, path)
+
+
+def _size(curve: ParetoCurve, number: int) -> float:
+    """Of a point's marker: those that lie in one place are drawn around each other."""
+    point, earlier = curve.marked[number], curve.marked[:number]
+    same = [
+        one
+        for one in earlier
+        if np.isclose(one.memory_bytes, point.memory_bytes, 1e-3)
+        and np.isclose(one.exposed_seconds, point.exposed_seconds, 1e-3)
+    ]
+    return 7.0 + 5.0 * len(same)
 
 
 def _frontier_line(points: Sequence[ParetoPoint]) -> list[tuple[float, float]]:
@@ -83,17 +102,13 @@ def _pareto_label(point: ParetoPoint, curve: ParetoCurve) -> str:
     total = sum(point.rows) or 1
     world = max(curve.group_sizes)
     shares = ", ".join(
-        f"{_SHORT[strategy_name(size, world)]}{'' if size in (1, world) else size} {rows / total:.3g}"
+        f"{_SHORT[strategy_name(size, world)]}{'' if size in (1, world) else size} {rows / total:.3g} %"
         for size, rows in zip(curve.group_sizes, (100 * np.array(point.rows)).tolist(), strict=True)
         if rows
     )
-    name = (
-        point.name.replace("_", " ").replace("paper 2 tier", "paper's 2-tier").replace("paper 3 tier", "paper's 3-tier")
-    )
     tables = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in point.pooled)
-    parts = [*([f"{shares} % of rows"] if shares else []), *([f"tables: {tables}"] if tables else [])]
-    held = f"  ({'; '.join(parts)})" if parts else ""
-    return f"{name}: {point.exposed_seconds * 1e3:.3g} ms{held}"
+    held = "; ".join(part for part in (shares, tables) if part)
+    return f"{_NAMES.get(point.name, point.name.replace('_', ' '))}: {point.exposed_seconds * 1e3:.3g} ms ({held})"
 
 
 def plot_normalized_costs(
@@ -115,65 +130,64 @@ def plot_normalized_costs(
         for index, size in enumerate(inner):
             name = strategy_name(size, cluster.world_size) + (f" ({size})" if size > 1 else "")
             memory, comm = normalized_costs(table, cluster, size, batch_size, p, hidden)
-            for ratio, kind, style, color, at in (
-                (memory, "memory", "-", "black", marks[size].memory),
-                (comm, "communication", "--", "tab:blue", marks[size].communication),
+            for ratio, kind, style, at in (
+                (memory, "memory", "-", marks[size].memory),
+                (comm, "communication", "--", marks[size].communication),
             ):
+                look: dict[str, Any] = {"color": COLORS[index % len(COLORS)], "lw": 1.5}
                 dots: dict[str, Any] = {"marker": DOTS[index % len(DOTS)], "markevery": (10 * index, 50), "ms": 5}
-                note = f", breakpoint p = {at:.3g}" if 0 < at < float("inf") else ", never below 1"
-                axes.plot(p, ratio, style, color=color, lw=1.5, **dots, label=f"{kind} of {name}{note}")
+                note = f", 1 at {at:.3g} reads" if 0 < at < float("inf") else ", never below 1"
+                axes.plot(p, ratio, style, **look, **dots, label=f"{kind} of {name}{note}")
                 if 0 < at < float("inf"):
-                    axes.plot(at, 1.0, "*", mfc="white", mec=color, ms=13, zorder=5)
+                    axes.plot(at, 1.0, "*", mfc="white", mec=look["color"], ms=13, zorder=5)
         axes.axhline(1.0, color="gray", lw=1)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xlabel("p: expected appearances of a row in one sample (L/E of a whole table)")
-        axes.set_ylabel("cost over row-wise's (below 1: cheaper)")
+        axes.set_xlabel("reads of a row per sample (p; a whole table's mean is L/E), logarithmic")
+        axes.set_ylabel("cost over row-wise's (below 1: cheaper), logarithmic")
         axes.set_title(
-            f"{literal(table.name)} on {literal(cluster.name)}, batch {batch_size:,}, D = {table.dim},"
-            f" kappa = {table.kappa_replicated:.3g}",
-            fontsize=10,
+            f"{literal(title_of([table.name], cluster, batch_size))}, D = {table.dim},"
+            f" κ = {table.kappa_replicated:.3g}; stars: breakpoints"
         )
-        axes.legend(fontsize=8.5, framealpha=0.95)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
         save(figure, path)
 
 
 def plot_skew(profiles: Mapping[str, AccessProfile], path: PathLike) -> None:
-    """Figure 4: share of accesses that the hottest rows cover, for each profile.
+    """Figure 4: share of accesses that the hottest rows cover, for each profile; of many those with most accesses have
+    a colour of their own.
 
     Raises:
         OutputError: the picture could not be written.
     """
+    named = sorted(profiles, key=lambda name: (-profiles[name].num_accesses, name))[:_NAMED]
+    rest = [name for name in profiles if name not in named]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         axes = figure.add_subplot()
-        for index, (name, profile) in enumerate(profiles.items()):
+        for number, name in enumerate([*rest, *named]):
+            profile, place = profiles[name], number - len(rest)
             ends = np.cumsum(profile.rows)
             rows = np.unique(np.concatenate([[1.0], np.geomspace(1, ends[-1], 300)]))
             share = [profile.covered(float(r)) for r in rows]
-            line: dict[str, Any] = {
-                "color": f"C{index % 10}",
-                "ls": LINES[index % 4],
-                "lw": 1.3,
-                "label": literal(name),
-            }
-            if len(profiles) > 1:
-                line |= {
-                    "marker": DOTS[index % len(DOTS)],
-                    "ms": 4,
-                    "mfc": "white",
-                    "markevery": (7 * index % 40, 40),
-                }
+            line: dict[str, Any] = {"color": GRAY, "lw": 0.9}
+            if place >= 0:
+                line = {"color": COLORS[place], "ls": LINES[place % 4], "lw": 1.6, "label": literal(name)}
+            elif number == 0:
+                line["label"] = f"{len(rest)} other table{'s' if len(rest) > 1 else ''}"
+            if place >= 0 and len(profiles) > 1:
+                line |= {"marker": DOTS[place], "ms": 4, "mfc": "white", "markevery": (7 * place % 40, 40)}
             axes.plot(100 * rows / profile.num_rows, 100 * np.array(share), **line)
         axes.set_xscale("log")
-        axes.set_xlabel("hottest rows [% of the table]")
-        axes.set_ylabel("accesses that they cover [%]")
+        axes.set_xlabel("hottest rows [% of the table], logarithmic")
+        axes.set_ylabel("reads that they have [%]")
         axes.set_ylim(0, 102)
         axes.xaxis.set_major_formatter(plain)
-        if len(profiles) == 1:
-            axes.set_title(literal(next(iter(profiles))), fontsize=10)
-        else:
-            axes.legend(fontsize=7, ncols=1 + len(profiles) // 16, framealpha=0.95, handlelength=3.5)
+        what = literal(next(iter(profiles))) if len(profiles) == 1 else f"{len(profiles):,} tables"
+        most = f"; those with most reads in colour, {literal(named[0])} the most" if rest else ""
+        axes.set_title(f"{what}: how unevenly rows are read{most}")
+        if len(profiles) > 1:
+            figure.legend(loc="outside right upper", fontsize=8.5, frameon=False, handlelength=3)
         save(figure, path)
 
 
@@ -190,19 +204,30 @@ def plot_marginal(curve: MarginalCurve, path: PathLike) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         axes = figure.add_subplot()
-        axes.plot(curve.seconds[shown] * 1e3, curve.memory_bytes[shown] / scale, "-", color="black", lw=1.4)
+        line = np.stack([curve.seconds[shown] * 1e3, curve.memory_bytes[shown] / scale], axis=1)
+        axes.plot(*line.T, "-", color=COLORS[0], lw=1.6)
         axes.axhline(0, color="gray", lw=1)
+        axes.axvline(0, color="gray", lw=1)
+        named, outside = [], []
         for name, index in curve.marks.items():
             where = (curve.seconds[index] * 1e3, curve.memory_bytes[index] / scale)
-            share = f"{100 * curve.rows[index] / total:.3g} % of rows"
             memory = curve.memory_bytes[index]
             gained = f"{'-' if memory < 0 else '+'}{units.format_bytes(abs(memory))}"
+            share = f"{100 * curve.rows[index] / total:.3g} % of rows"
             label = f"{name.replace('_', ' ')}: {share}, {where[0]:+.3g} ms, {gained}"
             if index < shown.stop:
-                axes.plot(*where, MARKERS[name], ms=9, mfc="white", mec="black", ls="none", label=label)
+                axes.plot(*where, MARKERS[name], ms=8, mfc="white", mec=COLORS[0], mew=1.4, clip_on=False, zorder=5)
+                named.append((*where, label))
             else:
-                axes.plot([], [], MARKERS[name], ms=9, mfc="white", mec="black", ls="none", label=label + " (off)")
-        axes.set_xlabel("communication per iteration, less that of row-wise [ms]")
+                outside.append(label)
+        axes.set_xlabel("\n".join(["communication per iteration, less that of row-wise [ms]", *_beyond(outside)]))
         axes.set_ylabel(f"memory per rank, less that of row-wise [{unit}]")
-        axes.legend(fontsize=8.5, framealpha=0.95)
+        what = f"{literal(curve.title)}: " if curve.title else ""
+        axes.set_title(f"{what}the most read rows copied to every rank, ever more of them")
+        axes.margins(y=0.12)  # room for texts
+        label_points(axes, named, line)
         save(figure, path)
+
+
+def _beyond(outside: Sequence[str]) -> list[str]:
+    return [f"outside the picture: {'; '.join(outside)}"] if outside else []

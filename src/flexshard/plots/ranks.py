@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from flexshard._internal import PathLike
 from flexshard.costmodels import StepWork, step_seconds
 from flexshard.errors import PlanError
-from flexshard.planner import Plan
-from flexshard.plots.style import STYLE, literal, memory_unit, save
+from flexshard.planner import Plan, title_of
+from flexshard.plots.style import COLORS, GRAY, STYLE, literal, memory_unit, save
 
 __all__ = ["plot_ranks"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_NAMED = 11  # tables with a colour of their own; the others stand together
+_NAMED = 8  # tables with a colour of their own; the others stand together
 
 
 def plot_ranks(plan: Plan, path: PathLike) -> None:
@@ -35,12 +35,12 @@ def plot_ranks(plan: Plan, path: PathLike) -> None:
     seconds, memory = _bands(plan)
     scale, unit = memory_unit(max(float(sum(memory.values()).max()), 1.0))  # type: ignore[union-attr]
     names = list(dict.fromkeys([*seconds, *memory]))
-    colors = mpl.colormaps["tab20"](np.linspace(0, 1, 20))
+    colors = dict(zip((name for name in names if name in plan.pooled), COLORS, strict=False))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 6.0), layout="constrained")
         axes = figure.subplots(2, 1, sharex=True)
         for axis, bands, factor in ((axes[0], seconds, 1e3), (axes[1], memory, 1 / scale)):
-            _stack(axis, bands, factor, names, colors)
+            _stack(axis, bands, factor, colors)
         axes[0].set_ylabel("busy in a step [ms]")
         axes[1].set_ylabel(f"memory [{unit}]")
         limit = plan.settings.budget_bytes / scale
@@ -48,27 +48,27 @@ def plot_ranks(plan: Plan, path: PathLike) -> None:
         at_right = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
         axes[1].annotate("budget", (0.995, limit), **at_right)
         axes[1].set_xlabel("rank")
+        tables = [*plan.pooled, *plan.tables]
+        axes[0].set_title(literal(title_of(tables, plan.cluster, plan.settings.batch_size)))
         handles, labels = axes[1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 6), fontsize=8, frameon=False)
         save(figure, path)
 
 
-def _stack(axis: Any, bands: dict[str, FloatArray], factor: float, names: list[str], colors: Any) -> None:
+def _stack(axis: Any, bands: dict[str, FloatArray], factor: float, colors: dict[str, str]) -> None:
     bottom = np.zeros(len(next(iter(bands.values()))))
     for name, values in bands.items():
-        place = names.index(name)
         axis.bar(
             np.arange(len(values)),
             values * factor,
             0.85,
             bottom,
-            color=colors[place % 20],
+            color=colors.get(name, GRAY if "other" in name else "0.45"),
             edgecolor="white",
             lw=0.3,
             label=literal(name),
         )
         bottom += values * factor
-    axis.set_axisbelow(True)
     axis.margins(x=0.01)
 
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import NullFormatter
 
 from flexshard._internal import PathLike
 from flexshard.ingestion import Duplication
-from flexshard.plots.style import STYLE, plain, save
+from flexshard.plots.style import COLORS, STYLE, plain, save
 
 __all__ = ["plot_duplication", "plot_sessions"]
 
@@ -31,7 +31,7 @@ def plot_sessions(duplication: Duplication, path: PathLike) -> None:
             edges = np.unique(np.round(np.geomspace(1, largest + 1, 40)))
             number, _ = np.histogram(sizes, edges)
             # Bins hold one size or several: per size, so that a wide one does not look like more.
-            axes.stairs(number / np.diff(edges), edges, fill=True, facecolor="lightgray", edgecolor="black", lw=0.8)
+            axes.stairs(number / np.diff(edges), edges, fill=True, facecolor=COLORS[5], edgecolor="black", lw=0.8)
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.xaxis.set_major_formatter(plain)
@@ -41,7 +41,8 @@ def plot_sessions(duplication: Duplication, path: PathLike) -> None:
             axes.set_xlabel(f"samples per session in {where}")
             axes.set_ylabel("sessions of each size")
             axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.set_title(f"mean {mean:.2f} (dashed)", fontsize=10)
+            axes.set_title(f"mean {mean:.2f} (dashed)")
+        figure.suptitle(_title(duplication), fontsize=10.5)
         save(figure, path)
 
 
@@ -58,7 +59,7 @@ def plot_duplication(duplication: Duplication, path: PathLike) -> None:
             features = sorted(duplication.features, key=lambda one: -getattr(one, what))
             shares = [100 * getattr(one, what) for one in features]
             few = len(features) <= 12
-            axes.bar(range(len(shares)), shares, 0.8 if few else 1.0, color="lightgray", edgecolor="black", lw=0.6)
+            axes.bar(range(len(shares)), shares, 0.8 if few else 1.0, color=COLORS[5], edgecolor="black", lw=0.6)
             for weighted, style in ((False, "--"), (True, ":")):
                 mean = 100 * duplication.overall(weighted=weighted)[number]
                 of = "ids (by length)" if weighted else "features"
@@ -72,4 +73,10 @@ def plot_duplication(duplication: Duplication, path: PathLike) -> None:
             where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
             axes.legend(title=f"{what} duplicates", fontsize=8.5, title_fontsize=10, frameon=False, **where)
         both[0].set_ylabel("% of samples' lists (left), of ids (right)")
+        figure.suptitle(_title(duplication), fontsize=10.5)
         save(figure, path)
+
+
+def _title(duplication: Duplication) -> str:
+    sessions = int(duplication.session_sizes.size)
+    return f"{duplication.rows:,} samples of {sessions:,} sessions, batch {duplication.batch_size:,}"

@@ -7,25 +7,25 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flexshard._internal import PathLike
-from flexshard.planner import Plan
+from flexshard.planner import Plan, title_of
 from flexshard.plots.style import STYLE, literal, save
 
 __all__ = ["plot_step"]
 
-# Gray, and hatched where it is not communication, so that it reads in print too.
+# Colours of one kind by content, and hatched where it is not communication, so that it reads in print too.
 _LOOK = {
     "find distinct ids": ("white", "...."),
     "counts": ("0.92", ""),
-    "ids": ("0.85", ""),
-    "pooled ids": ("0.85", "oo"),
+    "ids": ("#B5DDF2", ""),
+    "pooled ids": ("#B5DDF2", "oo"),
     "pooled look up": ("white", "//"),
     "look up": ("white", "////"),
-    "embeddings": ("0.65", ""),
-    "embeddings and gradients": ("0.55", ""),
-    "pooled sums": ("0.65", "oo"),
+    "embeddings": ("#56B4E9", ""),
+    "embeddings and gradients": ("#0072B2", ""),
+    "pooled sums": ("#56B4E9", "oo"),
     "dense": ("white", "xxxx"),
-    "gradients": ("0.4", ""),
-    "pooled gradients": ("0.4", "oo"),
+    "gradients": ("#E69F00", ""),
+    "pooled gradients": ("#E69F00", "oo"),
     "pooled update": ("white", "\\\\"),
     "update": ("white", "\\\\\\\\"),
 }
@@ -43,7 +43,6 @@ def plot_step(plan: Plan, path: PathLike) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 1.4 + 0.42 * len(bars)), layout="constrained")
         axes = figure.add_subplot()
-        axes.set_axisbelow(True)
         places = np.arange(len(bars))[::-1]
         left = np.zeros(len(bars))
         for name in present:
@@ -57,6 +56,7 @@ def plot_step(plan: Plan, path: PathLike) -> None:
         axes.set_xlim(0, 1.12 * left.max(initial=0.0) or 1.0)
         known = "" if plan.settings.dense_seconds is not None else ", without dense work"
         axes.set_xlabel(f"step [ms], links at once in each phase{known}")
+        axes.set_title(literal(title_of([*plan.tables, *plan.pooled], plan.cluster, plan.settings.batch_size)))
         figure.legend(
             loc="outside upper center", ncols=min(len(present), 5 if plan.pooled else 8), fontsize=8.5, frameon=False
         )

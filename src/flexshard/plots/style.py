@@ -1,4 +1,4 @@
-"""What all pictures share: lines that differ in style and marker, so that they read without colour."""
+"""What all pictures share: colours that most people tell apart, and styles and markers, so that they read without."""
 
 from __future__ import annotations
 
@@ -11,9 +11,34 @@ from flexshard import units
 from flexshard._internal import PathLike, replacing
 from flexshard.errors import OutputError
 
-__all__ = ["DOTS", "LINES", "MARKERS", "PICTURE_SUFFIXES", "STYLE", "literal", "memory_unit", "plain", "save", "sparse"]
+__all__ = [
+    "COLORS",
+    "DOTS",
+    "GRAY",
+    "LINES",
+    "MARKERS",
+    "PICTURE_SUFFIXES",
+    "STYLE",
+    "literal",
+    "memory_unit",
+    "plain",
+    "save",
+    "sparse",
+]
 
-STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+# Okabe and Ito's colours, which people who are blind to some colours tell apart too (jfly.uni-koeln.de/color).
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
+GRAY = "0.72"
+STYLE = {
+    "font.size": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+}
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 LINES = ("-", "--", "-.", ":")
 DOTS = "osv^Dp<>h"  # nine, so that with four styles 36 lines differ

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flexshard._internal import PathLike
-from flexshard.plots.style import STYLE, save
+from flexshard.plots.style import COLORS, STYLE, save
 
 __all__ = ["plot_reduction"]
 
@@ -27,11 +27,9 @@ def plot_reduction(reductions: Mapping[str, tuple[float, float]], path: PathLike
         figure = Figure(figsize=(max(4.0, 1.6 + 1.3 * len(reductions)), 4.2), layout="constrained")
         axes = figure.add_subplot()
         positions = np.arange(len(reductions))
-        for offset, (label, hatch) in enumerate((("predicted", ""), ("observed", "//"))):
+        for offset, (label, color) in enumerate((("predicted", "white"), ("observed", COLORS[5]))):
             heights = [100 * pair[offset] for pair in reductions.values()]
-            bars = axes.bar(
-                positions + 0.38 * offset, heights, 0.36, label=label, hatch=hatch, color="white", edgecolor="black"
-            )
+            bars = axes.bar(positions + 0.38 * offset, heights, 0.36, label=label, color=color, edgecolor="black")
             axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
         axes.set_xticks(positions + 0.19, list(reductions))
         axes.set_ylabel("global all-to-all bytes saved\nagainst row-wise, %")

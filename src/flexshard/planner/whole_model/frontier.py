@@ -62,7 +62,7 @@ def whole_frontier(problem: Problem) -> ParetoCurve:
     sizes = cluster.group_sizes
     known = roomy.baselines
     marked += [_baseline(known[name], mark, sizes) for name, mark in _BASELINES.items() if name in known]
-    return ParetoCurve(sizes, tuple(points), tuple(marked), neutral)
+    return ParetoCurve(sizes, tuple(points), tuple(marked), neutral, problem.title)
 
 
 def _point(plan: Plan) -> ParetoPoint:
