@@ -135,15 +135,24 @@ class Instance:
         """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
         tables at once.
         """
-        low = np.broadcast_to(self.starts[:-1, None], wanted.shape).copy()
-        high = np.broadcast_to(self.starts[1:, None], wanted.shape).copy()
-        for _ in range(int(np.diff(self.starts).max()).bit_length()):
-            middle = (low + high) >> 1
-            at = values[np.minimum(middle, values.size - 1)]
-            right = (middle < high) & ((at >= wanted) if above else (at <= wanted))
-            low = np.where(right, middle + 1, low)
-            high = np.where(right, high, middle)
-        return low - self.starts[:-1, None]
+        # Tables last: numpy's inner loops are as long as the last axis.
+        sought = np.ascontiguousarray(wanted.T)
+        before = self.starts[:-1] - 1
+        last = np.broadcast_to(before, sought.shape)  # that is known to be as wanted
+        for step in self._search_steps:
+            middle = last + step
+            at = values.take(middle)
+            last = np.where((at >= sought) if above else (at <= sought), middle, last)
+        return np.ascontiguousarray((last - before).T)
+
+    @cached_property
+    def _search_steps(self) -> list[IntArray]:
+        """By how much a search moves on where it may, of each table; shape (T,) each."""
+        steps, possible = [], np.diff(self.starts) + 1  # numbers that the result may be
+        while (possible > 1).any():
+            steps.append(possible >> 1)
+            possible = possible - steps[-1]
+        return steps
 
     @property
     def level_order(self) -> IntArray:
