@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +21,7 @@ from flexshard.costmodels import (
 )
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.profiling import AccessProfile, LengthMoments, splitmix64
+from flexshard.tables import Table
 
 __all__ = ["fullest_rank_bytes", "loads_of"]
 
@@ -30,6 +31,7 @@ IntArray = npt.NDArray[np.int64]
 _KNOWN: WeakKeyDictionary[Instance, _Moments] = WeakKeyDictionary()
 _HOT_ROWS = 1 << 16  # looked at one by one, of all tables and levels together
 _MOST_PLACES = 1 << 22
+_BLOCK_COUNTS = 1 << 15
 
 
 def fullest_rank_bytes(instance: Instance, allocation: Allocation, *, in_order: bool) -> float | None:
@@ -70,36 +72,35 @@ class _Moments:
     """Second and third central moments of one rank's lookups of a row of each count; shape (K,) each."""
 
     def __init__(self, instance: Instance) -> None:
-        self._starts, self._cum_rows = instance.starts, instance.cum_rows
-        w, each = instance.reads, np.diff(instance.starts)
-        samples = np.array([one.distinct_samples(instance.batch_size) for one in instance.tables])
-        # Of ids that are sent once, a draw of a rank; of others, one of each of its samples.
-        variance = w / np.repeat(np.where(instance.deduplicated, -1.0, -samples), each)
-        variance += 1.0
-        np.maximum(variance, 0.0, out=variance)
-        variance *= w
+        starts, count = instance.starts, instance.reads.size
+        self._starts, self._cum_rows, self._reads = starts, instance.cum_rows, instance.reads
         # Of rows that samples read once, the third moment is at most the second.
         self._repeats = any(one.profile.samples is not None for one in instance.tables)
-        third = variance.copy() if self._repeats else variance
-        for index, one in enumerate(instance.tables):
-            if one.profile.samples is None or instance.deduplicated[index]:
-                continue
-            part = slice(int(instance.starts[index]), int(instance.starts[index]) + one.profile.counts.size)
-            reads, share = w[part], one.profile.counts / one.profile.num_samples
-            more = _repeats(share / one.profile.sample_share)  # a sample that contains a row repeats it so often
-            variance[part] = reads * np.maximum(1 + more - share, 0.0)
-            third[part] = reads * np.maximum(1 + 3 * more + more**2 - 3 * share * (1 + more) + 2 * share**2, 0.0)
-        self.variance, self.third = variance, third
-        self._values = [variance, w**2, third] if self._repeats else [variance, w**2]
-        rows = instance.rows_of_count.astype(np.float64)
-        self._sums = [_cumulative(values, rows) for values in self._values]
+        self.variance = np.empty(count)
+        self.third = np.empty(count) if self._repeats else self.variance
+        self._sums = [np.zeros(count + 1) for _ in range(3 if self._repeats else 2)]
+        # A few tables at a time: what is between stays in the processor's cache.
+        ends = np.searchsorted(starts, np.arange(_BLOCK_COUNTS, count, _BLOCK_COUNTS))
+        for first, last in pairwise(np.unique([0, *ends, len(instance.tables)]).tolist()):
+            part = slice(int(starts[first]), int(starts[last]))
+            self.variance[part], self.third[part] = variance, third = _central_moments(instance, first, last)
+            rows = np.diff(instance.cum_rows[part], prepend=0)
+            of_first = starts[first:last]
+            rows[of_first - part.start] = instance.cum_rows[of_first]
+            for sums, values in zip(self._sums, (variance, instance.reads[part] ** 2, third), strict=False):
+                added = values * rows
+                added[0] += sums[part.start]
+                np.cumsum(added, out=sums[part.start + 1 : part.stop + 1])
 
     @classmethod
     def of(cls, instance: Instance) -> _Moments:
-        """Of an instance, worked out once."""
-        if instance not in _KNOWN:
-            _KNOWN[instance] = cls(instance)
-        return _KNOWN[instance]
+        """Of an instance, worked out once in a row."""
+        known = _KNOWN.get(instance)
+        if known is None:
+            known = cls(instance)
+            _KNOWN.clear()  # those of one at a time: they take as much memory as the instance
+            _KNOWN[instance] = known
+        return known
 
     def of_rows(
         self, ends: IntArray, groups_within: Callable[[IntArray], IntArray]
@@ -111,19 +112,34 @@ class _Moments:
         before = np.where(whole > 0, cum_rows[np.maximum(at - 1, 0)], 0)
         following = np.minimum(at, starts[1:, None] - 1)
         first = starts[:-1, None]
+        values = self.variance[following], self._reads[following] ** 2, self.third[following]
         found = [
-            np.asarray(sums[at] - sums[first] + (ends - before) * values[following])
-            for values, sums in zip(self._values, self._sums, strict=True)
+            np.asarray(sums[at] - sums[first] + (ends - before) * each)
+            for each, sums in zip(values, self._sums, strict=False)
         ]
         return found[0], found[2] if self._repeats else found[0], found[1]
 
 
-def _cumulative(values: FloatArray, rows: FloatArray) -> FloatArray:
-    """Sums of the first products, from none on; shape (K + 1,)."""
-    sums = np.empty(values.size + 1)
-    sums[0] = 0.0
-    np.multiply(values, rows, out=sums[1:])
-    return np.cumsum(sums, out=sums)
+def _central_moments(instance: Instance, first: int, last: int) -> tuple[FloatArray, FloatArray]:
+    """Second and third, of the counts of tables ``first`` to ``last``."""
+    tables, starts = instance.tables[first:last], instance.starts[first : last + 1]
+    w = instance.reads[starts[0] : starts[-1]]
+    samples = np.array([one.distinct_samples(instance.batch_size) for one in tables])
+    # Of ids that are sent once, a draw of a rank; of others, one of each of its samples.
+    variance = w / np.repeat(np.where(instance.deduplicated[first:last], -1.0, -samples), np.diff(starts))
+    variance += 1.0
+    np.maximum(variance, 0.0, out=variance)
+    variance *= w
+    third = variance.copy()
+    for one, start, once in zip(tables, starts - starts[0], instance.deduplicated[first:last], strict=False):
+        if one.profile.samples is None or once:
+            continue
+        part = slice(int(start), int(start) + one.profile.counts.size)
+        reads, share = w[part], one.profile.counts / one.profile.num_samples
+        more = _repeats(share / one.profile.sample_share)  # a sample that contains a row repeats it so often
+        variance[part] = reads * np.maximum(1 + more - share, 0.0)
+        third[part] = reads * np.maximum(1 + 3 * more + more**2 - 3 * share * (1 + more) + 2 * share**2, 0.0)
+    return variance, third
 
 
 def _repeats(often: FloatArray) -> FloatArray:
@@ -169,10 +185,13 @@ def _served(
     rest = [np.maximum(np.diff(sums, axis=1)[:, 0], 0.0) for sums in of_counts.of_rows(bounds, instance.groups_within)]
     last = size == instance.cluster.world_size and level == instance.group_sizes.size - 1
     holder = (position - first[:, None]) % size
+    if last:
+        holder = _dealt_by_id(instance.tables, position, there, holder, size)
     bursts = np.zeros((3, rows.size))
+    bursts[2] = 1.0
     for index, table in enumerate(instance.tables):
-        if last and there[index, 0]:
-            holder[index] = _dealt_by_id(table.profile, int(first[index]), int(there[index].sum()), hot_rows, size)
+        if table.profile.bursts is None:
+            continue
         samples = table.distinct_samples(instance.batch_size) * size
         bursts[:, index] = _burst(table.profile, samples, int(first[index]), int(ends[index, level]))
         if instance.deduplicated[index]:  # each rank asks for a row once
@@ -180,16 +199,23 @@ def _served(
     return ServedRows(size, reads, hot, variance, third, holder, *rest, *bursts)
 
 
-def _dealt_by_id(profile: AccessProfile, places: int, known: int, number: int, size: int) -> Any:
-    """Which of ``size`` ranks hold the rows that follow the ``places`` hottest, dealt by id; of rows whose ids the
-    profile does not know, any.
+def _dealt_by_id(
+    tables: Sequence[Table], position: IntArray, there: npt.NDArray[np.bool_], holder: IntArray, size: int
+) -> IntArray:
+    """Which of ``size`` ranks hold the rows at these places of each table, dealt by id, shape (T, k); of rows whose ids
+    the profile does not know, any, and of tables without rows there those of ``holder``.
     """
-    holder = (splitmix64(np.arange(places, places + number), 1) % np.uint64(size)).astype(np.int64)
-    if profile.row_counts is not None and places + known <= _MOST_PLACES:
-        ids = profile.hottest_rows(places + known)
-        placed, hot = np.sort(ids[:places]), ids[places:]
-        holder[: hot.size] = (hot - np.searchsorted(placed, hot)) % size
-    return holder
+    dealt = (splitmix64(position, 1) % np.uint64(size)).astype(np.int64)
+    for index, table in enumerate(tables):
+        profile = table.profile
+        if profile.row_counts is None or not there[index, 0]:
+            continue
+        places, known = int(position[index, 0]), int(there[index].sum())
+        if places + known <= _MOST_PLACES:
+            ids = profile.hottest_rows(places + known)
+            placed, hot = np.sort(ids[:places]), ids[places:]
+            dealt[index, : hot.size] = (hot - np.searchsorted(placed, hot)) % size
+    return np.where(there[:, :1], dealt, holder)
 
 
 def _length(profile: AccessProfile, samples: float) -> float:
