@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,18 @@ IntArray = npt.NDArray[np.int64]
 
 _TABLES_TRIED, _FEW_TABLES, _FEW_COUNTS = 2, 4, 2_000
 _ON_THE_WAY, _CLOSE = 9, 1e-4
+_ROUNDED = 1e-9  # of a bound, more than rounding changes
+
+
+@dataclass(frozen=True, eq=False)
+class _Joint:
+    """Lagrangian bound of all choices of tables with rows at some levels, the choices of the prices beside the budget,
+    and the price that just meets it.
+    """
+
+    bound: float
+    ends: tuple[BoolArray, BoolArray]
+    price: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +83,26 @@ class Variants:
             return self.plain
         if deduplicated.all():
             return self.once
+        key = deduplicated.tobytes()
+        if key not in self._latest:
+            self._latest.clear()
+            self._latest[key] = self._mixed(deduplicated)
+        return self._latest[key]
+
+    @cached_property
+    def _latest(self) -> dict[bytes, Instance]:
+        """What some tables deduplicated came to last, by which they are: it is planned, and then written down."""
+        return {}
+
+    def _mixed(self, deduplicated: BoolArray) -> Instance:
         plain, once = self.plain, self.once
-        counts = deduplicated[plain.table_of_count]
-        return replace(
-            plain,
-            deduplicated=deduplicated,
-            reads=np.where(counts, once.reads, plain.reads),
-            cum_units=np.where(counts, once.cum_units, plain.cum_units.astype(once.cum_units.dtype)),
-            unit_reads=np.where(deduplicated, once.unit_reads, plain.unit_reads),
-        )
+        counts = np.repeat(deduplicated, np.diff(plain.starts))
+        reads = plain.reads.copy()
+        cum_units: npt.NDArray[Any] = plain.cum_units.astype(once.cum_units.dtype)
+        np.copyto(reads, once.reads, where=counts)
+        np.copyto(cum_units, once.cum_units, where=counts)
+        unit_reads = np.where(deduplicated, once.unit_reads, plain.unit_reads)
+        return replace(plain, deduplicated=deduplicated, reads=reads, cum_units=cum_units, unit_reads=unit_reads)
 
     def solve(self, limit_bytes: float, tiers: int, *, start_price: float | None = None) -> tuple[Instance, Solution]:
         """The best choice of tables, and placement of rows, within a budget.
@@ -117,15 +141,21 @@ class Variants:
         count = len(self.problem.tables)
         if count <= _TABLES_TRIED or (count <= _FEW_TABLES and self.plain.reads.size <= _FEW_COUNTS):
             return [np.array(mask) for mask in product((False, True), repeat=count)], None
-        joint = [self._joint(levels, limit_bytes) for levels in self.plain.level_subsets(tiers)]
-        fitting = sorted((one for one in joint if one is not None), key=lambda one: one[0])
-        # Where none fits, deduplicating all needs the least memory there is.
-        masks = {mask.tobytes(): mask for _, ends in fitting[:1] for mask in _between(*ends)}
-        masks = masks or {b"": np.ones(count, np.bool_)}
-        return list(masks.values()), min((bound for bound, _ in fitting), default=None)
+        best: _Joint | None = None
+        # The largest choices of levels first: their bounds rule most of the others out. Of equals, the smallest.
+        for levels in reversed(self.plain.level_subsets(tiers)):
+            found = self._joint(levels, limit_bytes, best)
+            if found is not None and (best is None or found.bound <= best.bound):
+                best = found
+        if best is None:
+            # Where none fits, deduplicating all needs the least memory there is.
+            return [np.ones(count, np.bool_)], None
+        return list({mask.tobytes(): mask for mask in _between(*best.ends)}.values()), best.bound
 
-    def _joint(self, levels: IntArray, limit_bytes: float) -> tuple[float, tuple[BoolArray, BoolArray]] | None:
-        """Lagrangian bound of all choices with rows at some levels, and those of the prices beside the budget."""
+    def _joint(self, levels: IntArray, limit_bytes: float, best: _Joint | None) -> _Joint | None:
+        """Lagrangian bound of all choices with rows at some levels, and those of the prices beside the budget; None
+        where nothing fits, or the bound is above the ``best`` known.
+        """
         limit = memory_limit(limit_bytes)
         latency = self.plain.latency_seconds(levels)
 
@@ -145,14 +175,18 @@ class Variants:
             )
 
         floor, ceiling = price_range(self.plain)
+        if best is not None:
+            seconds, memory, _ = at(best.price)  # at any price there is a bound
+            if seconds + best.price * (memory - limit) + latency > best.bound * (1 + _ROUNDED):
+                return None
         if at(floor)[1] <= limit:
-            return at(0.0)[0] + latency, (at(floor)[2], at(floor)[2])
+            return _Joint(at(0.0)[0] + latency, (at(floor)[2], at(floor)[2]), floor)
         if at(ceiling)[1] > limit:
             return None
         low, high = bisect_floats(floor, ceiling, lambda price: at(price)[1] <= limit)
         ends = [(price, *at(price)) for price in (low, high)]
         bound = max(seconds + price * (memory - limit) for price, seconds, memory, _ in ends)
-        return bound + latency, (ends[0][3], ends[1][3])
+        return _Joint(bound + latency, (ends[0][3], ends[1][3]), high)
 
 
 def _between(a: BoolArray, b: BoolArray) -> Iterator[BoolArray]:
