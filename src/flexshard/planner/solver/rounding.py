@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +34,9 @@ def fill(instance: Instance, inside: Allocation, beyond: Allocation, limit_bytes
 
     Both allocations minimise the same priced cost, so every mixture does, and the fullest is the fastest.
     """
-    parts = list(_steps(instance, inside, beyond))
-    if not parts:
+    steps = _steps(instance, inside, beyond)
+    if not steps.rows.size:
         return inside
-    steps = _Steps(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
     for spared in _SPARED:
         filled = _filled(instance, inside, steps, limit_bytes * (1 - spared))
         if instance.memory_bytes(filled) <= limit_bytes * (1 + 1e-13):
@@ -72,29 +69,36 @@ def _filled(instance: Instance, inside: Allocation, steps: _Steps, limit_bytes: 
     return result
 
 
-def _steps(instance: Instance, inside: Allocation, beyond: Allocation) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-    """Columns of :class:`_Steps`, of a range of one table's rows at a time."""
-    for table in np.flatnonzero((inside != beyond).any(axis=1)).tolist():
-        ends_inside, ends_beyond = np.cumsum(inside[table]), np.cumsum(beyond[table])
-        points = np.unique(np.concatenate([[0], ends_inside, ends_beyond]))
-        for first, last in zip(points[:-1].tolist(), points[1:].tolist(), strict=True):
-            source = int(np.searchsorted(ends_inside, first, side="right"))
-            target = int(np.searchsorted(ends_beyond, first, side="right"))
-            if source != target:
-                yield _by_count(instance, table, first, last, source, target)
+def _steps(instance: Instance, inside: Allocation, beyond: Allocation) -> _Steps:
+    """Of all tables, by table and then from the hottest rows on."""
+    differ = np.flatnonzero((inside != beyond).any(axis=1))
+    ends_inside, ends_beyond = np.cumsum(inside[differ], axis=1), np.cumsum(beyond[differ], axis=1)
+    none = np.zeros((differ.size, 1), np.int64)
+    points = np.sort(np.concatenate([none, ends_inside, ends_beyond], axis=1), axis=1)
+    first, last = points[:, :-1], points[:, 1:]
+    source, target = ((ends[:, None] <= first[:, :, None]).sum(axis=2) for ends in (ends_inside, ends_beyond))
+    moves = (first < last) & (source != target)
+    table = np.broadcast_to(differ[:, None], moves.shape)[moves]
+    return _by_count(instance, table, *(values[moves] for values in (first, last, source, target)))
 
 
 def _by_count(
-    instance: Instance, table: int, first: int, last: int, source: int, target: int
-) -> tuple[npt.NDArray[Any], ...]:
-    start, end = int(instance.starts[table]), int(instance.starts[table + 1])
-    cum_rows = instance.cum_rows[start:end]
-    groups = np.arange(np.searchsorted(cum_rows, first, side="right"), np.searchsorted(cum_rows, last, side="left") + 1)
-    lower = np.maximum(np.where(groups > 0, cum_rows[groups - 1], 0), first)
-    rows = np.minimum(cum_rows[groups], last) - lower
-    fixed = instance.table_memory_fixed[table]
-    extra_fixed = fixed[target] - fixed[source]
+    instance: Instance, table: IntArray, first: IntArray, last: IntArray, source: IntArray, target: IntArray
+) -> _Steps:
+    """Ranges of rows of a table, shape (n,) each, a count at a time."""
+    from_count, number = np.zeros(table.size, np.int64), np.zeros(table.size, np.int64)
+    for index, (start, end) in enumerate(zip(instance.starts[table], instance.starts[table + 1], strict=True)):
+        cum_rows = instance.cum_rows[start:end]
+        group = np.searchsorted(cum_rows, first[index], side="right")
+        from_count[index] = start + group
+        number[index] = np.searchsorted(cum_rows, last[index], side="left") + 1 - group
+    which = np.repeat(np.arange(table.size), number)
+    count = np.arange(which.size) + (from_count - np.cumsum(number) + number)[which]
+    table, source, target = table[which], source[which], target[which]
+    before = np.where(count > instance.starts[table], instance.cum_rows[count - 1], 0)
+    rows = np.minimum(instance.cum_rows[count], last[which]) - np.maximum(before, first[which])
+    fixed = instance.table_memory_fixed
+    extra_fixed = fixed[table, target] - fixed[table, source]
     extra_read = instance.memory_per_read[target] - instance.memory_per_read[source]
-    per_row = instance.row_bytes[table] * (extra_fixed + extra_read * instance.reads[start + groups])
-    of_table, of_source, of_target = (np.full(rows.size, value) for value in (table, source, target))
-    return of_table, rows, of_source, of_target, per_row
+    per_row = instance.row_bytes[table] * (extra_fixed + extra_read * instance.reads[count])
+    return _Steps(table, rows, source, target, per_row)
