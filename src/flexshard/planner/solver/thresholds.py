@@ -69,10 +69,15 @@ def _limited(instance: Instance, levels: IntArray, price: float, most: FloatArra
     A level's rows are colder than those of the levels before it, and so under their limits as well: a table may be
     better off without a level whose limit is lower than that of one behind it.
     """
-    shape = len(instance.tables), instance.group_sizes.size
-    best, rows, reads = np.full(shape[0], np.inf), np.zeros(shape, np.int64), np.full(shape, np.inf)
     skippable = [j for j in range(levels.size - 1) if np.any(most[:, j] < most[:, j + 1 :].max(axis=1))]
     hottest = instance.reads[instance.starts[:-1]]
+    if not skippable:  # the usual case, with nothing to compare
+        limits = np.minimum.accumulate(most, axis=1)
+        there = (hottest <= limits[:, 0])[:, None]
+        rows, reads = _in_ranges(instance, levels, _marks(instance, levels, price, limits))
+        return np.where(there, rows, 0), np.where(there, reads, np.inf)
+    shape = len(instance.tables), instance.group_sizes.size
+    best, rows, reads = np.full(shape[0], np.inf), np.zeros(shape, np.int64), np.full(shape, np.inf)
     for count in range(len(skippable) + 1):
         for skipped in combinations(skippable, count):
             kept = np.array([j for j in range(levels.size) if j not in skipped])
