@@ -32,16 +32,17 @@ def alternatives_of(
         other_hot = instance.hot_seconds_per_read * instance.hottest_reads(other)
         added_seconds += np.maximum(hottest_elsewhere, other_hot).sum(axis=1) - excess
         added_memory = memory - chosen_memory
-        fits = added_memory <= spare_bytes
-        differs = ((other > 0) != (allocation > 0)).any(axis=1) & (after.sum(axis=1) <= tiers)
-        for index in np.flatnonzero(differs).tolist():
-            sizes = tuple(int(g) for g in instance.group_sizes[other[index] > 0])
-            priced = float(added_seconds[index] + price * added_memory[index])
+        priced_seconds = added_seconds + price * added_memory
+        held, fits = other > 0, added_memory <= spare_bytes
+        sizes_of = {one.tobytes(): tuple(instance.group_sizes[one].tolist()) for one in np.unique(held, axis=0)}
+        differs = (held != (allocation > 0)).any(axis=1) & (after.sum(axis=1) <= tiers)
+        of_tables = np.arange(differs.size), added_seconds, added_memory, priced_seconds, fits
+        columns = (values[differs].tolist() for values in of_tables)  # numbers of Python, all at once
+        for index, more_seconds, more_memory, priced, fit in zip(*columns, strict=True):
+            sizes = sizes_of[held[index].tobytes()]
             best = choices[index].get(sizes)
             if best is None or priced < best.priced_seconds:
-                choices[index][sizes] = Alternative(
-                    sizes, float(added_seconds[index]), float(added_memory[index]), priced, bool(fits[index])
-                )
+                choices[index][sizes] = Alternative(sizes, more_seconds, more_memory, priced, fit)
     return [
         tuple(sorted(entries.values(), key=lambda entry: (entry.priced_seconds, entry.group_sizes))[:keep])
         for entries in choices
