@@ -130,7 +130,7 @@ def _central_moments(instance: Instance, first: int, last: int) -> tuple[FloatAr
     variance += 1.0
     np.maximum(variance, 0.0, out=variance)
     variance *= w
-    third = variance.copy()
+    third = variance.copy() if any(one.profile.samples is not None for one in tables) else variance
     for one, start, once in zip(tables, starts - starts[0], instance.deduplicated[first:last], strict=False):
         if one.profile.samples is None or once:
             continue
