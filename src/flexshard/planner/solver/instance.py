@@ -132,11 +132,8 @@ class Instance:
         return self._search(self.cum_rows, rows, above=False)
 
     def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
-        """Number of leading values of each table that are >= (``above``) or <= what is wanted: a binary search of all
-        tables at once.
-        """
-        # Tables last: numpy's inner loops are as long as the last axis.
-        sought = np.ascontiguousarray(wanted.T)
+        """How many leading values of each table are >= (``above``) or <= what is wanted: one binary search for all."""
+        sought = np.ascontiguousarray(wanted.T)  # tables last: numpy's inner loops are as long as the last axis
         before = self.starts[:-1] - 1
         last = np.broadcast_to(before, sought.shape)  # that is known to be as wanted
         for step in self._search_steps:
