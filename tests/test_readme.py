@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from flexshard._internal import INSTALL_TORCHREC
+from flexshard.cli.app import app
+from flexshard.cli.commands import register
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+
+
+def test_it_is_short_and_installs_what_make_installs() -> None:
+    assert len(README.splitlines()) <= 120
+    assert f"    {INSTALL_TORCHREC}\n" in README
+    makefile = (ROOT / "Makefile").read_text()
+    torch, fbgemm, torchrec = re.findall(r"^VERSIONS := (.*)$", makefile, flags=re.MULTILINE)[0].split()
+    others = re.findall(r"^\t\t(tensordict .*)$", makefile, flags=re.MULTILINE)[0]
+    first = f"pip install torch=={torch} fbgemm-gpu-cpu=={fbgemm} {others}"
+    assert f"{first} && pip install --no-deps torchrec=={torchrec}" == INSTALL_TORCHREC
+
+
+def test_the_commands_are_there_with_the_options_that_they_are_given(tmp_path: Path) -> None:
+    """README's five lines run; those of docs/command_line.md are taken by their commands."""
+    lines = re.search(r"## Five lines on generated data\n\n(.*?)\n\n", README, flags=re.DOTALL)
+    assert lines is not None
+    for line in lines[1].splitlines():
+        words = shlex.split(line)
+        assert words[0] == "flexshard"
+        words = [sys.executable, "-m", "flexshard.cli", *words[1:]]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    register()
+    commands: Any = get_command(app)
+    for document in ("README.md", "docs/command_line.md", "docs/running.md", "docs/dedup.md", "docs/ingestion.md"):
+        for line in re.findall(
+            r"^    (?:torchrun .*)?flexshard (.*)$", (ROOT / document).read_text(), flags=re.MULTILINE
+        ):
+            name, *words = shlex.split(line, comments=True)
+            commands.commands[name].make_context(name, words)
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:
@@ -26,7 +64,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
 def test_the_yaml_example_is_a_job(tmp_path: Path) -> None:
     from flexshard import AccessProfile, load_job
 
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "command_line.md").read_text(), flags=re.DOTALL)
     (tmp_path / "job.yaml").write_text(text)
     AccessProfile.from_counts([5, 1], 10, 10_000_000).save(tmp_path / "items.profile.parquet")
     job = load_job(tmp_path / "job.yaml")

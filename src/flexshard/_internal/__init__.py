@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         joined as joined,
     )
     from flexshard._internal.keyed_jagged import with_values as with_values
-    from flexshard._internal.lazy import bound as bound
+    from flexshard._internal.lazy import INSTALL_TORCHREC as INSTALL_TORCHREC, bound as bound
     from flexshard._internal.optional import has_numba as has_numba, has_triton as has_triton
     from flexshard._internal.parquet_sources import (
         Chunk as Chunk,
@@ -118,7 +118,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined"],
         "keyed_jagged": ["with_values"],
-        "lazy": ["bound"],
+        "lazy": ["INSTALL_TORCHREC", "bound"],
         "optional": ["has_numba", "has_triton"],
         "parquet_sources": [
             "Chunk",

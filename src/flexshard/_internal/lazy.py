@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     Exports = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
 
-__all__ = ["bound", "lazy_exports"]
+__all__ = ["INSTALL_TORCHREC", "bound", "lazy_exports"]
+
+# TorchRec's metadata asks for FBGEMM's CUDA build whatever the machine.
+INSTALL_TORCHREC = (
+    "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions psutil"
+    " && pip install --no-deps torchrec==1.8.0"
+)
 
 # What only those who run a plan on a model have installed.
 _RUNTIME = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyre_extensions"}
@@ -72,7 +78,7 @@ def _load(package: str, module: str, name: str, shown: str) -> Any:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in _RUNTIME:
             raise
-        raise MissingDependencyError(f"{shown} needs TorchRec; run 'make setup' ({error})") from error
+        raise MissingDependencyError(f"{shown} needs TorchRec ({error}); {INSTALL_TORCHREC}") from error
 
 
 def bound(room: str, method: str) -> Callable[..., Any]:

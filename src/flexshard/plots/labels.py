@@ -53,7 +53,7 @@ def label_points(axes: Any, points: Sequence[tuple[float, float, str]], line: Fl
 def _placed(axes: Any, place: FloatArray, text: str, taken: Sequence[Bbox], renderer: Any) -> Bbox:
     """Write a text where it covers least; where it is."""
     at = axes.transData.inverted().transform(place)
-    room = axes.get_window_extent(renderer)
+    room = axes.get_window_extent(renderer).padded(4)
     best: tuple[float, Any, Bbox] | None = None
     for distance in _DISTANCES:
         for right, up in _WAYS:

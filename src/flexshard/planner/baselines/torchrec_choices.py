@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from flexshard._internal import INSTALL_TORCHREC
 from flexshard.costmodels import (
     POOLED_KERNELS,
     SLOT_BYTES,
@@ -85,7 +86,7 @@ def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
         from torchrec.distributed.planner.types import PlannerError
         from torchrec.modules.embedding_configs import DataType
     except ImportError as error:
-        raise MissingDependencyError(f"TorchRec's planner needs TorchRec; run 'make setup' ({error})") from error
+        raise MissingDependencyError(f"TorchRec's planner needs TorchRec ({error}); {INSTALL_TORCHREC}") from error
     tables, cluster, batch_size = problem.tables, problem.cluster, problem.batch_size
     groups: dict[int, list[Any]] = {}
     pooled: list[Any] = []
