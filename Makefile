@@ -17,7 +17,7 @@ endif
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 PLANNING := .venv-newest .venv-lowest
 
-.PHONY: help setup demo test test-slow test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest bench-lookahead clean
+.PHONY: help setup demo docs test test-slow test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest bench-lookahead clean
 
 help:
 	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-newest               planning, profiling, command line: without torch, newest versions (PYTHON=python3.13)"
 	@echo "make test-lowest               the same with the oldest versions that pyproject.toml allows"
 	@echo "make test-gpu                  what needs one GPU: NCCL, streams, waits, memory, kernels; skipped where there is none"
+	@echo "make docs                      the documents as a site, in build/site; runs the tutorial"
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, the solver against its size, prices against what is called"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding; groups of tables, translation (takes minutes)"
@@ -76,6 +77,15 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "the site is in build/site; look at it with: python3 -m http.server --directory build/site"
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[docs]"
+	touch $@
 
 format: setup
 	$(VENV)/bin/ruff check --fix .

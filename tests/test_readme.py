@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -9,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.main import get_command
 
@@ -59,6 +63,23 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     assert "flex" in result.stdout
     assert "Proof: no plan within the budget has less than" in result.stdout
     assert {"clicks.parquet", "plan.json", "pareto.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells), "what it prints is made with the site"
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = code.replace("from IPython.display import Image", "Image = str")
+    clicks = pa.table({"who": [n // 3 for n in range(1000)], "what": [f"item {n % 7}" for n in range(1000)]})
+    pq.write_table(clicks, tmp_path / "log.parquet")
+    own = {"FLEXSHARD_DATA": "log.parquet", "FLEXSHARD_COLUMN": "what", "FLEXSHARD_KEY": "who"}
+    for environment in ({}, own):
+        run = [sys.executable, "-W", "ignore", "-c", code.replace('Image("frontier.png", width=700)', "")]
+        done = subprocess.run(
+            run, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "rows would move" in done.stdout
 
 
 def test_the_yaml_example_is_a_job(tmp_path: Path) -> None:

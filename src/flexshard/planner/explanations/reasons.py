@@ -244,6 +244,13 @@ def _alternative(alternative: Alternative, plan: Plan) -> str:
     return (
         f"  {names}: {units.format_seconds(abs(seconds))} {'more' if seconds >= 0 else 'less'} exposed communication,"
         f" {units.format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} memory per rank;"
-        f" all in all {units.format_seconds(abs(priced))} {'worse' if priced >= 0 else 'better'}"
-        + ("." if alternative.fits else ", but beyond the budget.")
+        f" all in all {units.format_seconds(abs(priced))} {'worse' if priced >= 0 else 'better'}{_but(alternative)}."
     )
+
+
+def _but(alternative: Alternative) -> str:
+    if not alternative.fits:
+        return ", but beyond the budget"
+    if alternative.priced_seconds < 0 < alternative.exposed_seconds:
+        return ", if the memory that it leaves were worth its price: no row of the plan has a use for all of it"
+    return ""
