@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_exported, __dir__, __all__ = lazy_exports(
+_exported, __dir__, _names = lazy_exports(
     __name__,
     {
         "costmodels": ["Cost"],
@@ -74,7 +74,20 @@ _exported, __dir__, __all__ = lazy_exports(
 )
 
 
+# Modules and planners of TorchRec's kind, which cannot be imported without torch.
+_WITH_TORCH = {
+    "FlexShardEmbeddingBagCollectionSharder",
+    "FlexShardEmbeddingCollectionSharder",
+    "FlexShardPlanner",
+    "OptimalShardingPlanner",
+}
+
+
 def __getattr__(name: str) -> "Any":
+    if name == "__all__":  # of what there is, so that ``from flexshard import *`` works without torch
+        from importlib.util import find_spec
+
+        return _names if find_spec("torch") else [one for one in _names if one not in _WITH_TORCH]
     if name != "__version__":
         return _exported(name)
     from importlib.metadata import PackageNotFoundError, version
