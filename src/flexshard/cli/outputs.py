@@ -33,6 +33,8 @@ _NOUNS = {
     "flexshard.rates": "a file of rates",
     "flexshard.timeline": "a trace",
     "page": "a page",
+    "torchrec": "a plan of TorchRec",
+    "torcheasyrec": "a plan of TorchEasyRec",
     "parquet": "a Parquet file of data",
     "picture": "a picture",
 }
@@ -43,7 +45,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
 
     Args:
         path: of the file.
-        kind: what it will be: a format of FlexShard's files, "parquet" (data), "picture" or "page".
+        kind: what it will be: a format of FlexShard's files, "parquet" (data), "picture", "page", or whose plan.
         inputs: what the command reads.
         force: whether an existing file of another kind may be replaced.
 
@@ -86,6 +88,10 @@ def kind_of(path: Path) -> str:
         return "picture"
     if head.startswith(_PAGE):
         return "page"
+    if head.startswith(b"PK") and b"torchrec.distributed.types" in head:
+        return "torchrec"
+    if head.startswith(b"{") and b'"sharding_type"' in head and b'"format"' not in head:
+        return "torcheasyrec"
     named = _TEXT_FORMAT.search(head)
     return named.group(1).decode() if named else ""
 

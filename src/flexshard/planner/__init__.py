@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from flexshard.planner.explanations.plan_text import costs_grid as costs_grid, plan_renderable as plan_renderable
     from flexshard.planner.explanations.pooled_text import PooledExplanation as PooledExplanation
     from flexshard.planner.explanations.reasons import TableExplanation as TableExplanation, explain as explain
+    from flexshard.planner.exports import (
+        export_torcheasyrec as export_torcheasyrec,
+        export_torchrec as export_torchrec,
+        modules_of as modules_of,
+    )
     from flexshard.planner.frontier import pareto as pareto
     from flexshard.planner.frontier_points import ParetoCurve as ParetoCurve, ParetoPoint as ParetoPoint
     from flexshard.planner.job import Job as Job
@@ -95,6 +100,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "explanations.plan_text": ["costs_grid", "plan_renderable"],
         "explanations.pooled_text": ["PooledExplanation"],
         "explanations.reasons": ["TableExplanation", "explain"],
+        "exports": ["export_torcheasyrec", "export_torchrec", "modules_of"],
         "frontier": ["pareto"],
         "frontier_points": ["ParetoCurve", "ParetoPoint"],
         "job": ["Job"],

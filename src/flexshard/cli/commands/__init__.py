@@ -17,7 +17,7 @@ __all__ = ["COMMANDS", "register"]
 
 COMMANDS = {
     "Data and clusters": ("generate", "encode", "profile", "drift", "clusters", "measure", "calibrate"),
-    "Decide": ("job", "plan", "pareto", "compress", "replan"),
+    "Decide": ("job", "plan", "pareto", "compress", "replan", "export"),
     "See why": ("explain", "report", "compare", "diff", "plot", "timeline", "replay"),
     "Stored samples": ("cluster_sessions", "duplication", "rewrite", "ingest"),
 }

@@ -20,8 +20,9 @@ from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.planner.torchrec.model_tables import check_table
 from flexshard.planner.torchrec.rankings import key_of
+from flexshard.planner.whole_tables import WholeTable
 
-__all__ = ["left_pooled", "pooled_collections", "pooled_shardings", "table_constraints"]
+__all__ = ["left_pooled", "parameter_sharding", "pooled_collections", "pooled_shardings", "table_constraints"]
 
 _SAID = ("sharding_types", "compute_kernels", "min_partition", "cache_params")
 # Of TorchRec's constraints, those that say what tables are read like, which profiles do here.
@@ -112,18 +113,22 @@ def _sharding(table: PooledTablePlan, plan: Plan) -> ParameterSharding:
             f"table {table.name!r}: the plan has kernel {table.compute_kernel}, which runs on CUDA alone; plan without"
             " host_memory to train here"
         )
-    ranks = [shard.rank for shard in table.shards]
-    if table.sharding_type == "data_parallel":
-        return ParameterSharding(table.sharding_type, table.compute_kernel, ranks)
+    return parameter_sharding(WholeTable.of_pooled(table), plan.cluster.ranks_per_node, device)
+
+
+def parameter_sharding(table: WholeTable, ranks_per_node: int, device: str) -> ParameterSharding:
+    """A whole table's part of TorchRec's plan, with shards on ranks' ``device`` ("cuda" or "cpu")."""
+    if table.shards is None:
+        return ParameterSharding(table.sharding_type, table.compute_kernel, table.ranks)
     shards = [
         ShardMetadata(
             shard_offsets=[shard.first_row, shard.first_column],
             shard_sizes=[shard.rows, shard.columns],
-            placement=placement(device, shard.rank, plan.cluster.ranks_per_node),
+            placement=placement(device, shard.rank, ranks_per_node),
         )
         for shard in table.shards
     ]
     cached = None if table.cache_load_factor is None else CacheParams(load_factor=table.cache_load_factor)
     return ParameterSharding(
-        table.sharding_type, table.compute_kernel, ranks, EnumerableShardingSpec(shards), cache_params=cached
+        table.sharding_type, table.compute_kernel, table.ranks, EnumerableShardingSpec(shards), cache_params=cached
     )

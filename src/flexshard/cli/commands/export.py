@@ -1,0 +1,40 @@
+"""``flexshard export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flexshard import planner
+from flexshard.cli.app import AsJson, PlanFile, app, written
+from flexshard.cli.outputs import Force, check_output
+
+
+@app.command("export")
+def export_command(
+    plan: PlanFile,
+    to: Annotated[Literal["torchrec", "torcheasyrec"], typer.Option(help="Whose file to write.")],
+    module: Annotated[
+        list[str],
+        typer.Option(help="Path of the collection in the model, such as sparse.ebc; or TABLE=PATH, once for each."),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")],
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Where TorchRec is to place shards.")] = "cuda",
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a plan of whole tables as TorchRec's ShardingPlan (for torch.load), or as the plan file of a TorchEasyRec
+    checkpoint. Tables in tiers are FlexShard's own, and refused.
+
+    Example: flexshard export plan.json --to torchrec --module sparse.ebc -o sharding_plan.pt
+    """
+    check_output(output, to, inputs=[plan], force=force)
+    loaded = planner.Plan.load(plan)
+    modules = planner.modules_of(loaded, module)
+    if to == "torchrec":
+        planner.export_torchrec(loaded, modules, output, device=device)
+    else:
+        planner.export_torcheasyrec(loaded, modules, output)
+    written(output, as_json)
