@@ -66,8 +66,8 @@ def level_groups(group_sizes: Sequence[int], process_group: dist.ProcessGroup | 
     members = dist.get_process_group_ranks(parent)
     everybody = world == dist.get_world_size()
     known = _made.setdefault(parent, {})
-    if not everybody and any(size not in known for size in group_sizes):
-        _check_names(parent)
+    if any(size not in known for size in group_sizes):
+        _agree_on_names(parent)
 
     def make(groups: list[range]) -> dist.ProcessGroup:
         """The one of these groups that this rank is in."""
@@ -105,8 +105,7 @@ def group_behind(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     if process_group not in _behind:
         ranks = dist.get_process_group_ranks(process_group)
-        if len(ranks) < dist.get_world_size():
-            _check_names(process_group)
+        _agree_on_names(process_group)
         _behind[process_group] = _new_group(ranks, process_group)
     return _behind[process_group]
 
@@ -119,10 +118,20 @@ def _new_group(ranks: Sequence[int], parent: dist.ProcessGroup) -> dist.ProcessG
     return dist.new_group(list(ranks), timeout=_timeout(parent), use_local_synchronization=not everybody)
 
 
-def _check_names(parent: dist.ProcessGroup) -> None:
-    """Whether torch would give a group that all of these ranks make one name: it counts those that a rank knows."""
+def _agree_on_names(parent: dist.ProcessGroup) -> None:
+    """Have torch give a group that all of these ranks make one name: it counts those that a rank has made or knows.
+
+    Raises:
+        CommunicationError: in a part of the job, whose ranks know different numbers of groups.
+    """
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
+    # From torch 2.14 on a group that some ranks make by themselves counts there alone, and names need only be unique.
+    made, _ = differing_ranks(distributed_c10d._world.group_count, parent)
+    distributed_c10d._world.group_count = max(made)
+    if dist.get_world_size(parent) == dist.get_world_size():
+        return
     counts, odd = differing_ranks(len(distributed_c10d._world.pg_names), parent)
     if odd:
         raise CommunicationError(
