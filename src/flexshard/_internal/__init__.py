@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         distinct_rows as distinct_rows,
         jagged_of_arrow as jagged_of_arrow,
         joined as joined,
+        joined_range as joined_range,
     )
     from flexshard._internal.keyed_jagged import with_values as with_values
     from flexshard._internal.lazy import INSTALL_TORCHREC as INSTALL_TORCHREC, bound as bound
@@ -116,7 +117,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "device_copies": ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread_on", "to_device"],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"],
-        "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined"],
+        "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],
         "keyed_jagged": ["with_values"],
         "lazy": ["INSTALL_TORCHREC", "bound"],
         "optional": ["has_numba", "has_triton"],

@@ -62,6 +62,9 @@ def check_bytes(value: str | float, name: str, error_type: type[FlexShardError],
 
 def first_repeated(names: Iterable[str]) -> str | None:
     """The first name that appears a second time, if any does."""
+    names = list(names)
+    if len(set(names)) == len(names):
+        return None
     seen: set[str] = set()
     for name in names:
         if name in seen:

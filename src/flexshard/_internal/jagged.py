@@ -26,6 +26,7 @@ __all__ = [
     "distinct_rows",
     "jagged_of_arrow",
     "joined",
+    "joined_range",
 ]
 
 IntArray = npt.NDArray[np.int64]
@@ -60,7 +61,26 @@ class JaggedArray:
     @property
     def lengths(self) -> IntArray:
         """Values of every row."""
-        return _ones(len(self)) if self.offsets is _unit_offsets(len(self)) else np.diff(self.offsets)
+        return _ones(len(self)) if self.offsets is _unit_offsets(len(self)) else self.offsets[1:] - self.offsets[:-1]
+
+    @classmethod
+    def joined(cls, parts: Sequence[JaggedArray]) -> JaggedArray:
+        """The rows of one, then of the next, and so on, all with weights or none; without copying where it is one."""
+        if len(parts) == 1:
+            return parts[0]
+        values, lengths, weights = joined(parts)
+        is_unit = all(part.offsets is _unit_offsets(len(part)) for part in parts)
+        return cls(values, _unit_offsets(lengths.size), weights) if is_unit else cls.of(values, lengths, weights)
+
+    def slice(self, start: int, stop: int) -> JaggedArray:
+        """Consecutive rows; views of the values and weights."""
+        if self.offsets is _unit_offsets(len(self)):
+            first, last, offsets = start, stop, _unit_offsets(stop - start)
+        else:
+            first, last = int(self.offsets[start]), int(self.offsets[stop])
+            offsets = self.offsets[start : stop + 1] - first
+        weights = None if self.weights is None else self.weights[first:last]
+        return JaggedArray(self.values[first:last], offsets, weights)
 
     def take(self, rows: IntArray) -> JaggedArray:
         """These rows, in this order."""
@@ -174,15 +194,29 @@ def joined(
 
     The arrays are new ones, which may be written to.
     """
-    lengths = [column.lengths if rows is None else column.lengths[rows] for column in columns]
-    values = _joined([(column.values, column.offsets) for column in columns], lengths, rows)
+    each = [column.lengths if rows is None else column.lengths[rows] for column in columns]
     weighted = [(column.weights, column.offsets) for column in columns if column.weights is not None]
-    if rows is None and all(column.offsets is _unit_offsets(len(column)) for column in columns):
-        counts = _buffer(sum(each.size for each in lengths), np.dtype(lengths_type))
-        counts.fill(1)  # takes less than joining arrays of ones
+    values = _joined([(column.values, column.offsets) for column in columns], each, rows)
+    return values, _concatenated(each, lengths_type), _joined(weighted, each, rows) if weighted else None
+
+
+def joined_range(
+    columns: Sequence[JaggedArray], start: int, stop: int
+) -> tuple[IntArray, npt.NDArray[np.int32], AnyArray | None]:
+    """Values in 64 bits, lengths in 32 and weights of consecutive rows of some columns of ids, as of :func:`joined`."""
+    unit = _unit_offsets(len(columns[0]))
+    if all([column.offsets is unit for column in columns]):  # noqa: C419 (a list takes half as long)
+        bounds = [(start, stop)] * len(columns)
+        lengths = _buffer((stop - start) * len(columns), np.dtype(np.int32))
+        lengths.fill(1)  # takes less than joining arrays of ones
     else:
-        counts = _concatenated(lengths, lengths_type)
-    return values, counts, _joined(weighted, lengths, rows) if weighted else None
+        bounds = [(int(column.offsets[start]), int(column.offsets[stop])) for column in columns]
+        each = [column.offsets[start + 1 : stop + 1] - column.offsets[start:stop] for column in columns]
+        lengths = _concatenated(each, np.int32)
+    both = list(zip(columns, bounds, strict=True))
+    values = _concatenated([column.values[first:last] for column, (first, last) in both], np.int64)
+    weights = [column.weights[first:last] for column, (first, last) in both if column.weights is not None]
+    return values, lengths, _concatenated(weights) if weights else None
 
 
 def _joined(
@@ -203,7 +237,8 @@ def _joined(
 
 
 def _concatenated(parts: Sequence[AnyArray], kind: Any = None) -> AnyArray:
-    kind = np.result_type(*{part.dtype for part in parts}) if kind is None else np.dtype(kind)
+    kinds = {part.dtype for part in parts} if kind is None else {np.dtype(kind)}
+    kind = kinds.pop() if len(kinds) == 1 else np.result_type(*kinds)
     return np.concatenate(parts, out=_buffer(sum(part.size for part in parts), kind), casting="same_kind")
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flexshard.embeddings.dedup.group import DedupedGroup as DedupedGroup
     from flexshard.embeddings.dedup.inverse import InverseKeyedJaggedTensor as InverseKeyedJaggedTensor
     from flexshard.embeddings.dedup.jagged import DedupedJagged as DedupedJagged
+    from flexshard.embeddings.dedup.keyed import arrow_columns as arrow_columns
     from flexshard.embeddings.dedup.modules import (
         Deduped as Deduped,
         DedupedCausal as DedupedCausal,
@@ -50,6 +51,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "dedup.group": ["DedupedGroup"],
         "dedup.inverse": ["InverseKeyedJaggedTensor"],
         "dedup.jagged": ["DedupedJagged"],
+        "dedup.keyed": ["arrow_columns"],
         "dedup.modules": ["Deduped", "DedupedCausal", "DedupedPerSample"],
         "dedup.partial": ["PartialJaggedTensor"],
         "dedup.runs": ["Runs"],

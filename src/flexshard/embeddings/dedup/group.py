@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import IntArray, JaggedArray, check_sharing
-from flexshard.embeddings.dedup.keyed import changed, columns_of, keyed, rows_of
+from flexshard._internal import IntArray, JaggedArray, check_sharing, distinct_rows
+from flexshard.embeddings.dedup.keyed import Groups, changed, columns_of, keyed, rows_of
 from flexshard.embeddings.dedup.runs import Runs, found_runs
 from flexshard.embeddings.dedup.selection import run_places
 from flexshard.errors import DataError
 
-__all__ = ["DedupedGroup", "Sharing", "partial_group"]
+__all__ = ["DedupedGroup", "Sharing", "deduplicated"]
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,27 @@ class Sharing:
 
     def __post_init__(self) -> None:
         check_sharing(self.newest, self.max_shift)
+
+
+def deduplicated(
+    columns: Mapping[str, JaggedArray],
+    exact: Groups,
+    partial: Groups,
+    lengths: torch.dtype,
+    device: torch.device,
+    how: Sharing,
+) -> list[DedupedGroup]:
+    """Groups of columns, each with its distinct rows once; raises DataError as :func:`partial_group`."""
+    made = []
+    for number, group in enumerate([*exact, *partial]):
+        held = {key: columns[key] for key in group}
+        same = distinct_rows(*held.values())
+        inverse = torch.from_numpy(same.inverse).to(device)
+        if number < len(exact):
+            made.append(DedupedGroup(keyed(held, lengths, device, rows=same.first), inverse))
+        else:
+            made.append(partial_group(held, same.first, inverse, lengths, device, how))
+    return made
 
 
 def partial_group(

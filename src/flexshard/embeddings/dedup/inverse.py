@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch.utils._pytree as pytree
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from flexshard._internal import JaggedArray, PathLike, bound, distinct_rows, first_repeated
-from flexshard.embeddings.dedup.group import DedupedGroup, Sharing, partial_group
+from flexshard._internal import JaggedArray, PathLike, bound, first_repeated
+from flexshard.embeddings.dedup.group import DedupedGroup, Sharing, deduplicated
 from flexshard.embeddings.dedup.keyed import (
     Groups,
     arrow_columns,
@@ -23,23 +23,17 @@ from flexshard.embeddings.dedup.keyed import (
     columns_of,
     in_order,
     keyed,
+    keyed_range,
     lists_of_rows,
     padded,
+    tensors_of,
+    widened,
 )
 from flexshard.errors import DataError
 
 __all__ = ["InverseKeyedJaggedTensor"]
 
 Transform = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What is to be deduplicated, and how."""
-
-    groups: list[list[str]]
-    partial: list[list[str]]
-    how: Sharing
 
 
 class InverseKeyedJaggedTensor(Pipelineable):
@@ -75,11 +69,9 @@ class InverseKeyedJaggedTensor(Pipelineable):
         twice = first_repeated(all_keys)
         if twice is not None:
             raise DataError(f"feature {twice!r} is in the batch twice; a feature belongs to one group")
-        if sorted(self._keys) != sorted(all_keys):
+        if self._keys != all_keys and sorted(self._keys) != sorted(all_keys):
             raise DataError(f"keys {self._keys} are not the features of the batch, {all_keys}")
-        sizes = {int(group.inverse.numel()) for group in self.groups} | (
-            {plain.stride()} if plain is not None else set()
-        )
+        sizes = {int(group.inverse.numel()) for group in self.groups} | (set() if plain is None else {plain.stride()})
         if len(sizes) > 1:
             raise DataError(f"groups of one batch have as many samples, found {sorted(sizes)}")
         self._stride = sizes.pop() if sizes else 0
@@ -112,8 +104,11 @@ class InverseKeyedJaggedTensor(Pipelineable):
         """
         if features.variable_stride_per_key():
             raise DataError("features have batches of different size per key; give every key one length per sample")
-        found = _Found(*checked_groups(groups, partial, features.keys()), Sharing(newest, max_shift))
-        return cls._of_columns(columns_of(features), found, features.lengths().dtype, features.device())
+        exact, shared = checked_groups(groups, partial, features.keys())
+        columns, kind, device = columns_of(features), features.lengths().dtype, features.device()
+        made = deduplicated(columns, exact, shared, kind, device, Sharing(newest, max_shift))
+        rest = {key: column for key, column in columns.items() if not any(key in group.keys for group in made)}
+        return cls(made, keyed(rest, kind, device) if rest else None, list(columns))
 
     @classmethod
     def from_arrow(
@@ -143,29 +138,37 @@ class InverseKeyedJaggedTensor(Pipelineable):
             DataError: as :meth:`from_keyed_jagged`; a missing column, columns of other types, nulls within lists, or
                 weights of other lengths than the values; names column and row.
         """
-        columns = arrow_columns(table, keys, dict(weights or {}), where, first_row)
-        how = Sharing(newest, max_shift, where, first_row)
-        found = _Found(*checked_groups(groups, partial, list(columns)), how)
-        return cls._of_columns(columns, found, torch.int32, torch.device("cpu"))
+        columns = arrow_columns(table, keys, weights, where, first_row)
+        how: dict[str, Any] = {"newest": newest, "max_shift": max_shift, "where": where, "first_row": first_row}
+        return cls.from_columns(columns, groups, partial=partial, **how)
 
     @classmethod
-    def _of_columns(
-        cls, columns: Mapping[str, JaggedArray], found: _Found, lengths: torch.dtype, device: torch.device
+    def from_columns(
+        cls,
+        columns: Mapping[str, JaggedArray],
+        groups: Groups = (),
+        *,
+        partial: Groups = (),
+        rows: tuple[int, int] | None = None,
+        **how: Any,
     ) -> InverseKeyedJaggedTensor:
-        """The distinct rows of each group, and the other columns as they are."""
-        groups_made = []
-        for number, group in enumerate([*found.groups, *found.partial]):
-            group_columns = {key: columns[key] for key in group}
-            same = distinct_rows(*group_columns.values())
-            inverse = torch.from_numpy(same.inverse).to(device)
-            if number < len(found.groups):
-                made = DedupedGroup(keyed(group_columns, lengths, device, rows=same.first), inverse)
-            else:
-                made = partial_group(group_columns, same.first, inverse, lengths, device, found.how)
-            groups_made.append(made)
-        grouped = {key for group in groups_made for key in group.keys}
-        rest = {key: column for key, column in columns.items() if key not in grouped}
-        return cls(groups_made, keyed(rest, lengths, device) if rest else None, list(columns))
+        """From lists of ids by feature, such as :func:`arrow_columns` finds.
+
+        Args:
+            columns: of as many rows each.
+            groups, partial: as of :meth:`from_keyed_jagged`.
+            rows: from which row to which, if not all.
+            how: ``newest``, ``max_shift``, ``where`` and ``first_row``, as of :meth:`from_arrow`.
+
+        Raises:
+            DataError: as :meth:`from_keyed_jagged`.
+        """
+        sharing, (exact, shared) = Sharing(**how), checked_groups(groups, partial, list(columns))
+        start, stop = (0, len(next(iter(columns.values()), ()))) if rows is None else rows
+        lists = {key: widened(columns[key].slice(start, stop)) for group in [*exact, *shared] for key in group}
+        made = deduplicated(lists, exact, shared, torch.int32, torch.device("cpu"), sharing)
+        rest = {key: column for key, column in columns.items() if key not in lists}
+        return cls(made, keyed_range(rest, start, stop) if rest else None, list(columns))
 
     @classmethod
     def from_rows(
@@ -364,7 +367,9 @@ class InverseKeyedJaggedTensor(Pipelineable):
         return parts if self.plain is None else [*parts, (self.plain, None)]
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [t for t in pytree.tree_leaves(self) if isinstance(t, torch.Tensor)]
+        leaves = [leaf for g in self.groups for leaf in pytree.tree_leaves((g.jagged, g.inverse, g.runs))]
+        plain = [] if self.plain is None else tensors_of(self.plain)
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + plain
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> InverseKeyedJaggedTensor:
         groups = [group.each(change) for group in self.groups]

@@ -10,7 +10,7 @@ import pyarrow.types as pt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import IntArray, JaggedArray, first_repeated, is_list, jagged_of_arrow, joined
+from flexshard._internal import IntArray, JaggedArray, first_repeated, is_list, jagged_of_arrow, joined, joined_range
 from flexshard.embeddings.dedup.selection import jagged_index_select
 from flexshard.errors import DataError
 
@@ -22,9 +22,12 @@ __all__ = [
     "columns_of",
     "in_order",
     "keyed",
+    "keyed_range",
     "lists_of_rows",
     "padded",
     "rows_of",
+    "tensors_of",
+    "widened",
 ]
 
 Groups = Sequence[Sequence[str]]
@@ -69,13 +72,22 @@ def columns_of(features: KeyedJaggedTensor) -> dict[str, JaggedArray]:
 
 def arrow_columns(
     table: pa.Table | pa.RecordBatch,
-    keys: Sequence[str] | None,
-    weights: dict[str, str],
-    where: str,
-    first_row: int,
+    keys: Sequence[str] | None = None,
+    weights: Mapping[str, str] | None = None,
+    where: str = "the batch",
+    first_row: int = 0,
 ) -> dict[str, JaggedArray]:
-    """Columns of ids by feature, with their weights; as :meth:`InverseKeyedJaggedTensor.from_arrow` reads them."""
-    there = table.schema.names
+    """Columns of ids by feature, with their weights, as :meth:`InverseKeyedJaggedTensor.from_arrow` reads them: without
+    copying, where they hold signed ids, and 32 bits a weight.
+
+    Args:
+        table, keys, weights, where, first_row: as of :meth:`InverseKeyedJaggedTensor.from_arrow`.
+
+    Raises:
+        DataError: a missing column, columns of other types, nulls within lists, or weights of other lengths than the
+            values; names column and row.
+    """
+    there, weights = table.schema.names, dict(weights or {})
     names = list(keys) if keys is not None else [name for name in there if name not in weights.values()]
     for name in [*names, *weights, *weights.values()]:
         if there.count(name) != 1:
@@ -110,10 +122,15 @@ def arrow_columns(
                     f" {first_row + row:,}, which float32 does not hold; scale the weights"
                 )
             column = JaggedArray(column.values, column.offsets, narrow)
-        if column.values.dtype != np.int64:
-            column = JaggedArray(column.values.astype(np.int64), column.offsets, column.weights)
         columns[name] = column
     return columns
+
+
+def widened(column: JaggedArray) -> JaggedArray:
+    """Its ids in 64 bits."""
+    if column.values.dtype == np.int64:
+        return column
+    return JaggedArray(column.values.astype(np.int64), column.offsets, column.weights)
 
 
 def lists_of_rows(rows: Sequence[Mapping[str, Sequence[int]]], name: str) -> pa.Array:
@@ -162,6 +179,18 @@ def keyed(
         lengths=torch.from_numpy(each).to(lengths).to(device),
         weights=None if weights is None else weights.to(device),
         stride=len(next(iter(columns.values()))) if rows is None else int(rows.size),
+    )
+
+
+def keyed_range(columns: Mapping[str, JaggedArray], start: int, stop: int) -> KeyedJaggedTensor:
+    """Consecutive rows of some columns of ids, on the host, with lengths of 32 bits."""
+    values, each, weights = joined_range(list(columns.values()), start, stop)
+    return KeyedJaggedTensor(
+        keys=list(columns),
+        values=torch.from_numpy(values),
+        lengths=torch.from_numpy(each),
+        weights=None if weights is None else torch.from_numpy(weights),
+        stride=stop - start,
     )
 
 
@@ -217,6 +246,12 @@ def in_order(parts: Sequence[KeyedJaggedTensor], keys: Sequence[str], stride: in
         stride=stride,
         length_per_key=[number[key] for key in keys],
     )
+
+
+def tensors_of(jagged: KeyedJaggedTensor) -> list[torch.Tensor]:
+    """In the order in which torch's pytrees find them, which take long for it."""
+    held = (jagged.values(), jagged.weights_or_none(), jagged.lengths_or_none(), jagged.offsets_or_none())
+    return [tensor for tensor in held if tensor is not None]
 
 
 def changed(jagged: KeyedJaggedTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> KeyedJaggedTensor:
