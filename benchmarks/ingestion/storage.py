@@ -38,6 +38,7 @@ from flexshard.ingestion import (
 )
 from flexshard.ingestion.batches import Rows, batches_in_order
 from flexshard.ingestion.conversion import dense_tensor, features_of
+from flexshard.ingestion.pieces import Piece
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
 from flexshard.ingestion.storage.flat_maps import Projection, flat_columns
 from flexshard.ingestion.storage.job_reads import job_reads
@@ -234,7 +235,7 @@ def _by_samples(part: Rows, sparse: list[str], dense: list[str]) -> Rows:
         maps = _maps([part.table.column(name) for name in names])
         columns |= dict(zip(names, flat_columns(maps, keys, "samples", 0), strict=True))
     table = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
-    return Rows(table, part.number, part.stored, part.cost, part.seconds)
+    return Rows([Piece.whole(table)], part.number, part.stored, part.cost, part.seconds)
 
 
 def _maps(columns: list[pa.Array]) -> pa.MapArray:

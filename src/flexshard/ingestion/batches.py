@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 
 import numpy as np
@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flexshard.ingestion.order import EpochOrder
+from flexshard.ingestion.pieces import Piece, joined_pieces
 from flexshard.ingestion.storage.merged_reads import ReadCost
-from flexshard.ingestion.stored_rows import Piece, RowStreams, StoredRows
+from flexshard.ingestion.stored_rows import RowStreams, StoredRows
 
 __all__ = ["BatchRows", "Rows", "batches_in_order"]
 
@@ -25,18 +26,26 @@ class Rows:
     """A batch as it is stored.
 
     Attributes:
-        table: its rows.
+        pieces: its rows, in two pieces at most.
         number: gives the rows' numbers in the dataset; shape (B,).
         stored: the dataset.
         cost: of the row groups that were begun for this batch.
         seconds: that reading took.
     """
 
-    table: pa.RecordBatch
+    pieces: Sequence[Piece]
     number: Callable[[], IntArray]
     stored: StoredRows
     cost: ReadCost
     seconds: float
+
+    def __len__(self) -> int:
+        return sum([len(piece) for piece in self.pieces])
+
+    @cached_property
+    def table(self) -> pa.RecordBatch:
+        """Its rows in one."""
+        return joined_pieces(self.pieces).table
 
     def runs(self) -> Iterator[tuple[pa.RecordBatch, str, int]]:
         """The rows in runs that follow each other in a file; with the file, and the row of it at which they start."""
@@ -57,9 +66,9 @@ def batches_in_order(stored: StoredRows, batch_size: int) -> Iterator[Rows]:
     streams = RowStreams(stored, chunk_rows=batch_size)
     for first in range(0, stored.num_rows, batch_size):
         start, stop = perf_counter(), min(stored.num_rows, first + batch_size)
-        table = _joined(streams.take(first, stop, stored.num_rows))
+        pieces = _few(streams.take(first, stop, stored.num_rows))
         numbers = partial(np.arange, first, stop)
-        yield Rows(table, numbers, stored, streams.cost(), perf_counter() - start)
+        yield Rows(pieces, numbers, stored, streams.cost(), perf_counter() - start)
 
 
 class BatchRows:
@@ -80,24 +89,23 @@ class BatchRows:
         """
         read = self._ordered if self._order.settings.shuffle is None else self._shuffled
         start = perf_counter()
-        parts = [part for first, stop in ranges for part in read(first, stop)]
-        table = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+        pieces = _few([piece for first, stop in ranges for piece in read(first, stop)])
         cost = self._streams.cost()
-        return Rows(table, partial(self._numbers, ranges), self._stored, cost, perf_counter() - start)
+        return Rows(pieces, partial(self._numbers, ranges), self._stored, cost, perf_counter() - start)
 
     def _numbers(self, ranges: Sequence[tuple[int, int]]) -> IntArray:
         return np.concatenate([self._order.rows(first, stop) for first, stop in ranges])
 
-    def _ordered(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
-        yield _joined(self._streams.take(first, stop, self._order.lane_stop(first)))
+    def _ordered(self, first: int, stop: int) -> Sequence[Piece]:
+        return self._streams.take(first, stop, self._order.lane_stop(first))
 
-    def _shuffled(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def _shuffled(self, first: int, stop: int) -> Iterator[Piece]:
         while first < stop:
             window = self._order.window_of(first)
             begin, end = (int(bound) for bound in self._order.windows[window : window + 2])
             table, places = self._window(window)
             span = slice(first - begin, min(stop, end) - begin)
-            yield table.take(pa.array(places[span]))
+            yield Piece.whole(table.take(pa.array(places[span])))
             first = min(stop, end)
 
     def _window(self, window: int) -> tuple[pa.RecordBatch, IntArray]:
@@ -112,10 +120,11 @@ class BatchRows:
                 for first, size in zip(held.firsts.tolist(), held.sizes.tolist(), strict=True)
                 for piece in self._streams.take(first, first + size)
             ]
-            found = _joined(pieces), held.places
+            found = joined_pieces(pieces).table, held.places
         self._windows[window] = found
         return found
 
 
-def _joined(pieces: Sequence[Piece]) -> pa.RecordBatch:
-    return pieces[0].table if len(pieces) == 1 else pa.concat_batches([piece.table for piece in pieces])
+def _few(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """The same rows in two pieces at most; more, of small row groups, are better looked into as one."""
+    return pieces if len(pieces) <= 2 else [joined_pieces(pieces)]

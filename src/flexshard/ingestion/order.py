@@ -152,7 +152,7 @@ class EpochOrder:
 
     def lane_stop(self, position: int) -> int:
         """Where the lane ends that has a position."""
-        return int(self._lane_bounds[np.searchsorted(self._lane_bounds, position, side="right")])
+        return int(self._lane_bounds[self._lane_bounds.searchsorted(position, side="right")])
 
     # How the sequence is cut.
 

@@ -8,42 +8,27 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from flexshard._internal import ParquetSource, first_line
 from flexshard.errors import ChangedDataError, DataError
+from flexshard.ingestion.pieces import Chunk, Piece
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
 from flexshard.ingestion.storage.flat_maps import Projection
 from flexshard.ingestion.storage.merged_file import MergedFile
 from flexshard.ingestion.storage.merged_reads import ReadCost
 
-__all__ = ["Piece", "RowStreams", "StoredRows", "check_columns", "is_local"]
+__all__ = ["RowStreams", "StoredRows", "check_columns", "is_local"]
 
 IntArray = npt.NDArray[np.int64]
 _CHUNK_BYTES = 4 << 20  # of decoded columns; smaller ones take longer per row, and so do larger ones (measured)
 LOCAL_GAP, REMOTE_GAP = 8 << 10, 1 << 20
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive rows.
-
-    Attributes:
-        table: them.
-        first_row: of the dataset at which they start.
-        cost: of reading their row group, where they are the first that come of it.
-    """
-
-    table: pa.RecordBatch
-    first_row: int
-    cost: ReadCost = field(default_factory=ReadCost)
 
 
 @dataclass(frozen=True)
@@ -141,7 +126,7 @@ class StoredRows:
             where, row = self.locate(int(rows[places[0]]))
             yield places, where, row
 
-    def chunks(self, first: int, stop: int, chunk_rows: int) -> Iterator[Piece]:
+    def chunks(self, first: int, stop: int, chunk_rows: int) -> Iterator[Chunk]:
         """Rows of the row groups that have a range of rows of one file, so many at once.
 
         Raises:
@@ -170,10 +155,10 @@ class StoredRows:
                     batch = self._projections[number].of_batch(
                         batch, source.name, start - int(self.file_starts[number])
                     )
-                    piece, cost = Piece(batch, start, cost), ReadCost()
+                    chunk, cost = Chunk(batch, start, cost), ReadCost()
                     del batch
-                    yield piece
-                    del piece
+                    yield chunk
+                    del chunk
                 if row != int(self.group_starts[group + 1]):  # Arrow reads some nested pages short, without a word
                     short = ValueError(f"it decodes to {row - int(self.group_starts[group]):,} rows")
                     raise self._broken(number, group - before, row, short)
@@ -259,11 +244,11 @@ def _listed(names: Sequence[str], most: int = 50) -> str:
 class _Stream:
     """Row groups that are being read, and the chunk that was read last."""
 
-    chunks: Iterator[Piece]
+    chunks: Iterator[Chunk]
     stop: int
     row: int  # the first that was not yet read
     given: int  # the first that was not yet given out; those before may have been written to since
-    last: Piece | None = None
+    last: Chunk | None = None
 
     def read_on(self) -> ReadCost:
         """The next chunk; what was read of storage for it."""
@@ -304,16 +289,16 @@ class RowStreams:
         until = until or int(self._rows.group_starts[self._rows.group_of(stop - 1) + 1])
         pieces, row = [], first
         while row < stop:
-            piece = self._piece_with(row, max(stop, until))
-            number = min(stop, piece.first_row + piece.table.num_rows) - row
-            pieces.append(Piece(piece.table.slice(row - piece.first_row, number), row))
-            row += number
+            chunk = self._chunk_with(row, max(stop, until))
+            start = row - chunk.first_row
+            pieces.append(Piece(chunk, start, min(start + stop - row, chunk.table.num_rows)))
+            row += len(pieces[-1])
             self._open[-1].given = row
             if row >= max(self._open[-1].row, self._open[-1].stop):
                 self._open.pop()
         return pieces
 
-    def _piece_with(self, row: int, until: int) -> Piece:
+    def _chunk_with(self, row: int, until: int) -> Chunk:
         stream = self._stream_at(row)
         if stream is None:
             last = self._rows.group_of(min(until, self._rows.end_of_file(row)) - 1)
