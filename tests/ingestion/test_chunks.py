@@ -1,4 +1,5 @@
-"""Batches as slices of what is decoded at once: whose memory they are, and which of them an error takes.
+"""Batches as slices of what is decoded at once: whose memory they are, which of them an error takes, and how much is
+decoded at once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from flexshard._internal import expand
 from flexshard.embeddings import InverseKeyedJaggedTensor, arrow_columns
 from flexshard.errors import DataError
 from flexshard.ingestion import SessionReader
+from flexshard.ingestion.stored_rows import RowStreams, StoredRows
 
 
 def rows_of(rows: int) -> pa.Table:
@@ -82,6 +85,15 @@ def test_lists_of_dense_columns_are_of_one_length_in_each_batch(tmp_path: Path) 
     assert widths == [1, 1, 2, 2]
     with pytest.raises(DataError, match="column 'd' has 2 numbers in row 40, and 1 in others"):
         list(SessionReader(tmp_path, batch_size=30, features=["ids"], dense=["d"]))
+
+
+def test_small_row_groups_are_decoded_at_once_and_others_in_chunks(tmp_path: Path) -> None:
+    # Of 32 MiB, of 33 in chunks of 4, and of too many rows.
+    for rows, columns, chunks in ((1 << 18, 16, 1), (1 << 17, 33, 9), ((1 << 18) + 1, 1, 1), (1 << 20, 1, 2)):
+        table = pa.table({f"c{number}": np.arange(rows) for number in range(columns)})
+        pq.write_table(table, tmp_path / "a.parquet", row_group_size=rows)
+        streams = RowStreams(StoredRows(expand(tmp_path), table.column_names))
+        assert len(streams.take(0, rows)) == chunks
 
 
 def test_batches_of_columns_are_those_of_their_table() -> None:

@@ -27,7 +27,9 @@ from flexshard.ingestion.storage.merged_reads import ReadCost
 __all__ = ["RowStreams", "StoredRows", "check_columns", "is_local"]
 
 IntArray = npt.NDArray[np.int64]
-_CHUNK_BYTES = 4 << 20  # of decoded columns; smaller ones take longer per row, and so do larger ones (measured)
+# Of a row group's decoded columns, up to which it is decoded at once, which takes least time.
+_WHOLE_BYTES, _WHOLE_ROWS = 32 << 20, 1 << 18
+_CHUNK_BYTES = 4 << 20  # of those of a larger one; smaller chunks take longer per row, and so do larger ones (measured)
 LOCAL_GAP, REMOTE_GAP = 8 << 10, 1 << 20
 
 
@@ -90,7 +92,7 @@ class StoredRows:
         self.columns, self._projections = list(columns), check_columns(self.sources, columns)
         files = zip(self.footers, self.sources, self._projections, strict=True)
         self._stretches = [_chunks_of(footer, source, wanted.stored) for footer, source, wanted in files]
-        self.row_bytes = sum(stretches.unpacked for stretches in self._stretches) / max(1, self.num_rows)
+        self.row_bytes = sum(int(stretches.unpacked.sum()) for stretches in self._stretches) / max(1, self.num_rows)
 
     def check_unchanged(self) -> None:
         """Check that all files still are what they were; raises ChangedDataError."""
@@ -126,8 +128,9 @@ class StoredRows:
             where, row = self.locate(int(rows[places[0]]))
             yield places, where, row
 
-    def chunks(self, first: int, stop: int, chunk_rows: int) -> Iterator[Chunk]:
-        """Rows of the row groups that have a range of rows of one file, so many at once.
+    def chunks(self, first: int, stop: int, chunk_rows: int, whole_bytes: int = 0) -> Iterator[Chunk]:
+        """Rows of the row groups that have a range of rows of one file, so many at once; all at once of row groups that
+        unpack to up to ``whole_bytes``, unless they are of very many rows.
 
         Raises:
             DataError: a page that cannot be decoded, or a file that has changed or gone; names file and row.
@@ -139,8 +142,13 @@ class StoredRows:
         with self._opened(number) as (storage, file):
             for group in groups:
                 cost = self._load(number, storage, group - before, row)
+                rows = source.group_rows[group - before]
+                is_whole = rows <= _WHOLE_ROWS and self._stretches[number].unpacked[group - before] <= whole_bytes
                 batches = file.iter_batches(
-                    chunk_rows, row_groups=[group - before], columns=self._projections[number].stored, use_threads=False
+                    max(1, rows) if is_whole else chunk_rows,
+                    row_groups=[group - before],
+                    columns=self._projections[number].stored,
+                    use_threads=False,
                 )
                 while True:
                     try:
@@ -269,7 +277,7 @@ class RowStreams:
     """Reads ranges of rows; row groups that were read in part are read on from there."""
 
     def __init__(self, rows: StoredRows, *, chunk_rows: int = 1, keep: int = 2) -> None:
-        """Read rows by chunks of a multiple of ``chunk_rows``, and keep ``keep`` files open."""
+        """Read small row groups at once, others by chunks of a multiple of ``chunk_rows``; keep ``keep`` files open."""
         self._rows, self._keep = rows, keep
         self._chunk_rows = -(-max(1024, int(_CHUNK_BYTES / max(1.0, rows.row_bytes))) // chunk_rows) * chunk_rows
         self._open: list[_Stream] = []  # the last used last
@@ -304,7 +312,7 @@ class RowStreams:
             last = self._rows.group_of(min(until, self._rows.end_of_file(row)) - 1)
             stop = int(self._rows.group_starts[last + 1])  # decoding goes on to there, should more be wanted
             group = int(self._rows.group_starts[self._rows.group_of(row)])
-            stream = _Stream(self._rows.chunks(row, stop, self._chunk_rows), stop, group, row)
+            stream = _Stream(self._rows.chunks(row, stop, self._chunk_rows, _WHOLE_BYTES), stop, group, row)
         while stream.last is None or stream.row <= row:
             self._cost += stream.read_on()
         self._open.append(stream)

@@ -24,13 +24,13 @@ class ColumnChunks:
     Attributes:
         starts, sizes: in bytes of the file; shape (row groups, leaves of the columns).
         columns: the column that each leaf is of, by its place among those asked for; shape (leaves,).
-        unpacked: bytes of all of it once decoded.
+        unpacked: bytes of all of a row group once decoded; shape (row groups,).
     """
 
     starts: IntArray
     sizes: IntArray
     columns: IntArray
-    unpacked: int
+    unpacked: IntArray
 
     @classmethod
     def of(cls, metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> ColumnChunks:
@@ -39,13 +39,13 @@ class ColumnChunks:
         held = [(leaf, number) for number, column in enumerate(columns) for leaf in where.get(column, ())]
         leaves, owners = [leaf for leaf, _ in sorted(held)], [number for _, number in sorted(held)]
         starts: IntArray = np.zeros((groups, len(leaves)), np.int64)
-        sizes, unpacked = np.zeros_like(starts), 0
+        sizes, unpacked = np.zeros_like(starts), np.zeros(groups, np.int64)
         for group in range(groups):
             found = metadata.row_group(group)
             for place_of, leaf in enumerate(leaves):
                 chunk = found.column(leaf)
                 starts[group, place_of], sizes[group, place_of] = _start(chunk), chunk.total_compressed_size
-                unpacked += _unpacked_bytes(chunk)
+                unpacked[group] += _unpacked_bytes(chunk)
         return cls(starts, sizes, np.array(owners, np.int64), unpacked)
 
 
