@@ -350,7 +350,7 @@ def test_data_that_cannot_be_counted(data: Path, file: str, options: tuple[objec
 
 def test_a_missing_column_option(data: Path) -> None:
     assert "give --column" in bad(data, "profile", "good.parquet", "-o", "out.parquet")
-    options = ("--column", "id", "--by", "id", "--holdout", 0.5)
+    options = ("--column", "id", "--by", "id", "--distinct-batch", 5)
     assert "--by does not go with" in bad(data, "profile", "good.parquet", *options, "-o", "out")
 
 

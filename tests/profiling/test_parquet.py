@@ -285,3 +285,37 @@ def test_nothing_read_and_nothing_left(tmp_path: Path) -> None:
         AccessProfile.from_parquet(null_key, column="ids", sample_key="user")
     with pytest.raises(DataError, match="holdout is a share"):
         AccessProfile.from_parquet(null_key, column="ids", holdout=1.0)
+
+
+@pytest.mark.parametrize("how", [{}, {"hash": "splitmix64"}, {"sample_key": "who"}, {"holdout": 0.3}, "all"])
+def test_tables_of_one_file_are_counted_as_from_files_of_their_own(how: Any, tmp_path: Path) -> None:
+    """Where a row is of another table, a table's own file has a sample without ids."""
+    random = np.random.default_rng(0)
+    tables, ids = random.integers(0, 3, 4000), random.zipf(1.4, 4000) % 200
+    who = pa.array([f"user {n}" for n in random.integers(0, 300, 4000)])
+    if how == "all":
+        how = {"hash": "splitmix64", "sample_key": "who", "holdout": 0.3, "seed": 4}
+    for folder in ("many", *"012"):
+        (tmp_path / folder).mkdir()
+    for part, rows in enumerate((slice(0, 2500), slice(2500, 4000))):
+        columns = {"who": who[rows.start : rows.stop], "table": tables[rows], "id": ids[rows]}
+        pq.write_table(pa.table(columns), tmp_path / "many" / f"{part}.parquet", row_group_size=700)
+        for table in range(3):
+            own = [[value] if of == table else [] for value, of in zip(ids[rows], tables[rows], strict=True)]
+            pq.write_table(
+                pa.table({"who": columns["who"], "id": pa.array(own, pa.list_(pa.int64()))}),
+                tmp_path / str(table) / f"{part}.parquet",
+                row_group_size=700,
+            )
+    found = AccessProfile.from_parquet_by(tmp_path / "many", column="id", by="table", num_rows=250, **how)
+    assert list(found) == ["0", "1", "2"]
+    for name, profile in found.items():
+        own_file = AccessProfile.from_parquet(tmp_path / name, column="id", num_rows=250, table=name, **how)
+        for field in ("counts", "rows", "ranked_rows"):
+            np.testing.assert_array_equal(getattr(profile, field), getattr(own_file, field))
+        assert (profile.num_samples, profile.lengths) == (own_file.num_samples, own_file.lengths)
+        assert (profile.num_accesses, profile.sample_key) == (own_file.num_accesses, own_file.sample_key)
+        assert (profile.holdout is None) == (own_file.holdout is None) == ("holdout" not in how)
+        if profile.holdout is not None and own_file.holdout is not None:
+            assert profile.holdout.num_samples == own_file.holdout.num_samples
+            np.testing.assert_array_equal(profile.holdout.accesses, own_file.holdout.accesses)

@@ -51,7 +51,7 @@ VALUE_METHODS = {
     "AccessProfile.from_frame": "count.frames:profile_frame",
     "AccessProfile.to_frame": "count.frames:frame_of_profile",
     "AccessProfile.from_parquet": "count.parquet:profile_parquet",
-    "AccessProfile.from_parquet_by": "count.parquet:profile_parquet_by",
+    "AccessProfile.from_parquet_by": "count.by_column:profile_parquet_by",
     "AccessProfile.from_reuse_histogram": "count.reuse:read_reuse_histogram",
     "AccessProfile.from_ray": "count.ray_blocks:profile_ray",
     "AccessProfile.__add__": "merging:merge",

@@ -276,16 +276,30 @@ class AccessProfile(CountedAccesses):
         column: str,
         by: str,
         num_rows: Mapping[str, int] | int | None = None,
+        hash: str | None = None,
+        sample_key: str | None = None,
+        holdout: float = 0.0,
+        seed: int = 0,
         workers: int | None = None,
         progress: Progress | None = None,
     ) -> dict[str, AccessProfile]:
         """One profile per table from Parquet files that hold the lookups of many, told apart by the column ``by``.
 
-        Every row of the files is a sample of every table. Raises as :meth:`from_parquet`.
+        Every row of the files, or every value of ``sample_key``, is a sample of every table. Other arguments and errors
+        are as of :meth:`from_parquet`.
         """
         make = bound("flexshard.profiling", "AccessProfile.from_parquet_by")
         profiles: dict[str, AccessProfile] = make(
-            paths, column=column, by=by, num_rows=num_rows, workers=workers, progress=progress
+            paths,
+            column=column,
+            by=by,
+            num_rows=num_rows,
+            hash=hash,
+            sample_key=sample_key,
+            holdout=holdout,
+            seed=seed,
+            workers=workers,
+            progress=progress,
         )
         return profiles
 

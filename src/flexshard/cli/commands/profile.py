@@ -65,12 +65,19 @@ def profile_command(
     else:
         with counting_progress("reading") as progress:
             if by is not None:
-                if hash_ or mapping or sample_key or holdout or distinct_batch:
-                    raise DataError(
-                        "--by does not go with --hash, --mapping, --sample-key, --holdout or --distinct-batch"
-                    )
+                if mapping or distinct_batch:
+                    raise DataError("--by does not go with --mapping or --distinct-batch")
                 tables = profiling.AccessProfile.from_parquet_by(
-                    data, column=column, by=by, num_rows=rows, workers=workers, progress=progress
+                    data,
+                    column=column,
+                    by=by,
+                    num_rows=rows,
+                    hash=hash_,
+                    sample_key=sample_key,
+                    holdout=holdout,
+                    seed=seed,
+                    workers=workers,
+                    progress=progress,
                 )
                 profiles = list(tables.values())
             else:

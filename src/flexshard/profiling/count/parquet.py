@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 
 import numpy as np
@@ -25,7 +25,17 @@ from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
 
-__all__ = ["columns_of", "profile_parquet", "profile_parquet_by", "read_samples"]
+__all__ = [
+    "ProgressCallback",
+    "check_holdout",
+    "check_keys",
+    "checked_sources",
+    "chunks_with_progress",
+    "columns_of",
+    "profile_parquet",
+    "read_samples",
+    "sample_ids",
+]
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -65,19 +75,17 @@ def profile_parquet(
                 distinct_batch=distinct_batch,
                 progress=progress,
             )
-    holdout, seed = check_finite(holdout, "holdout", DataError), check_int(seed, "seed", DataError, least=0)
-    if not 0 <= holdout < 1:
-        raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
+    holdout, seed = check_holdout(holdout, seed)
     if workers is not None:
         workers = check_int(workers, "workers", DataError)
     if distinct_batch is not None:
         distinct_batch = check_int(distinct_batch, "distinct_batch", DataError)
         if sample_key is not None or holdout:
             raise DataError("distinct_batch counts rows of the file; it does not go with sample_key or holdout")
-    sources = _checked(paths, column)
+    sources = checked_sources(paths, column)
     columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
     if sample_key is not None:
-        _check_keys(sources, sample_key)
+        check_keys(sources, sample_key)
     counter = IdCounter(table, num_rows, hash)
     held = np.zeros(counter.counts.size, np.int64) if holdout else None
     seen, unseen = LengthMoments(), LengthMoments()
@@ -88,7 +96,7 @@ def profile_parquet(
         if rows is not None and sample_key is None:  # rows of a key may lie far apart
             bursts.add(batch.name, rows, batch.lengths)
 
-    for chunk in _with_progress(sources, columns, workers, progress):
+    for chunk in chunks_with_progress(sources, columns, workers, progress):
         batch = read_ids(chunk, column)
         if distinct_batch is not None:
             for part in distinct.add(batch):
@@ -100,7 +108,7 @@ def profile_parquet(
             rows = counter.add(batch)
             seen += batch.moments()
         else:
-            apart = held_out(_sample_ids(chunk, sample_key), holdout, seed)
+            apart = held_out(sample_ids(chunk, sample_key), holdout, seed)
             of_ids = apart if batch.lengths is None else np.repeat(apart, batch.lengths)
             rows, held = counter.add_apart(batch, held, of_ids)
             seen += batch.moments(~apart)
@@ -124,58 +132,16 @@ def profile_parquet(
     )
 
 
-def profile_parquet_by(
-    paths: PathLike | Sequence[PathLike],
-    *,
-    column: str,
-    by: str,
-    num_rows: Mapping[str, int] | int | None,
-    workers: int | None,
-    progress: ProgressCallback | None,
-) -> dict[str, AccessProfile]:
-    """See :meth:`AccessProfile.from_parquet_by`."""
-    sources = _checked(paths, column)
-    _check_keys(sources, by)
-    counters: dict[str, IdCounter] = {}
-    lengths: dict[str, LengthMoments] = {}
-    samples = 0
-    for chunk in _with_progress(sources, [column, by], workers, progress):
-        batch = read_ids(chunk, column)
-        if batch.lengths is not None:
-            raise DataError(
-                f"{batch.name}: column {column!r} holds lists; told apart by {by!r}, ids must be one per row"
-            )
-        names = pc.dictionary_encode(key_array(chunk, by, "column of tables (by)")).combine_chunks()
-        codes = names.indices.to_numpy()
-        samples += codes.size
-        order = np.argsort(codes, kind="stable")
-        ends = np.searchsorted(codes[order], np.arange(len(names.dictionary)), side="right")
-        start = 0
-        for code, end in enumerate(ends):
-            name, rows = _text(names.dictionary[code].as_py()), order[start:end]
-            start = int(end)
-            if name not in counters:
-                limit = num_rows.get(name) if isinstance(num_rows, Mapping) else num_rows
-                counters[name] = IdCounter(name, limit)
-                lengths[name] = LengthMoments()
-            counters[name].add(IdBatch(batch.ids[rows], None, batch.name, batch.first_row, rows))
-            lengths[name] += LengthMoments(rows.size, rows.size, rows.size, 1)
-    # A sample is a row of the file, for each table: it has one id of its own table and none of the others.
-    return {
-        name: counters[name].profile(lengths[name] + LengthMoments(samples - lengths[name].num_samples))
-        for name in sorted(counters, key=_natural)
-    }
+def check_holdout(holdout: float, seed: int) -> tuple[float, int]:
+    """A share of samples to hold out, and its seed; raises DataError."""
+    holdout, seed = check_finite(holdout, "holdout", DataError), check_int(seed, "seed", DataError, least=0)
+    if not 0 <= holdout < 1:
+        raise DataError(f"holdout is a share of the samples, at least 0 and below 1; found {holdout}")
+    return holdout, seed
 
 
-def _text(key: object) -> str:
-    return key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
-
-
-def _natural(name: str) -> tuple[int, int | str]:
-    return (0, int(name)) if name.isdecimal() else (1, name)
-
-
-def _check_keys(sources: Sequence[ParquetSource], column: str) -> None:
+def check_keys(sources: Sequence[ParquetSource], column: str) -> None:
+    """Check that a column of keys is of one kind in all files; raises DataError."""
     kinds: dict[str, str] = {}
     for source in sources:
         check_column(source, column, role="key")
@@ -185,7 +151,8 @@ def _check_keys(sources: Sequence[ParquetSource], column: str) -> None:
         raise DataError(f"column {column!r} holds {kind} in {name}, but {other} in {file}; write them alike")
 
 
-def _checked(paths: PathLike | Sequence[PathLike], column: str) -> list[ParquetSource]:
+def checked_sources(paths: PathLike | Sequence[PathLike], column: str) -> list[ParquetSource]:
+    """Files with a column of ids, and rows; raises DataError."""
     sources = expand(paths)
     for source in sources:
         check_column(source, column)
@@ -194,7 +161,7 @@ def _checked(paths: PathLike | Sequence[PathLike], column: str) -> list[ParquetS
     return sources
 
 
-def _with_progress(
+def chunks_with_progress(
     sources: Sequence[ParquetSource], columns: Sequence[str], workers: int | None, progress: ProgressCallback | None
 ) -> Iterator[Chunk]:
     """Chunks of all files, with a call of ``progress`` after each has been used."""
@@ -206,7 +173,7 @@ def _with_progress(
             progress(done, total)
 
 
-def _sample_ids(chunk: Chunk, sample_key: str | None) -> pa.ChunkedArray | npt.NDArray[np.uint64]:
+def sample_ids(chunk: Chunk, sample_key: str | None) -> pa.ChunkedArray | npt.NDArray[np.uint64]:
     """What tells a chunk's samples apart: their keys, or the file's name and their row in it."""
     if sample_key is not None:
         return key_array(chunk, sample_key)
@@ -241,9 +208,9 @@ def read_samples(
     if mapping is not None:
         with encoded(paths, column, mapping, unknown="drop") as path:
             return read_samples(path, column, limit=limit, sample_key=sample_key)
-    sources = _checked(paths, column)
+    sources = checked_sources(paths, column)
     if sample_key is not None:
-        _check_keys(sources, sample_key)
+        check_keys(sources, sample_key)
     ids, lengths, keys, number = [], [], [], 0
     for chunk in read_chunks(sources, [column, *([] if sample_key is None else [sample_key])], 1):
         batch = read_ids(chunk, column)
