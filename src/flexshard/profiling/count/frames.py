@@ -60,12 +60,13 @@ def ids_of_frame(frame: Any, column: str) -> tuple[npt.NDArray[Any], IntArray | 
 def _arrow(frame: Any, column: str) -> pa.ChunkedArray:
     if isinstance(frame, pa.Table | pa.RecordBatch):
         names, take = frame.column_names, frame.column
-    elif hasattr(frame, "to_arrow") and hasattr(frame, "columns"):  # polars
+    elif hasattr(frame, "to_arrow") and hasattr(frame, "get_column"):  # polars
         names, take = list(frame.columns), lambda name: frame.get_column(name).to_arrow()
-    elif hasattr(frame, "columns") and hasattr(frame, "iloc"):  # pandas
+    elif hasattr(frame, "iloc") and hasattr(frame, "columns"):  # pandas
         names, take = [str(name) for name in frame.columns], lambda name: pa.Array.from_pandas(frame[name])
     else:
-        raise DataError(f"a table is pandas', polars' or Arrow's, found {type(frame).__name__}")
+        lazy = "; collect it first" if hasattr(frame, "collect_schema") else ""
+        raise DataError(f"a table is pandas', polars' or Arrow's, found {type(frame).__name__}{lazy}")
     if names.count(column) != 1:
         raise DataError(f"no column {column!r} once; there are {', '.join(names)}")
     try:
