@@ -17,6 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from one_line import run_example
+
 IntArray = npt.NDArray[np.int64]
 
 MAX_HISTORY = 20  # clicks before the one to predict
@@ -157,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

@@ -21,6 +21,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from clicks import read_log
+from one_line import run_example
 
 OUTPUT = Path("demo")
 SHAPE = ("--rows", 2_000_000, "--samples", 60_000, "--length", 400, "--exponent", 0.8)
@@ -157,4 +158,4 @@ def flexshard(*arguments: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

@@ -51,6 +51,7 @@ from flexshard import (
     OptimalShardingPlanner,
 )
 from flexshard.executors import full_state_dict
+from one_line import run_example
 
 # Distinct values of the 26 categorical columns of Criteo's Kaggle display advertising data.
 CRITEO = (
@@ -307,4 +308,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

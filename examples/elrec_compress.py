@@ -31,6 +31,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from clicks import MAX_HISTORY, RECENT, ranges, read_log, write_log
 from flexshard import units
 from flexshard.embeddings import IndexBijection, TTEmbeddingBag, compress
+from one_line import run_example
 
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # what torch and TorchRec say of each other
 
@@ -266,4 +267,4 @@ def train_all(clicks: Clicks, parts: tuple[IntArray, IntArray], args: argparse.N
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

@@ -38,6 +38,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 from flexshard.embeddings import DedupedCausal, DedupedEmbeddingCollection, DedupedPerSample, TargetAttention
 from flexshard.executors import Observer
 from flexshard.ingestion import SessionBatch, SessionReader
+from one_line import run_example
 from recd_mind import distributed
 
 HEADS, LONGEST = 4, 50
@@ -262,4 +263,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

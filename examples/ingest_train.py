@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from flexshard.ingestion import IngestionClient, IngestionSpec, SessionBatch
+from one_line import run_example
 
 DIM, ROWS = 16, 100_000
 TABLES = {"user": "user_id", "item": "item_id", "region": "click_region", "item_in_region": "item_in_region"}
@@ -158,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

@@ -29,6 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from flexshard import AccessProfile, Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 from flexshard.executors import LookaheadPipeline, full_state_dict
+from one_line import run_example
 
 ROWS, DIM, SAMPLES, CLICKS, STEPS = 400_000, 32, 256, 20, 60
 
@@ -85,7 +86,7 @@ def train(caches: dict[str, float]) -> tuple[list[float], dict[str, torch.Tensor
     return losses, full_state_dict(model)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description="A table in the host's memory behind a cache.")
     parser.add_argument("--share", type=float, default=0.1, help="of the rows without copies, in the cache")
     args = parser.parse_args()
@@ -99,3 +100,7 @@ if __name__ == "__main__":
     print(f"rank {dist.get_rank()}: losses of {STEPS} steps, {len(weights)} weights: equal to the last bit")
     dist.destroy_process_group()
     gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
+
+
+if __name__ == "__main__":
+    run_example(main)

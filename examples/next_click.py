@@ -34,6 +34,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from clicks import MAX_HISTORY, RECENT, ClickLog, IntArray, ranges, read_log, write_lookups
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan
 from flexshard.executors import Observer
+from one_line import run_example
 
 DIM, HEADS, BLOCKS = 64, 2, 1
 BATCH = 256  # sessions per step, over all ranks
@@ -228,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

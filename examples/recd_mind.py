@@ -42,6 +42,7 @@ from flexshard.ingestion import (
     cluster_sessions,
     suggest_groups,
 )
+from one_line import run_example
 from sessions import write_generated, write_mind
 
 DIM, HEADS, LONGEST = 64, 4, 50
@@ -224,4 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_example(main)

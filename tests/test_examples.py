@@ -137,3 +137,61 @@ def test_growing_histories_train_to_the_same_losses_from_fewer_ids(tmp_path: Pat
         assert way != "exact" or float(ids) < 1.5
         assert way != "partial" or float(ids) > 4
         assert way != "partial" or float(nbytes) > 2
+
+
+def run_alone(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / name), *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "name", sorted({file.name for file in (ROOT / "examples").glob("*.py")} - {"one_line.py", "sessions.py"})
+)
+def test_examples_say_what_they_take(name: str, tmp_path: Path) -> None:
+    done = run_alone(name, tmp_path, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {name}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("plan_a_log.py", "Proof: no plan within the budget has less than"),
+        ("train_under_plan.py", r"step 0: loss 0\.9\d+\nstep 19: loss 0\.[0-8]"),
+        (
+            "dedup_a_batch.py",
+            "1,280 ids of histories looked up, instead of 10,240\nrows of every sample's history: equal",
+        ),
+        ("tensor_train_table.py", r"1,280 MB as a dense table, 7\.\d MB as a tensor train\n(.*\n)*step 29: loss 0\.0"),
+        ("read_and_go_on.py", "stopped after 10,240 samples(.*\n)*20,000 samples in all"),
+    ],
+)
+def test_short_examples_start_without_a_launcher(name: str, says: str, tmp_path: Path) -> None:
+    assert len((ROOT / "examples" / name).read_text().splitlines()) <= 55
+    done = run_alone(name, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(says, done.stdout), done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plan_a_log.py", ["nothing.parquet"]),
+        ("read_and_go_on.py", ["nothing.parquet"]),
+        ("next_click.py", ["nothing.parquet"]),
+        ("elrec_compress.py", ["--log", "nothing.parquet"]),
+        ("recd_mind.py", ["--mind", "nothing.parquet"]),
+        ("growing_histories.py", ["--clicks", "nothing.parquet"]),
+        ("ingest_train.py", ["--clicks", "nothing.parquet"]),
+    ],
+)
+def test_examples_say_what_is_missing_in_one_line(name: str, options: list[str], tmp_path: Path) -> None:
+    done = run_alone(name, tmp_path, *options)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"{name}: error: ")
+    assert "nothing.parquet" in said[0]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,24 @@
+"""What went wrong in an example, in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from flexshard.errors import FlexShardError
+
+__all__ = ["run_example"]
+
+
+def run_example(main: Callable[[], None]) -> None:
+    """Run an example; bad input, and files that are not there, are one line on standard error and exit code 2."""
+    try:
+        main()
+    except (FlexShardError, OSError, pa.ArrowException, duckdb.Error) as error:
+        missing = "no such file: " if isinstance(error, FileNotFoundError) and error.errno is None else ""
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {missing}{' '.join(str(error).split())}\n")
+        sys.exit(2)
