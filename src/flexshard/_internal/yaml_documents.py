@@ -81,16 +81,26 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
 
 
-def _fields(model: type[BaseModel]) -> set[str]:
-    """Names of a model's fields, and of those of the models in them."""
-    names: set[str] = set()
-    parts: list[Any] = [model]
+def _hint(model: type[BaseModel], name: str) -> str:
+    """Where an unknown field would be known, or which one its name is nearest to."""
+    fields = _fields(model)
+    if name in fields:
+        return f" here; it belongs {f'to {fields[name]}' if fields[name] else 'at the top'}"
+    nearest = difflib.get_close_matches(name, sorted(fields), n=1)
+    return f"; do you mean {nearest[0]}?" if nearest else ""
+
+
+def _fields(model: type[BaseModel]) -> dict[str, str]:
+    """Names of a model's fields, and of those of the models in them, as people write them; of which field each is."""
+    names: dict[str, str] = {}
+    parts: list[tuple[Any, str]] = [(model, "")]
     while parts:
-        part = parts.pop()
+        part, owner = parts.pop(0)
         if isinstance(part, type) and issubclass(part, BaseModel):
-            names |= set(part.model_fields)
-            parts += [field.annotation for field in part.model_fields.values()]
-        parts += get_args(part)
+            for name, field in part.model_fields.items():
+                names.setdefault(field.alias or name, owner)
+                parts.append((field.annotation, field.alias or name))
+        parts += [(one, owner) for one in get_args(part)]
     return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from flexshard.planner.named import Named
 from flexshard.topologies import Cluster
 
 __all__ = ["Budget", "BudgetLike", "Difference", "Limit", "Neutral", "parse_budget"]
+
+
+_MOST_BYTES = 1 << 80
 
 
 class Budget(Named):
@@ -88,7 +92,7 @@ def parse_budget(given: Any) -> Budget:
     if isinstance(given, bool) or not isinstance(given, (str, int, float, np.number)):
         raise JobError(f"budget must be 'neutral', a difference or a limit, found {given!r}")
     if not isinstance(given, str):
-        if not np.isfinite(given):
+        if abs(given) > _MOST_BYTES or not math.isfinite(given):
             raise JobError(f"budget must be a finite number of bytes, found {given}")
         return Difference(float(given))
     text = given.strip()

@@ -53,7 +53,10 @@ class TableConstraints:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("min_partition", "device_group") or value is None:
+            if value is None:  # as the field is by default
+                object.__setattr__(self, field.name, field.default)
+                continue
+            if field.name in ("min_partition", "device_group"):
                 continue
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise JobError(f"{_word(field.name)} must be a list, found {value!r}")

@@ -225,10 +225,10 @@ class Plan:
         Raises:
             PlanError: the plan has no table of this name; lists those it has.
         """
-        if name not in self.tables:
-            known = list(self.tables) if name in self.pooled else [*self.tables, *self.pooled]
+        if not isinstance(name, str) or name not in self.tables:
+            known = list(self.tables) if isinstance(name, str) and name in self.pooled else [*self.tables, *self.pooled]
             shown = ", ".join(known[:20]) + (f", ... ({len(known)} in all)" if len(known) > 20 else "")
-            if name in self.pooled:
+            if isinstance(name, str) and name in self.pooled:
                 raise PlanError(f"table {name!r} of the plan is pooled; without pooling it has {shown or 'none'}")
             raise PlanError(f"the plan has no table {name!r}; it has {shown}")
         return self.tables[name]

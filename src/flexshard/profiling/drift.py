@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from flexshard._internal import check_finite
 from flexshard.errors import ProfileError
 from flexshard.profiling.drift_point import DriftPoint
 from flexshard.profiling.profile import AccessProfile
@@ -15,10 +16,14 @@ __all__ = ["drift"]
 
 def drift(before: AccessProfile, now: AccessProfile, cuts: Sequence[float]) -> tuple[DriftPoint, ...]:
     """See :meth:`AccessProfile.drift`."""
+    if not isinstance(now, type(before)):
+        raise ProfileError(f"a profile drifts from a profile, found {type(now).__name__}; AccessProfile.load reads one")
+    shares = list(cuts) if isinstance(cuts, Iterable) else [cuts]
+    cuts = [check_finite(cut, "a cut", ProfileError) for cut in shares]
     if before.num_rows != now.num_rows:
         raise ProfileError(f"profiles of tables with {before.num_rows:,} and {now.num_rows:,} rows cannot be compared")
     if any(not 0 < cut <= 1 for cut in cuts):
-        raise ProfileError(f"cuts are shares of the rows above 0 and at most 1; found {list(cuts)}")
+        raise ProfileError(f"cuts are shares of the rows above 0 and at most 1; found {cuts}")
     old, new = before.ranked_rows, now.ranked_rows
     # Rows never read in the first profile are its coldest.
     accesses = now.dense_counts()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import PathLike, bound
+from flexshard._internal import PathLike, bound, check_int
 from flexshard.errors import ProfileError
 from flexshard.profiling.bursts import Bursts
 from flexshard.profiling.counted_accesses import CountedAccesses
@@ -138,6 +138,7 @@ class AccessProfile(CountedAccesses):
         each row, where that is not its count.
         """
         counts, rows = histogram(row_counts.counts)
+        num_rows = check_int(num_rows, "num_rows", ProfileError)
         if row_counts.size > num_rows:
             raise ProfileError(f"table {table!r}: num_rows is {num_rows}, but counts are given for {row_counts.size}")
         if held is not None and holdout is not None:

@@ -81,14 +81,14 @@ class Table:
             object.__setattr__(self, field, check_int(getattr(self, field), f"{where}: {field}", TableError))
         if self.rows * self.dim > 1 << 60:
             raise TableError(f"{where}: {self.rows:,} rows of {self.dim:,} are more than any cluster holds")
-        if self.dtype not in DATA_TYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DATA_TYPES:
             raise TableError(f"{where}: dtype must be one of {', '.join(DATA_TYPES)}, found {self.dtype!r}")
-        if self.optimizer not in OPTIMIZERS:
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
             raise TableError(f"{where}: optimizer must be one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
         if self.replication_multiplier is not None:
             try:
                 kappa = float(self.replication_multiplier)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 found = self.replication_multiplier
                 raise TableError(f"{where}: replication_multiplier must be a number, found {found!r}") from error
             if not 1 <= kappa <= _MOST_KAPPA:

@@ -121,9 +121,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         levels = tuple(self.levels) if isinstance(self.levels, Iterable) else (self.levels,)
-        stray = next((level for level in levels if not isinstance(level, Level)), None)
-        if stray is not None:
-            raise ClusterError(f"cluster {self.name!r}: levels are of Level, found {stray!r}")
+        for level in levels:
+            if not isinstance(level, Level):
+                raise ClusterError(f"cluster {self.name!r}: levels are of Level, found {level!r}")
         object.__setattr__(self, "levels", levels)
         for name in ("nodes", "ranks_per_node", "ranks_per_link"):
             object.__setattr__(self, name, check_int(getattr(self, name), name, ClusterError, least=0))

@@ -231,6 +231,8 @@ def load_preset(name: str) -> Preset:
 
 def preset_cluster(name: str, nodes: int | None = None) -> Cluster:
     """See :meth:`Cluster.preset`."""
+    if not isinstance(name, str):
+        raise ClusterError(f"a preset's name is a text, found {name!r}; there are {', '.join(preset_names())}")
     return load_preset(name).cluster(nodes)
 
 

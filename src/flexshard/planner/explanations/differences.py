@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from flexshard._internal import deprecated_attribute, renamed_parameters, with_names
+from flexshard.errors import PlanError
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.pooled_plan import PooledShard, PooledTablePlan
@@ -102,7 +103,10 @@ class PlanDiff:
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """Rows that change their tier between two plans, by position."""
+    """Rows that change their tier between two plans, by position; raises PlanError for what is none."""
+    for plan in (before, after):
+        if not isinstance(plan, Plan):
+            raise PlanError(f"plans are compared with plans, found {type(plan).__name__}; Plan.load reads one")
     moves: list[Move] = []
     for name in dict.fromkeys([*before.tables, *after.tables]):
         moves += _moves(name, before.tables.get(name), after.tables.get(name))

@@ -96,7 +96,7 @@ def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation |
     if name is None and len(names) > 1:
         raise PlanError(f"which of the plan's {len(names)} tables? name one")
     name = names[0] if name is None else name
-    if name in plan.pooled:
+    if isinstance(name, str) and name in plan.pooled:
         return explain_pooled(plan, plan.pooled[name])
     table = plan.table(name)
     boundaries = _boundaries(plan, table)
