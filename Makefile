@@ -99,6 +99,7 @@ bench: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.paper_tables
 	$(VENV)/bin/python -m benchmarks.solver
 	$(VENV)/bin/python -m benchmarks.profiling
+	$(VENV)/bin/python -m benchmarks.encoding
 	$(VENV)/bin/python -m benchmarks.replay
 	$(VENV)/bin/python -m benchmarks.calls
 	$(VENV)/bin/python -m benchmarks.distinct_rows

@@ -5,7 +5,7 @@ five widths under two optimizers, in fifty each table with a learning rate of it
 TorchRec's collections have one width each, so ten groups are five modules: in TorchRec's training pipeline, which
 begins all modules' distribution together, they share one exchange; in a plain loop each has its own.
 
-    python -m benchmarks.table_groups [--ranks 4] [--batch-size 64] [--network]
+    python -m benchmarks.table_groups [--ranks 4] [--batch-size 256] [--network]
 
 With ``--network`` (root) nodes are network namespaces with links between them, as ``benchmarks.cluster`` makes them. To
 measure another tree, put its ``src`` into PYTHONPATH.
@@ -160,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--network", action="store_true", help="nodes are network namespaces (root)")
     parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

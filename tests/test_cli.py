@@ -708,6 +708,12 @@ def test_outputs_replace_their_own_kind_alone(project: Path) -> None:
 
 def test_outputs_have_names_that_they_can_have(project: Path) -> None:
     assert "-o takes the path of a file, found '-'" in bad(project, "plan", "job.yaml", "-o", "-")
+    for command in (
+        ("duplication", "clicks.parquet", "--session", "items"),
+        ("cluster-sessions", "clicks.parquet", "--session", "items", "--time", "items"),
+        ("rewrite", "clicks.parquet"),
+    ):
+        assert "-o takes the path of a folder, found '-'" in bad(project, *command, "-o", "-")
     assert "cannot draw pic: the name of a picture ends in .png, .svg, .pdf" in bad(
         project, "pareto", "job.yaml", "-o", "pic"
     )

@@ -12,7 +12,7 @@ import typer
 from flexshard import plots
 from flexshard.errors import OutputError
 
-__all__ = ["Force", "check_output", "kind_of"]
+__all__ = ["Force", "check_folder", "check_output", "kind_of"]
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
 
@@ -52,8 +52,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
     Raises:
         OutputError: it is one of the inputs, exists and is of another kind, or has a name that it cannot have.
     """
-    if str(path) == "-":
-        raise OutputError("-o takes the path of a file, found '-'; --json prints for other programs")
+    _check_path(path, "file")
     try:
         there = path.is_file() and path.stat().st_size > 0
     except OSError as error:
@@ -71,6 +70,17 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         raise OutputError(
             f"{path} exists and is {what}, not {_NOUNS[kind]}; choose another path with -o, or replace it with --force"
         )
+
+
+def check_folder(path: Path | None) -> None:
+    """Whether a command may write a folder of this name; raises OutputError."""
+    if path is not None:
+        _check_path(path, "folder")
+
+
+def _check_path(path: Path, what: str) -> None:
+    if str(path) == "-":
+        raise OutputError(f"-o takes the path of a {what}, found '-'; --json prints for other programs")
 
 
 def kind_of(path: Path) -> str:

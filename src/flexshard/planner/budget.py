@@ -15,9 +15,6 @@ from flexshard.topologies import Cluster
 __all__ = ["Budget", "BudgetLike", "Difference", "Limit", "Neutral", "parse_budget"]
 
 
-_MOST_BYTES = 1 << 80
-
-
 class Budget(Named):
     """Memory that embeddings may take per rank; its name is the budget as it was written."""
 
@@ -92,9 +89,13 @@ def parse_budget(given: Any) -> Budget:
     if isinstance(given, bool) or not isinstance(given, (str, int, float, np.number)):
         raise JobError(f"budget must be 'neutral', a difference or a limit, found {given!r}")
     if not isinstance(given, str):
-        if abs(given) > _MOST_BYTES or not math.isfinite(given):
+        try:
+            nbytes = float(given)  # of numpy's, too
+        except OverflowError:
+            nbytes = math.inf
+        if not math.isfinite(nbytes):
             raise JobError(f"budget must be a finite number of bytes, found {given}")
-        return Difference(float(given))
+        return Difference(nbytes)
     text = given.strip()
     if text == Neutral.name:
         return Neutral(given)

@@ -138,7 +138,7 @@ class AccessProfile(CountedAccesses):
         each row, where that is not its count.
         """
         counts, rows = histogram(row_counts.counts)
-        num_rows = check_int(num_rows, "num_rows", ProfileError)
+        num_rows = check_int(num_rows, "num_rows", ProfileError, least=0)
         if row_counts.size > num_rows:
             raise ProfileError(f"table {table!r}: num_rows is {num_rows}, but counts are given for {row_counts.size}")
         if held is not None and holdout is not None:

@@ -11,6 +11,7 @@ import typer
 from flexshard import ingestion, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, app
+from flexshard.cli.outputs import check_folder
 from flexshard.cli.terminal import emit, working
 from flexshard.errors import DataError
 
@@ -48,6 +49,7 @@ def cluster_sessions_command(
 
     Example: flexshard cluster-sessions log/*.parquet -o by_session --session session --time time
     """
+    check_folder(output)
     if keep_by == "sample" and keep >= 1:
         raise DataError("--keep-by says what --keep keeps; give --keep a share too")
     with working("clustering"):

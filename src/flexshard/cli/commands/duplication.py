@@ -11,6 +11,7 @@ import typer
 from flexshard import ingestion, plots
 from flexshard._internal import make_folder, new_grid
 from flexshard.cli.app import AsJson, app
+from flexshard.cli.outputs import check_folder
 from flexshard.cli.terminal import emit, working
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def duplication_command(
 
     Example: flexshard duplication by_session --session session -o pictures
     """
+    check_folder(output)
     with working("measuring"):
         duplication = ingestion.measure_duplication(data, session=session, features=feature, batch_size=batch_size)
         names = [one.feature for one in duplication.features]

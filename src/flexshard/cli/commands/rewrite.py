@@ -11,6 +11,7 @@ import typer
 from flexshard import ingestion, units
 from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, app
+from flexshard.cli.outputs import check_folder
 from flexshard.cli.terminal import counting_progress, emit
 from flexshard.errors import DataError
 
@@ -48,6 +49,7 @@ def rewrite_command(
 
     Example: flexshard rewrite samples/ -o for_reading --log jobs.jsonl
     """
+    check_folder(output)
     about_jobs = {"--efficiency": efficiency, "--gap": gap, "--seek": seek, "--bandwidth": bandwidth}
     idle = [name for name, value in about_jobs.items() if value is not None]
     if log is None and idle:
