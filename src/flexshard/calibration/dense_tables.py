@@ -75,11 +75,21 @@ def dense_step(table: torch.nn.Module, dim: int, ids: np.ndarray, bags: int, dev
     return lambda: table(values, offsets).backward(upstream)
 
 
+def _settle() -> None:
+    """Have the C library keep memory of up to 31 MiB that is freed, as in a process that has trained for a while.
+
+    Before, a large output is of pages that the system has to clear first, which takes longer than the lookup.
+    """
+    for _ in range(2):
+        torch.ones(31 << 18)
+
+
 def split_seconds(
     table: torch.nn.Module, samples: Sequence[Sample], rounds: int, device: torch.device | str
 ) -> tuple[list[float], list[float]]:
     """Least seconds of the lookup of each batch's rows, one by one, and of its backward with update."""
     times = np.full((rounds + 1, len(samples), 2), np.inf)
+    _settle()
     inputs = [_inputs(*sample, device) for sample in samples]
 
     def now() -> float:
