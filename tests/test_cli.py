@@ -261,6 +261,12 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
         assert message in bad(tmp_path, "compress", "job.yaml", "--rates", "rates.yaml", "-o", "e.json")
 
 
+def test_two_profiles_of_one_name_want_another(project: Path) -> None:
+    command = ("job", "items.parquet", "items.parquet", "--cluster", "dgx-a100", "--batch-size", 64, "--dim", 8)
+    assert "table 'items' is given twice" in (said := bad(project, *command, "-o", "two.yaml"))
+    assert "flexshard profile --name gives another" in said
+
+
 def test_every_command_is_listed(tmp_path: Path) -> None:
     out = good(tmp_path, "--help")
     for command in COMMANDS:

@@ -124,7 +124,10 @@ def load_job(path: PathLike) -> Job:
     for index, table in enumerate(spec.tables):
         if table.name in names:
             where = located(path, tree, ["tables", index, "name"])
-            raise JobError(f"{where}: table {table.name!r} is given twice; tables need distinct names")
+            raise JobError(
+                f"{where}: table {table.name!r} is given twice; tables need distinct names (flexshard profile --name gives"
+                " another)"
+            )
         names.add(table.name)
     cluster = at(["cluster"], lambda: _cluster(folder, spec.cluster))
     at(["overlap"], lambda: overlap_of(spec.overlap, cluster))
