@@ -125,8 +125,8 @@ def load_job(path: PathLike) -> Job:
         if table.name in names:
             where = located(path, tree, ["tables", index, "name"])
             raise JobError(
-                f"{where}: table {table.name!r} is given twice; tables need distinct names (flexshard profile --name gives"
-                " another)"
+                f"{where}: table {table.name!r} is given twice; tables need distinct names (flexshard profile --name"
+                " gives another)"
             )
         names.add(table.name)
     cluster = at(["cluster"], lambda: _cluster(folder, spec.cluster))
