@@ -5,6 +5,7 @@ decoded at once.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -106,3 +107,20 @@ def test_batches_of_columns_are_those_of_their_table() -> None:
         assert torch.equal(found.to_keyed_jagged().lengths(), due.to_keyed_jagged().lengths())
     with pytest.raises(DataError, match="newest is"):
         InverseKeyedJaggedTensor.from_columns(arrow_columns(table), newest="x")
+
+
+def test_a_chunk_with_an_error_is_looked_into_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counting(table: pa.RecordBatch, *others: Any, **more: Any) -> Any:
+        looked.append(table.num_rows)
+        return arrow_columns(table, *others, **more)
+
+    monkeypatch.setattr("flexshard.ingestion.conversion.arrow_columns", counting)
+    ids = pa.array([[0], *[[number, number] for number in range(98)], [None]])
+    pq.write_table(pa.table({"ids": ids}), tmp_path / "a.parquet")
+    batches = iter(SessionReader(tmp_path / "a.parquet", batch_size=10, features=["ids"]))
+    assert [next(batches).sparse_features.stride() for _ in range(9)] == [10] * 9
+    with pytest.raises(DataError, match="row 99"):
+        next(batches)
+    assert looked == [100]

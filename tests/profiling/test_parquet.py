@@ -315,7 +315,20 @@ def test_tables_of_one_file_are_counted_as_from_files_of_their_own(how: Any, tmp
             np.testing.assert_array_equal(getattr(profile, field), getattr(own_file, field))
         assert (profile.num_samples, profile.lengths) == (own_file.num_samples, own_file.lengths)
         assert (profile.num_accesses, profile.sample_key) == (own_file.num_accesses, own_file.sample_key)
+        assert profile.hash == own_file.hash == how.get("hash")
         assert (profile.holdout is None) == (own_file.holdout is None) == ("holdout" not in how)
         if profile.holdout is not None and own_file.holdout is not None:
             assert profile.holdout.num_samples == own_file.holdout.num_samples
             np.testing.assert_array_equal(profile.holdout.accesses, own_file.holdout.accesses)
+
+
+def test_tables_that_are_rare_or_written_alike(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"table": ["big"] * 999 + ["rare"], "id": list(range(1000))})
+    with pytest.warns(UserWarning, match="table 'rare' is left out: all that reads it was held out"):
+        found = AccessProfile.from_parquet_by(path, column="id", by="table", holdout=0.5, seed=0)
+    assert list(found) == ["big"]
+    alike = write(tmp_path / "b.parquet", {"table": pa.array([b"\xff", b"\\xff"], pa.binary()), "id": [1, 2]})
+    with pytest.raises(DataError, match="has two tables that are written"):
+        AccessProfile.from_parquet_by(alike, column="id", by="table")
+    long = write(tmp_path / "c.parquet", {"table": ["9" * 5000, "10", "9", "x"], "id": [1, 2, 3, 4]})
+    assert list(AccessProfile.from_parquet_by(long, column="id", by="table")) == ["9", "10", "9" * 5000, "x"]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from flexshard.errors import DataError
 from flexshard.ingestion.storage.merged_reads import ReadCost
 
 __all__ = ["Chunk", "Piece", "joined_pieces"]
@@ -36,7 +37,12 @@ class Chunk:
         Arrow's arrays take long to look into, so batches look into them once a chunk, and slice what they found.
         """
         if self._made is None:
-            self._made = make(self.table)
+            try:
+                self._made = make(self.table)
+            except (DataError, ValueError) as error:  # which is not found again for every batch
+                self._made = error
+        if isinstance(self._made, Exception):
+            raise self._made.with_traceback(None)
         return self._made
 
 

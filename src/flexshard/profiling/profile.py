@@ -302,7 +302,7 @@ class AccessProfile(CountedAccesses):
             workers=workers,
             progress=progress,
         )
-        return profiles
+        return {name: replace(profile, hash=hash) for name, profile in profiles.items()}
 
     @classmethod
     def from_reuse_histogram(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +53,11 @@ class _Counted:
         if self.keyed is not None and keys is not None:
             self.keyed.add(keys, None, rows, apart)
 
+    @property
+    def is_unseen(self) -> bool:
+        """Whether all ids were held out."""
+        return not self.seen.total and bool(self.unseen.total)
+
     def profile(
         self,
         rows: int,
@@ -91,6 +97,7 @@ def profile_parquet_by(
         check_keys(sources, name)
     tables: dict[str, _Counted] = {}
     everybody = None if sample_key is None else KeyedLengths(holdout, seed)
+    keys_of: dict[str, object] = {}
     rows = rows_apart = 0
     columns = list(dict.fromkeys([column, by, *([] if sample_key is None else [sample_key])]))
     for chunk in chunks_with_progress(sources, columns, workers, progress):
@@ -106,7 +113,10 @@ def profile_parquet_by(
             everybody.add(keys, np.zeros(len(keys), np.int64), None)
         unseen = 0 if apart is None else int(np.count_nonzero(apart))
         rows, rows_apart = rows + batch.ids.size - unseen, rows_apart + unseen
-        for name, chosen in _apart(names):
+        for key, chosen in _apart(names):
+            name = _text(key)
+            if keys_of.setdefault(name, key) != key:
+                raise DataError(f"column {by!r} has two tables that are written {name!r}; give one another name")
             if name not in tables:
                 limit = num_rows.get(name) if isinstance(num_rows, Mapping) else num_rows
                 counter = IdCounter(name, limit, hash)
@@ -118,20 +128,23 @@ def profile_parquet_by(
                 None if keys is None else keys.take(pa.array(chosen)),
             )
     which = Holdout(0, np.zeros(0, np.int64), holdout, seed) if holdout else None
+    for name in [name for name, one in tables.items() if one.is_unseen]:
+        del tables[name]
+        warnings.warn(f"table {name!r} is left out: all that reads it was held out", stacklevel=3)
     return {
         name: tables[name].profile(rows, rows_apart, everybody, sample_key, which)
         for name in sorted(tables, key=_natural)
     }
 
 
-def _apart(names: pa.DictionaryArray) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-    """Each table's name, and its rows in order."""
+def _apart(names: pa.DictionaryArray) -> Iterator[tuple[object, npt.NDArray[np.int64]]]:
+    """Each table's key, and its rows in order."""
     codes = names.indices.to_numpy()
     order = np.argsort(codes, kind="stable")
     ends = np.searchsorted(codes[order], np.arange(len(names.dictionary)), side="right")
     start = 0
     for code, end in enumerate(ends.tolist()):
-        yield _text(names.dictionary[code].as_py()), order[start:end]
+        yield names.dictionary[code].as_py(), order[start:end]
         start = end
 
 
@@ -143,5 +156,7 @@ def _text(key: object) -> str:
     return key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
 
 
-def _natural(name: str) -> tuple[int, int | str]:
-    return (0, int(name)) if name.isdecimal() else (1, name)
+def _natural(name: str) -> tuple[int, int, str]:
+    """Numbers in order, then texts."""
+    digits = name.lstrip("0")
+    return (0, len(digits), digits) if name.isdecimal() else (1, 0, name)
