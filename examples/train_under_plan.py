@@ -26,6 +26,7 @@ def batch(seed: int) -> KeyedJaggedTensor:
 
 def train(rank: int, store: str, steps: int) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
     table = EmbeddingConfig(name="articles", num_embeddings=ROWS, embedding_dim=16, feature_names=["clicks"])
     model = nn.Sequential(EmbeddingCollection([table], device=torch.device("meta")))
     profile = AccessProfile.from_ids(torch.cat([batch(seed).values() for seed in range(99)]).numpy(), num_rows=ROWS)
