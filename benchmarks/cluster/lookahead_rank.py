@@ -96,10 +96,10 @@ class Batch(Pipelineable):
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:  # noqa: ARG002, D102 - as TorchRec has it
         return self
 
-    def record_stream(self, stream: torch.Stream) -> None:  # noqa: D102
+    def record_stream(self, stream: torch.Stream) -> None:  # noqa: D102 - as TorchRec has it
         pass
 
-    def pin_memory(self) -> Batch:  # noqa: D102
+    def pin_memory(self) -> Batch:  # noqa: D102 - as TorchRec has it
         return self
 
 

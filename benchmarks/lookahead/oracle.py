@@ -43,7 +43,7 @@ class PublishedProgram:
         found = [np.unique(ids, return_counts=True) for ids in batch]
         for latest, (ids, _) in zip(self._latest, found, strict=True):
             latest[ids] = self._arrived
-        self._known.append(found)  # type: ignore[arg-type]
+        self._known.append(found)  # type: ignore[arg-type]  # named tuples, as NumPy types them
         self._arrived += 1
 
     def emit(self) -> int:

@@ -7,9 +7,8 @@ imports those on floors below it, and through their ``__init__`` alone.
 
 from flexshard._internal.lazy import lazy_exports
 
-TYPE_CHECKING = (
-    False  # as typing's, whose import takes as long as all of this: a command can be interrupted from here on
-)
+# As typing's, whose import takes twenty times as long as all of this: a command can be interrupted from here on.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

@@ -6,7 +6,7 @@ May import: errors, units. Imports torch, TorchRec, numba and pandas' relatives 
 
 from flexshard._internal.lazy import lazy_exports
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # as in lazy.py
 
 if TYPE_CHECKING:
     from flexshard._internal.checks import (

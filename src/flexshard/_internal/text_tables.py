@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.cells import cell_len
@@ -28,7 +28,7 @@ class Grid:
     def __init__(self, title: str, texts: Sequence[str], numbers: Sequence[str], details: Sequence[str]) -> None:
         self.title = title
         self.caption: str | None = None
-        self._texts, self._numbers, self._details = list(texts), list(numbers), list(details)
+        self._headings, self._texts, self._details = [*texts, *numbers], len(texts), list(details)
         self._rows: list[tuple[str, ...]] = []
 
     def add_row(self, *cells: str) -> None:
@@ -37,48 +37,41 @@ class Grid:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the table and the caption, as rich prints them."""
-        left_out: list[str] = []
+        widths = [self._column_width(place) for place in range(len(self._headings))]
+        kept = list(range(len(self._headings)))
         for detail in self._details:
-            if self._least_width(left_out) <= options.max_width:
+            if _line_width(widths, kept) <= options.max_width:
                 break
-            left_out.append(detail)
+            kept = [place for place in kept if self._headings[place] != detail]
         # A terminal that is narrower still folds lines by itself; rich would cut numbers short instead.
-        width = max(options.max_width, self._least_width(left_out))
+        width = max(options.max_width, _line_width(widths, kept))
         yield Text(self.title, style="italic")
-        yield from console.render(self._table(left_out), options.update(max_width=width))
-        if left_out:
-            names = [heading for heading in self._headings if heading in left_out]
+        yield from console.render(self._table(kept, widths), options.update(max_width=width))
+        names = [heading for place, heading in enumerate(self._headings) if place not in kept]
+        if names:
             yield Text(f"For want of room without {', '.join(names)}; --wide shows all columns.", style="dim")
         if self.caption:
             yield Text(self.caption)
 
-    @property
-    def _headings(self) -> list[str]:
-        return self._texts + self._numbers
-
-    def _least_width(self, left_out: Collection[str]) -> int:
-        kept = self._kept(left_out)
-        return sum(self._column_width(place) for place in kept) + 2 * len(kept)
-
     def _column_width(self, place: int) -> int:
         """Characters of a column; of one of texts that are long, as many as it has where they are folded."""
         longest = max(cell_len(text) for text in [self._headings[place], *(row[place] for row in self._rows)])
-        return min(longest, _FOLDED) if place < len(self._texts) else longest
+        return min(longest, _FOLDED) if place < self._texts else longest
 
-    def _kept(self, left_out: Collection[str]) -> list[int]:
-        return [place for place, heading in enumerate(self._headings) if heading not in left_out]
-
-    def _table(self, left_out: Collection[str]) -> Table:
+    def _table(self, kept: Sequence[int], widths: Sequence[int]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for place in self._kept(left_out):
-            heading, width = self._headings[place], self._column_width(place)
-            if place < len(self._texts):
-                table.add_column(heading, overflow="fold", min_width=width)
+        for place in kept:
+            if place < self._texts:
+                table.add_column(self._headings[place], overflow="fold", min_width=widths[place])
             else:
-                table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+                table.add_column(self._headings[place], justify="right", no_wrap=True, min_width=widths[place])
         for cells in self._rows:
-            table.add_row(*(cells[place] for place in self._kept(left_out)))
+            table.add_row(*(cells[place] for place in kept))
         return table
+
+
+def _line_width(widths: Sequence[int], kept: Sequence[int]) -> int:
+    return sum(widths[place] + 2 for place in kept)  # with a blank on either side
 
 
 def new_grid(title: str, texts: Sequence[str], numbers: Sequence[str] = (), details: Sequence[str] = ()) -> Grid:

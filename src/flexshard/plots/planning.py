@@ -24,7 +24,6 @@ __all__ = ["plot_marginal", "plot_normalized_costs", "plot_pareto", "plot_skew"]
 _SHORT = {"data_parallel": "DP", "flex": "Flex", "row_wise": "RW"}  # see docs/glossary.md
 _OTHERS = ("row_wise", "table_wise", "paper_2_tier", "paper_3_tier")  # points that need not lie on the frontier
 _NAMES = {"paper_2_tier": "paper's 2 tiers", "paper_3_tier": "paper's 3 tiers", "row_wise": "row-wise"}
-_NAMED = 8  # profiles with a colour of their own
 
 
 def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
@@ -160,7 +159,7 @@ def plot_skew(profiles: Mapping[str, AccessProfile], path: PathLike) -> None:
     Raises:
         OutputError: the picture could not be written.
     """
-    named = sorted(profiles, key=lambda name: (-profiles[name].num_accesses, name))[:_NAMED]
+    named = sorted(profiles, key=lambda name: (-profiles[name].num_accesses, name))[: len(COLORS)]
     rest = [name for name in profiles if name not in named]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")

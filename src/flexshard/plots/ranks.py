@@ -19,8 +19,6 @@ __all__ = ["plot_ranks"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_NAMED = 8  # tables with a colour of their own; the others stand together
-
 
 def plot_ranks(plan: Plan, path: PathLike) -> None:
     """How long pooled tables keep every rank busy in a step, and what it holds, stacked by table. Tables without
@@ -91,7 +89,7 @@ def _bands(plan: Plan) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
     total = sum(float(values.sum()) for values in seconds.values()) or 1.0
     held = sum(float(values.sum()) for values in memory.values()) or 1.0
     weight = {name: max(seconds[name].sum() / total, memory[name].sum() / held) for name in seconds}
-    named = sorted(weight, key=lambda name: (-weight[name], name))[:_NAMED]
+    named = sorted(weight, key=lambda name: (-weight[name], name))[: len(COLORS)]
     found = []
     for values, rest in zip((seconds, memory), others, strict=True):
         bands: dict[str, FloatArray] = {"without pooling": rest} if plan.tables else {}

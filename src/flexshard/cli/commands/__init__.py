@@ -47,5 +47,6 @@ def _with_width(command: Callable[..., Any]) -> Callable[..., Any]:
 
     signature = inspect.signature(command, eval_str=True)
     wide = inspect.Parameter("wide", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Wide)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), wide])  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), wide]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
     return run

@@ -93,13 +93,14 @@ def profile_parquet_by(
     """See :meth:`AccessProfile.from_parquet_by`."""
     holdout, seed = check_holdout(holdout, seed)
     sources = checked_sources(paths, column)
-    for name in (by, *([] if sample_key is None else [sample_key])):
+    key_columns = [by] if sample_key is None else [by, sample_key]
+    for name in key_columns:
         check_keys(sources, name)
     tables: dict[str, _Counted] = {}
     everybody = None if sample_key is None else KeyedLengths(holdout, seed)
     keys_of: dict[str, object] = {}
     rows = rows_apart = 0
-    columns = list(dict.fromkeys([column, by, *([] if sample_key is None else [sample_key])]))
+    columns = list(dict.fromkeys([column, *key_columns]))
     for chunk in chunks_with_progress(sources, columns, workers, progress):
         batch = read_ids(chunk, column)
         if batch.lengths is not None:
