@@ -10,8 +10,13 @@ import pytest
 pytest.importorskip("fbgemm_gpu")
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from flexshard._internal import has_triton
@@ -126,6 +131,44 @@ def test_weight_decay_of_rowwise_adagrad_is_fbgemms(mode: str) -> None:
     torch.testing.assert_close(updated(spec, weight, gradients, there), store.values, rtol=1e-5, atol=1e-6)
     without = OptimizerSpec.of(fused | {"weight_decay": 0.0}, "t", torch.device("cpu"))
     assert not torch.equal(store.values[0], updated(without, weight, gradients)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [4, 20, 64, 132])
+@pytest.mark.parametrize("name", [name for name, one in OPTIMIZERS.items() if one.on_cpu and one.fbgemm])
+def test_rows_one_by_one_are_those_of_fbgemms_lookups_without_pooling(name: str, dim: int, dtype: torch.dtype) -> None:
+    """Which are what TorchRec calls: every optimizer that FBGEMM has here, with the options that it takes."""
+    from flexshard.executors.stores.fused import FusedStore
+
+    optimizer, device = OPTIMIZERS[name], torch.device("cpu")
+    options = {"learning_rate": 0.1, "eps": 0.01} if "eps" in optimizer.takes else {"learning_rate": 0.1}
+    fused = {"optimizer": EmbOptimType[optimizer.fbgemm or ""], **options}
+    store = FusedStore(OptimizerSpec.of(fused, "t", device), 50, dim, dtype, device)
+    theirs = SplitTableBatchedEmbeddingBagsCodegen(
+        [(50, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        pooling_mode=PoolingMode.NONE,
+        weights_precision=SparseType.from_dtype(dtype),
+        output_dtype=SparseType.FP32,
+        device=device,
+        **fused,
+    )
+    generator = torch.Generator().manual_seed(dim)
+    start = torch.randn(50, dim, generator=generator).to(dtype)
+    store.values.copy_(start)
+    theirs.weights_host.data.view(-1, dim).copy_(start)
+    for number in (300, 1, 0, 40):  # ids several times, once, never
+        ids = torch.randint(0, 50, (number,), generator=generator) ** 2 // 50
+        size = 10 ** torch.empty(number, 1).uniform_(-4, 4, generator=generator)
+        gradient = torch.randn(number, dim, generator=generator) * size
+        found, expected = store.look_up(ids), theirs(ids, torch.arange(number + 1))
+        assert torch.equal(found.rows, store.values.index_select(0, ids))
+        found.update(gradient)
+        expected.backward(gradient)
+        ours, rows = store.values, theirs.weights_host.detach().view(-1, dim)
+        # Sums of squares may be added up in another order; then a rounding to 16 bits may go the other way.
+        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(ours, rows, **close)
+        assert not torch.equal(ours, start) or not number
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def measure_dense(
 
 
 def dense_table(rows: int, dim: int, *, pooled: bool, device: torch.device | str) -> torch.nn.Module:
-    """A table in FBGEMM, as TorchRec has it."""
+    """A table in FBGEMM: as TorchRec has pooled ones, or as executors have rows that are looked up one by one, which
+    are bags of one id on CPUs.
+    """
     on_cpu = torch.device(device).type == "cpu"
     location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
     unit = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
@@ -57,7 +59,7 @@ def dense_table(rows: int, dim: int, *, pooled: bool, device: torch.device | str
         [(rows, dim, location, unit)],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=1e-6,
-        pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
+        pooling_mode=PoolingMode.SUM if pooled or on_cpu else PoolingMode.NONE,
         device=torch.device(device),
     )
 
@@ -90,7 +92,7 @@ def split_seconds(
     """Least seconds of the lookup of each batch's rows, one by one, and of its backward with update."""
     times = np.full((rounds + 1, len(samples), 2), np.inf)
     _settle()
-    inputs = [_inputs(*sample, device) for sample in samples]
+    inputs = [_inputs(ids, ids.size, device) for ids, _ in samples]
 
     def now() -> float:
         if torch.device(device).type == "cuda":
