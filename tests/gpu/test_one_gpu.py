@@ -22,12 +22,14 @@ from torchrec.distributed.train_pipeline import train_pipelines
 
 import flexshard
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+from flexshard.embeddings import TTEmbeddingBag
 from flexshard.executors import MemoryStore, full_state_dict, load_checkpoint, reshard, save_checkpoint
 from flexshard.executors.comm import bucketized_ids
 from flexshard.executors.stores.fused import FusedStore
 from tests.executors import models, ranks
 
 DEVICE, BACKENDS = "cuda", {1: "nccl", 2: "gloo"}
+DEVICES = ("cpu", DEVICE)
 WAITS = 3  # see tests/executors/test_host_waits.py
 MIB = 1 << 20
 
@@ -53,7 +55,7 @@ def weights(parallel: Any) -> torch.Tensor:
 def trained(rank: int, world: int, optimizer: str, index_dedup: bool) -> float:
     """Largest difference between a run on the device and one on the CPU."""
     found = []
-    for device in ("cpu", DEVICE):
+    for device in DEVICES:
         plan = planned(world, len(optimizer), index_dedup=index_dedup)
         sharder = {"sharded_store": store() if device == DEVICE else FusedStore}
         parallel, combined = models.shard(plan, optimizer, sharder=sharder, device=device)
@@ -87,6 +89,27 @@ def waits(rank: int) -> int:
 
 def test_a_step_hardly_waits() -> None:
     assert ranks.run(1, 1, waits, backend="nccl")[0] <= WAITS
+
+
+@pytest.mark.parametrize("optimizer", [None, "rowwise_adagrad", "adam"])
+def test_a_tensor_train_never_waits(optimizer: str | None) -> None:
+    how: dict[str, Any] = {"tt_ranks": 8, "std": 1.0, "padding_idx": 7, "hot_rows": 20, "optimizer": optimizer}
+    tables = {device: TTEmbeddingBag(4000, 16, mode="sum", validate=False, device=device, **how) for device in DEVICES}
+    tables[DEVICE].load_state_dict(tables["cpu"].state_dict())
+    generator = torch.Generator().manual_seed(0)
+    for number in range(4):
+        ids = torch.randint(0, 4000, (64, 10), generator=generator) ** 2 // 4000
+        found = {}
+        for device, table in tables.items():
+            if not number:
+                table.pin_rows(ids[:2].flatten().to(device))
+            given = ids.to(device)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if number else "default")  # numbers of steps were loaded
+            found[device] = table(given)
+            found[device].sum().backward()
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(found[DEVICE].cpu(), found["cpu"], rtol=1e-3, atol=1e-3)
 
 
 def streamed(rank: int, world: int, name: str) -> float:

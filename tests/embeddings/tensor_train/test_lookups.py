@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from flexshard.embeddings import TTEmbedding, TTEmbeddingBag, TTShape
+from flexshard.embeddings.tensor_train.core_optimizer import FUSED
 from flexshard.embeddings.tensor_train.products import levels_of
 from flexshard.errors import DataError, TableError
 from tests.embeddings.tensor_train.products import dense, each_backend
@@ -58,7 +59,16 @@ def test_bags_are_those_of_the_dense_product_with_triton(
     check_bags("triton", data, case, mode, layout)
 
 
-def check_bags(backend: str, data: st.DataObject, case: Case, mode: str, layout: str) -> None:
+@given(**BAGS)
+@settings(max_examples=15)
+def test_bags_are_those_of_the_dense_product_without_a_wait(
+    data: st.DataObject, case: Case, mode: str, layout: str
+) -> None:
+    with as_on_cuda():
+        check_bags("triton", data, case, mode, layout, validate=False)
+
+
+def check_bags(backend: str, data: st.DataObject, case: Case, mode: str, layout: str, *, validate: bool = True) -> None:
     p, q, rank, spare = case
     pytest.importorskip(backend)
     rows = max(prod(p) - spare, 1)
@@ -74,6 +84,7 @@ def check_bags(backend: str, data: st.DataObject, case: Case, mode: str, layout:
         padding_idx=padding,
         include_last_offset=layout == "last",
         backend=backend,
+        validate=validate,
     )
     cores = [core.detach().double().requires_grad_() for core in table.cores]
     lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
@@ -236,7 +247,7 @@ def test_the_padding_row_is_zeros_and_stays_so() -> None:
 @pytest.mark.parametrize("cores", [2, 3, 4])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_lookup_waits_for_its_sizes_alone(cores: int, pinned: bool) -> None:
-    """On a device: once for bags that are not validated, once more for offsets, and for pinned rows."""
+    """On a device: once, once more for offsets, and for pinned rows; never without validation."""
     how: dict[str, Any] = {"tt_ranks": 4, "cores": cores, "std": 1.0, "padding_idx": 7}
     how |= {"backend": "triton" if cores == 3 else None, "hot_rows": 20 if pinned else 0}
     tables = [TTEmbeddingBag(400, 16, mode="sum", validate=validate, **how) for validate in (True, False)]
@@ -259,13 +270,48 @@ def test_a_lookup_waits_for_its_sizes_alone(cores: int, pinned: bool) -> None:
         for core, gradient in zip(table.cores, gradients, strict=True):
             torch.testing.assert_close(core.grad, gradient)
         if cores == 3:  # elsewhere CPUs compute, by loops of their own
-            assert counter.counts == {"numpy": 1 + table.validate + pinned}
-        with as_on_cuda(), pytest.raises(DataError, match="id 400 is outside"):
-            table(torch.tensor([400, 2]), torch.tensor([0]))
-        with as_on_cuda(), pytest.raises(DataError, match=f"id {(1 << 63) - 1} is outside"):
-            table(torch.tensor([(1 << 63) - 1, 2]), torch.tensor([0]))
+            assert counter.counts == ({"numpy": 2 + pinned} if table.validate else {})
+        on_device = cores == 3 and not table.validate
+        for outside in (400, -1, (1 << 63) - 1):
+            what = "an id is outside its table" if on_device else f"id {outside} is outside"
+            with as_on_cuda(), pytest.raises(RuntimeError if on_device else DataError, match=what):
+                table(torch.tensor([outside, 2]), torch.tensor([0]))
         with as_on_cuda():
             assert table(torch.zeros(0, dtype=torch.long), torch.tensor([0, 0])).tolist() == [[0.0] * 16] * 2
+
+
+@pytest.mark.parametrize("optimizer", [None, *FUSED])
+@pytest.mark.parametrize("cores", [2, 3, 4])
+def test_steps_without_waits_are_the_same_steps(cores: int, optimizer: str | None) -> None:
+    """With pinned rows and a padding row, ids several times, batches of other sizes; cores, pinned rows, states."""
+    pytest.importorskip("triton")
+    how: dict[str, Any] = {"tt_ranks": 3, "cores": cores, "std": 1.0, "padding_idx": 7, "hot_rows": 20}
+    how |= {"optimizer": optimizer, "backend": "triton"}
+    tables = [TTEmbedding(400, 8, validate=validate, **how) for validate in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    generator = torch.Generator().manual_seed(cores)
+    waits: list[int] = []
+    for number in (60, 700, 1, 0):
+        ids = torch.randint(0, 400, (number,), generator=generator) ** 2 // 400
+        upstream = torch.randn(number, 8, generator=generator)
+        found = []
+        for table in tables:
+            if number == 60:
+                table.pin_rows(torch.cat([ids[:8], torch.tensor([7])]))
+            with as_on_cuda(), HostWaits() as counter:
+                found.append(table(ids))
+                found[-1].backward(upstream)
+            waits.append(counter.counts.total())
+        torch.testing.assert_close(found[1], found[0])
+        for (name, own), other in zip(tables[1].named_parameters(), tables[0].parameters(), strict=True):
+            torch.testing.assert_close(own, other, msg=name)
+            if optimizer is None:
+                torch.testing.assert_close(own.grad, other.grad, msg=name)
+        for name, state in tables[1].state_dict().items():
+            torch.testing.assert_close(state, tables[0].state_dict()[name], msg=name)
+    assert waits[1] <= (2 if optimizer == "adam" else 0)  # its numbers of steps were loaded
+    assert not any(waits[3::2])
+    assert any(waits[::2])
 
 
 @pytest.mark.parametrize("backend", [None, "torch"])

@@ -7,12 +7,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from flexshard._internal import check_finite
+from flexshard._internal import check_finite, host_waits_for
 from flexshard.errors import TableError
 from flexshard.tables import OPTIMIZERS, StepOptions
 
-__all__ = ["FUSED", "CoreOptimizer", "StepCount", "Unscaled", "at_least_0", "checked_scaler", "full_dtype", "in_full"]
+__all__ = [
+    "FUSED",
+    "CoreOptimizer",
+    "StepCount",
+    "Unscaled",
+    "at_least_0",
+    "checked_scaler",
+    "full_buffer",
+    "full_dtype",
+    "in_full",
+]
 
 # Those whose state a slice of a core can have.
 FUSED = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -27,6 +38,14 @@ def full_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_full(tensor: torch.Tensor) -> torch.Tensor:
     """In the type that :func:`full_dtype` has for it."""
     return tensor.to(full_dtype(tensor.dtype))
+
+
+def full_buffer(module: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer of a module in this type, contiguous, whatever the module was cast to."""
+    now: torch.Tensor = getattr(module, name)
+    if now.dtype != dtype or not now.is_contiguous():  # another memory format, say
+        setattr(module, name, now.to(dtype).contiguous())
+    return getattr(module, name)
 
 
 class CoreOptimizer:
@@ -188,6 +207,21 @@ class CoreOptimizer:
         for name, state in states.items():
             state[which] = held[name]
 
+    @torch.no_grad()
+    def step_of_read(
+        self, values: torch.Tensor, read: torch.Tensor, gradient: torch.Tensor, states: States, number: int = 1
+    ) -> None:
+        """Update the slices that were read in place; ``read`` of shape (all,), bool, gradients of all."""
+        if not host_waits_for(values.device):
+            which = read.nonzero().flatten()
+            self.step_at(values, which, gradient[which], states, number)
+            return
+        values = values.detach()
+        own, held = values.clone(), {name: state.clone() for name, state in states.items()}
+        self.step(own, gradient, held, number)
+        for before, after in ((values, own), *((state, held[name]) for name, state in states.items())):
+            before.copy_(torch.where(read.view(-1, *[1] * (before.dim() - 1)), after, before))
+
 
 class Unscaled(torch.autograd.Function):
     """Rows of one lookup, whose gradient is looked at, and a scaler's factor taken off it, before anything changes."""
@@ -222,7 +256,7 @@ class StepCount:
     def add(self, module: Any, which: int = 0) -> int:
         """Count one more; how many there were then."""
         steps = getattr(module, "steps", None)
-        if steps is not None and (self._version != steps._version or steps.device.type == "cpu"):
+        if steps is not None and (self._version != steps._version or not host_waits_for(steps.device)):
             self.numbers = steps.tolist()
         self.numbers[which] += 1
         if steps is not None:

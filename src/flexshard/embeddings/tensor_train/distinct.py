@@ -8,10 +8,13 @@ from math import prod
 import numpy as np
 import torch
 
-from flexshard._internal import HostCopy, host_waits_for, run_starts, runs_of
+from flexshard._internal import HostCopy, host_waits_for, run_starts, runs_of, to_device
+from flexshard.errors import DataError
 from flexshard.tables import TTShape
 
-__all__ = ["DistinctIds", "compacted", "prefix_counts", "prefixes_of"]
+__all__ = ["NO_ID", "DistinctIds", "check_ids", "compacted", "prefix_counts", "prefixes_of", "without_row"]
+
+NO_ID = int(np.iinfo(np.int64).max)  # sorts behind all ids
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,13 @@ class DistinctIds:
     """Distinct ids of a lookup.
 
     Attributes:
-        ids: ascending; shape (u,), int64.
+        ids: ascending; shape (u,), int64. Where they are ``filled``, :data:`NO_ID` follows.
         inverse: of each of the ids that were looked up among them; of their shape.
-        least, most: of them; 0 and -1 where there are none.
-        padding: index of one id among them, if it is there.
-        prefixes: how many distinct prefixes of each inner level they have, where that is known already.
+        least, most: of them; 0 and -1 where there are none, or nobody asked.
+        padding: index of one id among them, if it is there, or of a place for it where they are ``filled``.
+        prefixes: how many distinct prefixes of each inner level they have, where that is known already; at most, where
+            they are ``filled``.
+        filled: whether the host does not know how many there are.
     """
 
     ids: torch.Tensor
@@ -32,6 +37,29 @@ class DistinctIds:
     most: int
     padding: int | None
     prefixes: tuple[int, ...] | None
+    filled: bool = False
+
+    @classmethod
+    def at_most(cls, ids: torch.Tensor, shape: TTShape, padding_idx: int | None) -> DistinctIds:
+        """Of some ids of any shape, int64, without a wait: as many places as there are ids, and one for padding.
+
+        An id outside the table fails on the device, as ``nn.Embedding`` has it there.
+        """
+        flat = ids.reshape(-1)
+        torch._assert_async(((flat >= 0) & (flat < shape.num_embeddings)).all(), "an id is outside its table")
+        padding = None
+        if padding_idx is not None:
+            padding, is_padding = flat.numel(), flat == padding_idx
+            flat = torch.where(is_padding, NO_ID, flat)
+        distinct, inverse = runs_of(flat, NO_ID)
+        if padding is not None:
+            distinct = torch.cat([distinct, distinct.new_full((1,), NO_ID)])
+            inverse = torch.where(is_padding, padding, inverse)
+        most, numbers = [], 1
+        for factor in shape.row_factors[:-1]:
+            numbers *= factor
+            most.append(min(numbers, flat.numel()))
+        return cls(distinct, inverse.view(ids.shape), 0, -1, padding, tuple(most[1:]), filled=True)
 
     @classmethod
     def of(cls, ids: torch.Tensor, shape: TTShape, padding_idx: int | None) -> DistinctIds:
@@ -47,9 +75,9 @@ class DistinctIds:
             return cls(distinct, inverse.view(ids.shape), least, most, place, None)
         if not flat.numel():
             return cls(flat, ids, 0, -1, None, (0,) * (shape.cores - 2))
-        distinct, inverse = runs_of(flat, _BEYOND)
-        real = distinct != _BEYOND
-        sought = _BEYOND if padding_idx is None else padding_idx
+        distinct, inverse = runs_of(flat, NO_ID)
+        real = distinct != NO_ID
+        sought = NO_ID if padding_idx is None else padding_idx
         place_of = torch.searchsorted(distinct, torch.full_like(distinct[:1], sought)).clamp(max=len(distinct) - 1)
         numbers = [real.sum().view(1), distinct[:1], flat.max().view(1)]
         numbers += [torch.where(distinct[place_of] == sought, place_of, -1), prefix_counts(distinct, real, shape)]
@@ -64,7 +92,12 @@ class DistinctIds:
         )
 
 
-_BEYOND = int(np.iinfo(np.int64).max)
+def check_ids(ids: torch.Tensor) -> None:
+    """Raises DataError for what cannot be ids, whatever the numbers."""
+    if not isinstance(ids, torch.Tensor):
+        raise DataError(f"ids are a tensor, found {type(ids).__name__}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise DataError(f"ids are whole numbers, found {ids.dtype}")
 
 
 def prefixes_of(ids: torch.Tensor, shape: TTShape, level: int) -> torch.Tensor:
@@ -78,9 +111,16 @@ def prefix_counts(ids: torch.Tensor, real: torch.Tensor, shape: TTShape) -> torc
     return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64, device=ids.device)
 
 
-def compacted(ascending: torch.Tensor, number: int | None) -> torch.Tensor:
-    """The distinct ones; without a wait where it is known how many there are."""
+def compacted(ascending: torch.Tensor, number: int | None, *, filler: int = NO_ID) -> torch.Tensor:
+    """The distinct ones; without a wait where it is known how many there are, or may be: ``filler``, which sorts behind
+    all, in the places that are left.
+    """
     if number is None:
         return torch.unique_consecutive(ascending)
     run = torch.cumsum(run_starts(ascending), 0) - 1
-    return ascending.new_empty(number).scatter_(0, run, ascending)
+    return ascending.new_full((number + 1,), filler).scatter_(0, run, ascending)[:number]
+
+
+def without_row(rows: torch.Tensor, index: int | None) -> torch.Tensor:
+    """Rows with zeros at one index, if any."""
+    return rows if index is None else rows.index_fill(0, to_device(np.array([index]), rows.device), 0.0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flexshard._internal import deprecated_attribute
-from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, StepCount, full_dtype, in_full
+from flexshard.embeddings.tensor_train.core_optimizer import CoreOptimizer, StepCount, full_buffer, full_dtype, in_full
 from flexshard.errors import TableError
 
 __all__ = ["HotRows"]
@@ -55,23 +55,23 @@ class HotRows(nn.Module):
     def _states(self) -> dict[str, torch.Tensor]:
         """The fused optimizer's, in full precision whatever the model was cast to."""
         assert self._optimizer is not None
-        kind = full_dtype(self.rows.dtype)
-        for state in self._optimizer.rule.states:
-            setattr(self, _buffer(state.name), getattr(self, _buffer(state.name)).to(kind).contiguous())
-        return {state.name: getattr(self, _buffer(state.name)) for state in self._optimizer.rule.states}
+        kind, states = full_dtype(self.rows.dtype), self._optimizer.rule.states
+        return {state.name: full_buffer(self, _buffer(state.name), kind) for state in states}
 
-    def _take_step(self, gradient: torch.Tensor, slots: torch.Tensor) -> None:
-        """The fused optimizer's step of rows at distinct slots."""
+    def _take_step(self, gradient: torch.Tensor, which: torch.Tensor) -> None:
+        """The fused optimizer's step, of rows at distinct slots by gradients of these, or, with a bool of each row, of
+        those that were read by gradients of all.
+        """
         optimizer = self._optimizer
         assert optimizer is not None
         if not self.rows.requires_grad:
             return
-        held = self._states()
-        rows, states = in_full(self.rows[slots]), {name: state[slots] for name, state in held.items()}
-        optimizer.step(rows, in_full(gradient), states, self._counted.add(self))
-        self.rows[slots] = rows.to(self.rows.dtype)
-        for name, state in held.items():
-            state[slots] = states[name]
+        rows, step = in_full(self.rows.detach()), optimizer.step_at
+        if which.dtype == torch.bool:
+            step = optimizer.step_of_read
+        step(rows, which, in_full(gradient), self._states(), self._counted.add(self))
+        if rows.dtype != self.rows.dtype:
+            self.rows.copy_(rows)
 
     @property
     def capacity(self) -> int:
@@ -93,6 +93,11 @@ class HotRows(nn.Module):
     def take(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows at distinct slots; with a fused optimizer their gradient is a step."""
         rows: torch.Tensor = _Taken.apply(self.rows, slots, self)
+        return rows
+
+    def take_all(self, read: torch.Tensor) -> torch.Tensor:
+        """All rows, of which some are ``read``, shape (capacity,), bool: the others are not updated."""
+        rows: torch.Tensor = _Taken.apply(self.rows, read, self)
         return rows
 
     @torch.no_grad()
@@ -135,12 +140,12 @@ class HotRows(nn.Module):
         self.changes += 1
 
     @torch.no_grad()
-    def backward(self, slots: torch.Tensor, gradient: torch.Tensor, changes: int) -> torch.Tensor | None:
+    def backward(self, which: torch.Tensor, gradient: torch.Tensor, changes: int) -> torch.Tensor | None:
         """The gradient of all rows; or none, if the fused optimizer has taken its step.
 
         Args:
-            slots: distinct ones; shape (n,).
-            gradient: of their rows; shape (n, D).
+            which: distinct slots, shape (n,), or which of all rows were read, shape (capacity,), bool.
+            gradient: of the rows at these slots, shape (n, D), or of all.
             changes: as they were counted at the lookup.
 
         Raises:
@@ -153,19 +158,20 @@ class HotRows(nn.Module):
             )
         optimizer = self._optimizer
         if optimizer is None or optimizer.is_distributed:
-            to_rows = torch.zeros_like(self.rows)
-            to_rows[slots] = gradient
+            to_rows = gradient
+            if which.dtype != torch.bool:
+                to_rows = torch.zeros_like(self.rows)
+                to_rows[which] = gradient
             if optimizer is None:
                 return to_rows
             self.changes += 1
             if not optimizer.is_skipping:
                 (averaged,) = optimizer.averaged([in_full(to_rows)])
-                slots = averaged.any(1).nonzero().flatten()
-                self._take_step(averaged[slots], slots)
+                self._take_step(averaged, averaged.any(1))
             return None
         self.changes += 1
         if not optimizer.is_skipping:
-            self._take_step(gradient, slots)
+            self._take_step(gradient, which)
         return None
 
 
@@ -175,14 +181,14 @@ def _buffer(state: str) -> str:
 
 
 class _Taken(torch.autograd.Function):
-    """Rows at distinct slots; their gradient, or their step."""
+    """Rows at distinct slots, or all, of which some are read; their gradient, or their step."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, slots: torch.Tensor, hot: HotRows) -> Any:
-        ctx.slots, ctx.hot, ctx.changes = slots, hot, hot.changes
-        return rows[slots]
+    def forward(ctx: Any, rows: torch.Tensor, which: torch.Tensor, hot: HotRows) -> Any:
+        ctx.which, ctx.hot, ctx.changes = which, hot, hot.changes
+        return rows.view_as(rows) if which.dtype == torch.bool else rows[which]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.hot.backward(ctx.slots, gradient, ctx.changes), None, None
+        return ctx.hot.backward(ctx.which, gradient, ctx.changes), None, None

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from flexshard._internal import IntArray
-from flexshard.embeddings.tensor_train.distinct import compacted, prefixes_of
+from flexshard.embeddings.tensor_train.distinct import NO_ID, compacted, prefixes_of
 from flexshard.tables import TTShape
 
 __all__ = ["Levels", "Step", "backward_rows", "forward_rows", "levels_of", "product_sizes", "suffix_products"]
@@ -62,6 +62,9 @@ class Level:
 class Levels:
     """What distinct ids have in common; ids in order of their prefix's index.
 
+    Places of a level that no prefix has (and those that no id has) come last, below a prefix and with a digit that are
+    one beyond all.
+
     Attributes:
         inner: levels 2 to d - 1.
         row_index: of each id among the distinct ones, ascending; shape (u,).
@@ -74,13 +77,15 @@ class Levels:
     parent: torch.Tensor
     digit: torch.Tensor
 
-    def digits_of(self, k: int) -> torch.Tensor:
-        """Digits k that any of the ids has, from 0 on; a device is asked."""
+    def has_digit(self, k: int, count: int) -> torch.Tensor:
+        """Which digits k, of so many from 0 on, any of the ids has; shape (count,), bool."""
         if k == len(self.inner) + 1:
-            return torch.unique(self.digit)
-        if k:
-            return torch.unique(self.inner[k - 1].digit)
-        return torch.unique(self.inner[0].parent if self.inner else self.parent)
+            digits = self.digit
+        elif k:
+            digits = self.inner[k - 1].digit
+        else:
+            digits = self.inner[0].parent if self.inner else self.parent
+        return torch.zeros(count + 1, dtype=torch.bool, device=digits.device).index_fill_(0, digits, True)[:count]
 
     @cached_property
     def blocks(self) -> list[tuple[int, int, int, slice]]:
@@ -93,39 +98,52 @@ class Levels:
 
 
 def levels_of(
-    ids: torch.Tensor, shape: TTShape, prefixes_known: Sequence[int] | None = None, *, compiled: bool = False
+    ids: torch.Tensor,
+    shape: TTShape,
+    prefixes_known: Sequence[int] | None = None,
+    *,
+    filled: bool = False,
+    compiled: bool = False,
 ) -> Levels:
     """Prefixes of distinct ids, ascending, in exact integer arithmetic.
 
     Args:
         ids: shape (u,), int64.
-        prefixes_known: how many distinct prefixes each inner level has; a device is asked where None.
+        prefixes_known: how many distinct prefixes each inner level has, or at most; a device is asked where None.
+        filled: whether ids and prefixes may be fewer: ids end in :data:`NO_ID` then.
         compiled: whether a compiled loop finds them, on the CPU.
     """
     if compiled:
         return _compiled_levels(ids, shape)
+
+    def or_beyond(values: torch.Tensor, is_one: torch.Tensor, beyond: int) -> torch.Tensor:
+        return torch.where(is_one, values, beyond) if filled else values
+
+    def index_in(before: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+        found = torch.searchsorted(before, above)
+        return found.clamp(max=before.numel() - 1) if filled else found
+
     inner: list[Level] = []
     row_index: torch.Tensor | None = None  # of the distinct prefixes of the level before, in ascending order
-    before: torch.Tensor | None = None
+    before, count = None, shape.row_factors[0]
     for k in range(1, shape.cores - 1):
         # Ids ascend, so prefixes do, and the distinct ones are where they change.
         number = None if prefixes_known is None else prefixes_known[k - 1]
-        prefixes = compacted(prefixes_of(ids, shape, k), number)
-        above = prefixes.div(shape.row_factors[k], rounding_mode="floor")
-        parent = above if before is None or row_index is None else row_index[torch.searchsorted(before, above)]
-        digit = prefixes - above * shape.row_factors[k]
+        filler, factor = NO_ID // prod(shape.row_factors[k + 1 :]), shape.row_factors[k]
+        prefixes = compacted(prefixes_of(ids, shape, k), number, filler=filler)
+        is_one, above = prefixes != filler, prefixes.div(factor, rounding_mode="floor")
+        parent = above if before is None or row_index is None else row_index[index_in(before, above)]
+        digit = or_beyond(prefixes - above * factor, is_one, factor)
         order = torch.argsort(digit, stable=True)
-        inner.append(Level(parent[order], digit[order]))
+        inner.append(Level(or_beyond(parent, is_one, count)[order], digit[order]))
         row_index = torch.empty_like(order)
         row_index[order] = torch.arange(order.numel(), device=order.device)
-        before = prefixes
-    above = ids.div(shape.row_factors[-1], rounding_mode="floor")
-    digit = ids - above * shape.row_factors[-1]
-    if before is None or row_index is None:
-        order, parent = torch.argsort(above, stable=True), above
-    else:
-        parent = row_index[torch.searchsorted(before, above)]
-        order = torch.argsort(parent, stable=True)
+        before, count = prefixes, prefixes.numel()
+    is_one, factor = ids != NO_ID, shape.row_factors[-1]
+    above = ids.div(factor, rounding_mode="floor")
+    parent = above if before is None or row_index is None else row_index[index_in(before, above)]
+    parent, digit = or_beyond(parent, is_one, count), or_beyond(ids - above * factor, is_one, factor)
+    order = torch.argsort(parent, stable=True)
     return Levels(tuple(inner), order, parent[order], digit[order])
 
 

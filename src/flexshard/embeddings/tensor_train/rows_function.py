@@ -17,7 +17,7 @@ from flexshard.embeddings.tensor_train.products import Levels, Step, levels_of, 
 from flexshard.errors import TableError
 from flexshard.tables import KEPT_SHARE, TTShape
 
-__all__ = ["BACKENDS", "ProductBuffer", "RowsContext", "TTRows", "laid_cores", "rows_of"]
+__all__ = ["BACKENDS", "ProductBuffer", "RowsContext", "TTRows", "chosen_backend", "laid_cores", "rows_of"]
 
 BACKENDS = ("numba", "torch", "triton")
 _TRITON_UPDATES = ("sgd", "adagrad", "rowwise_adagrad")
@@ -88,7 +88,8 @@ class RowsContext:
         buffer: memory for products.
         backend: asked for, or None.
         trained: whether backward may come.
-        prefixes: how many distinct prefixes of each inner level there are, if that is known.
+        prefixes: how many distinct prefixes of each inner level there are, or at most, if that is known.
+        filled: whether ids and prefixes may be fewer, see :class:`DistinctIds`.
     """
 
     shape: TTShape
@@ -100,19 +101,7 @@ class RowsContext:
     backend: str | None
     trained: bool
     prefixes: tuple[int, ...] | None = None
-
-    def chosen_backend(self) -> str:
-        """What computes: "numba" or "torch" on the CPU, "triton" on CUDA where it can, else "torch"."""
-        if self.backend is not None:
-            return self.backend
-        device = self.cores[0].device.type
-        if device == "cpu":
-            return "numba" if has_numba() else "torch"
-        if device == "cuda" and has_triton() and self.cores[0].dtype != torch.float64:
-            from flexshard.embeddings.tensor_train import triton_products
-
-            return "triton" if triton_products.supports(self.shape) else "torch"
-        return "torch"
+    filled: bool = False
 
     def update(self, gradients: Sequence[torch.Tensor | None], levels: Levels, numbers: Sequence[int]) -> None:
         """The fused optimizer's step of the cores that have a gradient here.
@@ -128,8 +117,7 @@ class RowsContext:
             if gradient is None or not core.requires_grad:
                 continue
             if optimizer.rule.moves_at_zero:
-                read = levels.digits_of(k)
-                optimizer.step_at(core, read, gradient[read], self.states[k], number)
+                optimizer.step_of_read(core, levels.has_digit(k, core.shape[0]), gradient, self.states[k], number)
             else:
                 optimizer.step(core, gradient, self.states[k], number)
 
@@ -143,8 +131,7 @@ class RowsContext:
             if not core.requires_grad:
                 continue
             if optimizer.rule.moves_at_zero:
-                read = gradient.flatten(1).any(1).nonzero().flatten()
-                optimizer.step_at(core, read, gradient[read], self.states[k], number)
+                optimizer.step_of_read(core, gradient.flatten(1).any(1), gradient, self.states[k], number)
             else:
                 optimizer.step(core, gradient, self.states[k], number)
 
@@ -161,6 +148,20 @@ class RowsContext:
                 optimizer.step_at(core, digits, each, self.states[k], numbers[k])
 
         return step
+
+
+def chosen_backend(asked: str | None, shape: TTShape, core: torch.Tensor) -> str:
+    """What computes: "numba" or "torch" on the CPU, "triton" on CUDA where it can, else "torch"."""
+    if asked is not None:
+        return asked
+    device = core.device.type
+    if device == "cpu":
+        return "numba" if has_numba() else "torch"
+    if device == "cuda" and has_triton() and core.dtype != torch.float64:
+        from flexshard.embeddings.tensor_train import triton_products
+
+        return "triton" if triton_products.supports(shape) else "torch"
+    return "torch"
 
 
 class TTRows(torch.autograd.Function):
@@ -235,8 +236,9 @@ def _forward(
     distinct: torch.Tensor, context: RowsContext
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None, Levels, str]:
     """Rows, products that are kept for backward, levels, and what computed them."""
-    shape, backend, trained = context.shape, context.chosen_backend(), context.trained
-    levels = levels_of(distinct, shape, context.prefixes, compiled=backend == "numba")
+    shape, trained = context.shape, context.trained
+    backend = chosen_backend(context.backend, shape, context.cores[0])
+    levels = levels_of(distinct, shape, context.prefixes, filled=context.filled, compiled=backend == "numba")
     with torch.autocast(distinct.device.type, enabled=False), _on_device(distinct):
         laid = laid_cores(context.cores, copied=backend == "triton")
         if backend == "triton":

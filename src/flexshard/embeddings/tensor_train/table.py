@@ -7,27 +7,34 @@ from functools import partial
 from math import isfinite
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexshard._internal import renamed_parameters, to_device
+from flexshard._internal import host_waits_for, renamed_parameters
 from flexshard.embeddings.tensor_train.core_optimizer import (
     CoreOptimizer,
     StepCount,
     Unscaled,
     at_least_0,
     checked_scaler,
+    full_buffer,
     full_dtype,
 )
 from flexshard.embeddings.tensor_train.decomposition import LARGE_ERROR, decompose, warn_of_error
-from flexshard.embeddings.tensor_train.distinct import DistinctIds
-from flexshard.embeddings.tensor_train.rows_function import BACKENDS, ProductBuffer, RowsContext, TTRows, rows_of
+from flexshard.embeddings.tensor_train.distinct import DistinctIds, check_ids, without_row
+from flexshard.embeddings.tensor_train.rows_function import (
+    BACKENDS,
+    ProductBuffer,
+    RowsContext,
+    TTRows,
+    chosen_backend,
+    rows_of,
+)
 from flexshard.errors import DataError, TableError
 from flexshard.tables import TTShape
 
-__all__ = ["TTTable", "without_row"]
+__all__ = ["TTTable"]
 
 _CHUNK = 1 << 16
 
@@ -72,8 +79,10 @@ class TTTable(nn.Module):
             device, dtype: of the cores; float32 or bfloat16, whose products are in float32, or float64. On "meta" they
                 have no numbers before ``to_empty`` and :meth:`reset_parameters`.
             backend: "numba", "torch" or "triton"; by default the fastest that is installed and fits the device.
-            validate: whether offsets of bags are checked, for which the host waits once for a device, and on the CPU
-                gradients before a step of the optimizer above; ids always are.
+            validate: whether ids and offsets of bags are checked, for which the host waits for a device, and on the
+                CPU gradients before a step of the optimizer above. Without, Triton's kernels never let the host wait:
+                they make room for as many rows as there are ids, and one outside the table fails on the device, as
+                ``nn.Embedding`` has it; elsewhere ids are checked all the same.
             process_group: ranks over which gradients are averaged before a step of the optimizer above. What averages
                 others', DistributedDataParallel say, has to ignore the cores, which ``updated_in_backward`` names.
             grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if any, for the optimizer above: its factor
@@ -271,9 +280,9 @@ class TTTable(nn.Module):
     def _lookup(self, ids: torch.Tensor, *, is_noted: bool = True) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
         del is_noted
-        found = self._distinct(ids)
-        rows = self._checked(self._rows(found.ids, found.prefixes))
-        return without_row(rows, found.padding), found.inverse, found.padding
+        found = self._distinct(ids, counted=False)
+        rows = self._checked(self._rows(found.ids, found.prefixes, filled=found.filled))
+        return rows if found.filled else without_row(rows, found.padding), found.inverse, found.padding
 
     def _checked(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a lookup, whose gradient the table's own optimizer can take a step by."""
@@ -283,22 +292,24 @@ class TTTable(nn.Module):
         checked: torch.Tensor = Unscaled.apply(rows, self.core_optimizer)
         return checked
 
-    def _distinct(self, ids: torch.Tensor) -> DistinctIds:
-        if not isinstance(ids, torch.Tensor):
-            raise DataError(f"ids are a tensor, found {type(ids).__name__}")
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise DataError(f"ids are whole numbers, found {ids.dtype}")
+    def _distinct(self, ids: torch.Tensor, *, counted: bool = True) -> DistinctIds:
+        check_ids(ids)
         if self.cores[0].is_meta:
             raise TableError("the table has no numbers yet; to_empty(device=...) and reset_parameters() make them")
         if not self._is_shared and torch.is_grad_enabled():
             self._share()
+        may_be_filled = not (counted or self.validate) and ids.numel() and host_waits_for(ids.device)
+        if may_be_filled and chosen_backend(self.backend, self.shape, self.cores[0]) == "triton":
+            return DistinctIds.at_most(ids.long(), self.shape, self.padding_idx)
         found = DistinctIds.of(ids.long(), self.shape, self.padding_idx)
         if found.least < 0 or found.most >= self.num_embeddings:
             wrong = found.least if found.least < 0 else found.most
             raise DataError(f"id {wrong} is outside the table's rows, 0 to {self.num_embeddings - 1}")
         return found
 
-    def _rows(self, distinct: torch.Tensor, prefixes: tuple[int, ...] | None = None) -> torch.Tensor:
+    def _rows(
+        self, distinct: torch.Tensor, prefixes: tuple[int, ...] | None = None, *, filled: bool = False
+    ) -> torch.Tensor:
         trained = torch.is_grad_enabled() and any(core.requires_grad for core in self.cores)
         context = RowsContext(
             self.shape,
@@ -310,6 +321,7 @@ class TTTable(nn.Module):
             self.backend,
             trained,
             prefixes,
+            filled,
         )
         if not trained:
             return rows_of(distinct, context)
@@ -320,17 +332,11 @@ class TTTable(nn.Module):
         """The fused optimizer's states of each core, in float32 whatever the model was cast to; in float64 of such."""
         if self.core_optimizer is None:
             return []
-        kind = full_dtype(self.cores[0].dtype)
-        found: list[dict[str, torch.Tensor]] = []
-        for k in range(self.shape.cores):
-            found.append({})
-            for state in self.core_optimizer.rule.states:
-                name = f"{_buffer(state.name)}_{k}"
-                state_now = getattr(self, name)
-                if state_now.dtype != kind or not state_now.is_contiguous():  # another memory format, say
-                    setattr(self, name, state_now.to(kind).contiguous())
-                found[k][state.name] = getattr(self, name)
-        return found
+        kind, states = full_dtype(self.cores[0].dtype), self.core_optimizer.rule.states
+        return [
+            {state.name: full_buffer(self, f"{_buffer(state.name)}_{k}", kind) for state in states}
+            for k in range(self.shape.cores)
+        ]
 
     @property
     def grad_scaler(self) -> Any:
@@ -387,11 +393,6 @@ class TTTable(nn.Module):
         fused = "" if self.optimizer is None else f", fused {self.optimizer}"
         smaller = f"{self.shape.compression:.3g} times smaller"
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.shape}, {smaller}{fused}"
-
-
-def without_row(rows: torch.Tensor, index: int | None) -> torch.Tensor:
-    """Rows with zeros at one index, if any."""
-    return rows if index is None else rows.index_fill(0, to_device(np.array([index]), rows.device), 0.0)
 
 
 def _buffer(state: str) -> str:

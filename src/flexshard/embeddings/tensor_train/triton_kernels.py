@@ -86,23 +86,26 @@ def grouped_outer(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def suffix_forward(  # type: ignore[no-untyped-def]
-    prefixes, parent, core, digit, row_index, rows, r,
+    prefixes, parent, core, digit, row_index, rows, count, r,
     Q: tl.constexpr, q: tl.constexpr, BQ: tl.constexpr, Bq: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``rows[row_index[n]] = prefixes[parent[n]] @ core[digit[n]].T``; one program per id."""
+    """``rows[row_index[n]] = prefixes[parent[n]] @ core[digit[n]].T``, 0 without a prefix; one program per id."""
     n = tl.program_id(0)
     above, last, to = tl.load(parent + n), tl.load(digit + n), tl.load(row_index + n)
     a, c = tl.arange(0, BQ), tl.arange(0, Bq)
     acc = tl.zeros((BQ, Bq), tl.float32)
-    for start in range(0, r, BK):
-        k = start + tl.arange(0, BK)
-        left = tl.load(
-            prefixes + above * Q * r + a[:, None] * r + k[None, :], mask=(a < Q)[:, None] & (k < r)[None, :], other=0.0
-        )
-        right = tl.load(
-            core + last * q * r + c[:, None] * r + k[None, :], mask=(c < q)[:, None] & (k < r)[None, :], other=0.0
-        )
-        acc += tl.sum(left[:, None, :] * right[None, :, :], axis=2)
+    if above < count:
+        for start in range(0, r, BK):
+            k = start + tl.arange(0, BK)
+            left = tl.load(
+                prefixes + above * Q * r + a[:, None] * r + k[None, :],
+                mask=(a < Q)[:, None] & (k < r)[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                core + last * q * r + c[:, None] * r + k[None, :], mask=(c < q)[:, None] & (k < r)[None, :], other=0.0
+            )
+            acc += tl.sum(left[:, None, :] * right[None, :, :], axis=2)
     tl.store(rows + to * Q * q + a[:, None] * q + c[None, :], acc, mask=(a < Q)[:, None] & (c < q)[None, :])
 
 

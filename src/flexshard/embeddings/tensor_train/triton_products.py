@@ -73,6 +73,7 @@ def forward_rows(
             levels.digit,
             levels.row_index,
             rows,
+            before.shape[0],
             tt_rank,
             height,
             width,
@@ -161,7 +162,7 @@ class _Pieces:
     """Segments in pieces of at most :data:`_PIECE` items, so that no program walks through many.
 
     Attributes:
-        starts: of each piece, and the end; those behind the last one have no items. Shape (pieces + 1,).
+        starts: of each piece, and the end; those behind the last one have none. Shape (pieces + 1,).
         of_segments: first piece of each segment, and the end; shape (segments + 1,).
     """
 
@@ -179,8 +180,8 @@ class _Pieces:
         piece = torch.arange(most, device=starts.device)
         segment = torch.searchsorted(ends, piece, right=True).clamp(max=number.numel() - 1)
         start = starts[segment] + (piece - (ends - number)[segment]) * _PIECE
-        own = torch.where(piece < ends[-1], start, items)
-        return cls(torch.nn.functional.pad(own, (0, 1), value=items), torch.nn.functional.pad(ends, (1, 0)))
+        own = torch.where(piece < ends[-1], start, starts[-1])
+        return cls(torch.cat([own, starts[-1:]]), torch.nn.functional.pad(ends, (1, 0)))
 
     def add_up(self, parts: torch.Tensor, arguments: tuple[Any, ...], size: int, mode: int) -> None:
         """The sums of the pieces of each segment, in their order."""
