@@ -31,7 +31,8 @@ help:
 	@echo "make lint                      ruff and mypy --strict"
 	@echo "make bench                     measure against DuckDB and Polars, the solver against its size, prices against what is called"
 	@echo "make bench-torchrec            measure against TorchRec: its planner, its row-wise sharding; groups of tables, translation (takes minutes)"
-	@echo "                               CHECKOUT=TorchRec's source tree: its own sharding tests and its BERT4Rec example, too"
+	@echo "                               CHECKOUT=TorchRec's source tree: its own sharding tests and its BERT4Rec example, too;"
+	@echo "                               EASYREC=TorchEasyRec's: whether it reads our export"
 	@echo "make bench-recd                deduplicated batches: storage, reader, conversion, training (takes minutes)"
 	@echo "make bench-ingest              reading and the ingestion service against pyarrow and Ray Data (takes minutes; CLICKS=path for real clicks)"
 	@echo "make bench-lookahead           caches that know the next batches: oracle, steps, closed forms (takes minutes; CLICKS=path, LOOKUPS=path)"
@@ -116,6 +117,7 @@ bench-torchrec: setup
 	$(VENV)/bin/python -m benchmarks.lookups
 	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_sharding_tests "$(CHECKOUT)")
 	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_planner_tests "$(CHECKOUT)")
+	$(if $(EASYREC),$(VENV)/bin/python -m benchmarks.torcheasyrec_plan "$(EASYREC)")
 	$(if $(CHECKOUT),$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) pandas && $(VENV)/bin/python -m benchmarks.bert4rec "$(CHECKOUT)")
 
 bench-recd: $(VENV)/.bench
