@@ -42,7 +42,10 @@ def spread_on(first: IntArray, counts: IntArray, device: torch.device) -> torch.
     import torch
 
     flat, total = np.ravel(counts), int(counts.sum())
-    cells = to_device(np.stack([np.ravel(first) - (np.cumsum(flat) - flat), flat]).astype(np.int64), device)
+    shifts = np.ravel(first) - (np.cumsum(flat) - flat)
+    if device.type == "cpu":  # where NumPy takes a fifth of torch's time
+        return torch.from_numpy(np.repeat(shifts, flat).astype(np.int64, copy=False) + np.arange(total))
+    cells = to_device(np.stack([shifts, flat]).astype(np.int64), device)
     repeated = torch.repeat_interleave(cells[0], cells[1], output_size=total)
     return repeated.add_(torch.arange(total, device=device))
 
