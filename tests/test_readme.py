@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ def test_it_is_short_and_installs_what_make_installs() -> None:
     others = re.findall(r"^\t\t(tensordict .*)$", makefile, flags=re.MULTILINE)[0]
     first = f"pip install torch=={torch} fbgemm-gpu-cpu=={fbgemm} {others}"
     assert f"{first} && pip install --no-deps torchrec=={torchrec}" == INSTALL_TORCHREC
+
+
+def test_the_package_index_gets_the_same_without_links_into_the_tree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / project["readme"]).read_text()
+    assert not re.findall(r"\]\((?!https?://)", text)
+    known = set(README.splitlines())
+    own = "    pip install flexshard"
+    blocks = [line for line in text.splitlines() if line.startswith(("    ", "+", "-", "| ")) and line != own]
+    assert len(blocks) > 10
+    assert [line for line in blocks if line not in known] == []
 
 
 def test_the_commands_are_there_with_the_options_that_they_are_given(tmp_path: Path) -> None:
