@@ -92,8 +92,8 @@ def test_lists_of_dense_columns_are_of_one_length_in_each_batch(tmp_path: Path) 
 
 
 def test_small_row_groups_are_decoded_at_once_and_others_in_chunks(tmp_path: Path) -> None:
-    # Of 32 MiB, of 33 in chunks of 4, and of too many rows.
-    for rows, columns, chunks in ((1 << 18, 16, 1), (1 << 17, 33, 9), ((1 << 18) + 1, 1, 1), (1 << 20, 1, 2)):
+    # Of 32 MiB, of 33 in chunks of 6, and of too many rows.
+    for rows, columns, chunks in ((1 << 18, 16, 1), (1 << 17, 33, 6), ((1 << 18) + 1, 1, 1), (1 << 20, 1, 2)):
         table = pa.table({f"c{number}": np.arange(rows) for number in range(columns)})
         pq.write_table(table, tmp_path / "a.parquet", row_group_size=rows)
         streams = RowStreams(StoredRows(expand(tmp_path), table.column_names))

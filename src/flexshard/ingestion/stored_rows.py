@@ -29,7 +29,7 @@ __all__ = ["RowStreams", "StoredRows", "check_columns", "is_local"]
 IntArray = npt.NDArray[np.int64]
 # Of a row group's decoded columns, up to which it is decoded at once, which takes least time.
 _WHOLE_BYTES, _WHOLE_ROWS = 32 << 20, 1 << 18
-_CHUNK_BYTES = 4 << 20  # of those of a larger one; smaller chunks take longer per row, and so do larger ones (measured)
+_CHUNK_BYTES = 6 << 20  # of those of a larger one; less, much more, and powers of two take longer per row (measured)
 LOCAL_GAP, REMOTE_GAP = 8 << 10, 1 << 20
 
 

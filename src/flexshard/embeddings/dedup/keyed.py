@@ -35,6 +35,8 @@ Groups = Sequence[Sequence[str]]
 
 def checked_groups(groups: Groups, partial: Groups, keys: Sequence[str]) -> tuple[list[list[str]], list[list[str]]]:
     """Groups of features that are there, exact and partial, each in one group at most; raises DataError."""
+    if not groups and not partial:
+        return [], []
     for found in (groups, partial):
         if isinstance(found, str) or any(isinstance(group, str) for group in found):
             raise DataError(f"groups are lists of features, such as [['history', 'authors']]; found {found!r}")
