@@ -221,7 +221,7 @@ def waiting(batches: Any, step: float) -> float:
 
 
 def kills(folder: Path, number: int) -> None:
-    """Processes killed at random times: the same hashes, and every row once."""
+    """Processes killed at random times, as long as batches come in between: the same hashes, and every row once."""
     spec = job(folder)
     expected = [batch_hash(batch) for batch in spec.reader()]
     done, generator, epochs, rows = 0, random.Random(0), 0, 0
@@ -231,9 +231,11 @@ def kills(folder: Path, number: int) -> None:
 
         def work() -> None:
             nonlocal done
+            before = -1
             while done < number and not over.is_set():
                 time.sleep(generator.uniform(0.0, 0.5))
-                if pool.pids:
+                if pool.pids and rows != before:
+                    before = rows
                     kill(generator.choice(pool.pids), signal.SIGKILL)
                     done += 1
 

@@ -314,6 +314,21 @@ def test_steps_without_waits_are_the_same_steps(cores: int, optimizer: str | Non
     assert any(waits[::2])
 
 
+def test_slices_of_the_padding_row_alone_move_without_waits_as_with_them() -> None:
+    """Adam moves slices that were read, whatever their gradient."""
+    pytest.importorskip("triton")
+    how: dict[str, Any] = {"tt_ranks": 2, "row_factors": [3, 3, 3], "dim_factors": [2, 2, 2], "std": 1.0}
+    how |= {"padding_idx": 26, "optimizer": "adam", "learning_rate": 0.1, "backend": "triton"}
+    tables = [TTEmbedding(27, 8, validate=validate, **how) for validate in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for ids in ([25], [0, 26], [26, 26]):  # 25 has the digits 2, 2, 1; 26 has 2, 2, 2
+        for table in tables:
+            with as_on_cuda():
+                table(torch.tensor(ids)).sum().backward()
+    for own, other in zip(tables[1].cores, tables[0].cores, strict=True):
+        torch.testing.assert_close(own, other)
+
+
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_double_precision_is_computed_in_double_precision(backend: str | None) -> None:
     torch.manual_seed(0)

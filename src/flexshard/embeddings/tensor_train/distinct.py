@@ -48,13 +48,13 @@ class DistinctIds:
         flat = ids.reshape(-1)
         torch._assert_async(((flat >= 0) & (flat < shape.num_embeddings)).all(), "an id is outside its table")
         padding = None
-        if padding_idx is not None:
-            padding, is_padding = flat.numel(), flat == padding_idx
-            flat = torch.where(is_padding, NO_ID, flat)
         distinct, inverse = runs_of(flat, NO_ID)
-        if padding is not None:
+        if (
+            padding_idx is not None
+        ):  # whose row stays among the others: its slices have been read, for what moves these
+            padding = flat.numel()
             distinct = torch.cat([distinct, distinct.new_full((1,), NO_ID)])
-            inverse = torch.where(is_padding, padding, inverse)
+            inverse = torch.where(flat == padding_idx, padding, inverse)
         most, numbers = [], 1
         for factor in shape.row_factors[:-1]:
             numbers *= factor
