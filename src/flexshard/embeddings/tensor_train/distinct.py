@@ -49,9 +49,7 @@ class DistinctIds:
         torch._assert_async(((flat >= 0) & (flat < shape.num_embeddings)).all(), "an id is outside its table")
         padding = None
         distinct, inverse = runs_of(flat, NO_ID)
-        if (
-            padding_idx is not None
-        ):  # whose row stays among the others: its slices have been read, for what moves these
+        if padding_idx is not None:  # whose row stays among the others, for what moves slices that were read
             padding = flat.numel()
             distinct = torch.cat([distinct, distinct.new_full((1,), NO_ID)])
             inverse = torch.where(flat == padding_idx, padding, inverse)
