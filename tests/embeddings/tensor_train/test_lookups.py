@@ -280,8 +280,9 @@ def test_a_lookup_waits_for_its_sizes_alone(cores: int, pinned: bool) -> None:
             assert table(torch.zeros(0, dtype=torch.long), torch.tensor([0, 0])).tolist() == [[0.0] * 16] * 2
 
 
-@pytest.mark.parametrize("optimizer", [None, *FUSED])
-@pytest.mark.parametrize("cores", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("cores", "optimizer"), [*((3, name) for name in (None, *FUSED)), (2, "adam"), (4, "rowwise_adagrad")]
+)
 def test_steps_without_waits_are_the_same_steps(cores: int, optimizer: str | None) -> None:
     """With pinned rows and a padding row, ids several times, batches of other sizes; cores, pinned rows, states."""
     pytest.importorskip("triton")
@@ -291,7 +292,7 @@ def test_steps_without_waits_are_the_same_steps(cores: int, optimizer: str | Non
     tables[1].load_state_dict(tables[0].state_dict())
     generator = torch.Generator().manual_seed(cores)
     waits: list[int] = []
-    for number in (60, 700, 1, 0):
+    for number in (60, 520, 1, 0):
         ids = torch.randint(0, 400, (number,), generator=generator) ** 2 // 400
         upstream = torch.randn(number, 8, generator=generator)
         found = []
