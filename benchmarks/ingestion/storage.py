@@ -202,7 +202,7 @@ def flat_maps(folder: Path, rows: int) -> None:
     stored = StoredRows(expand(paths["families"]), [*sparse, *dense])
 
     def tensors(rows_read: Rows) -> None:
-        features_of(rows_read, sparse, [], {})
+        features_of(rows_read, sparse, [], {}, {})
         for name in dense:
             dense_tensor(rows_read, name, nulls_as_nan=True)
 
