@@ -33,6 +33,7 @@ from flexshard.planner import TableConstraints, export_torcheasyrec, modules_of
 RANKS, BATCH, MODULE = 8, 512, "model.bags"
 TYPES = {"tiny": "data_parallel", "small": "table_wise", "wide": "column_wise", "large": "row_wise", "huge": "row_wise"}
 ROWS = {"tiny": 50, "small": 20_000, "wide": 400_000, "large": 3_000_000, "huge": 20_000_000}
+DIMS = dict.fromkeys(ROWS, 64) | {"wide": 256}  # wide enough for shards of columns
 
 
 def planned() -> flexshard.Plan:
@@ -44,7 +45,7 @@ def planned() -> flexshard.Plan:
             (torch.rand(100_000, generator=torch.Generator().manual_seed(rows)) ** 3 * rows).long().numpy(),
             num_rows=rows,
         )
-        tables.append(flexshard.Table(name, rows, 256 if name == "wide" else 64, counts, pooling="sum"))
+        tables.append(flexshard.Table(name, rows, DIMS[name], counts, pooling="sum"))
     constraints = {name: TableConstraints(sharding_types=(kind,)) for name, kind in TYPES.items()}
     return flexshard.solve(tables, cluster, batch_size=BATCH, budget="20GiB", constraints=constraints)
 
@@ -58,9 +59,7 @@ class Model(nn.Module):
         self.model = nn.Module()
         self.model.bags = EmbeddingBagCollection(
             [
-                EmbeddingBagConfig(
-                    name=name, num_embeddings=rows, embedding_dim=256 if name == "wide" else 64, feature_names=[name]
-                )
+                EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=DIMS[name], feature_names=[name])
                 for name, rows in ROWS.items()
             ],
             device=meta,
@@ -70,9 +69,9 @@ class Model(nn.Module):
 def their_planner(checkout: Path) -> Any:
     """TorchEasyRec's module that plans."""
     stubs = {name: ModuleType(name) for name in ("tzrec", "tzrec.protos", "tzrec.protos.feature_pb2")}
-    stubs["tzrec"].__path__ = [str(checkout / "tzrec")]
-    stubs["tzrec.protos"].feature_pb2 = stubs["tzrec.protos.feature_pb2"]  # type: ignore[attr-defined]
-    stubs["tzrec.protos.feature_pb2"].__getattr__ = lambda _: object  # type: ignore[method-assign]
+    vars(stubs["tzrec"])["__path__"] = [str(checkout / "tzrec")]
+    vars(stubs["tzrec.protos"])["feature_pb2"] = stubs["tzrec.protos.feature_pb2"]
+    vars(stubs["tzrec.protos.feature_pb2"])["__getattr__"] = lambda _: object
     sys.modules.update(stubs)
     return importlib.import_module("tzrec.utils.plan_util")
 

@@ -26,10 +26,8 @@ def train(rank: int, steps: int) -> None:
     table = EmbeddingConfig(name="articles", num_embeddings=ROWS, embedding_dim=16, feature_names=["clicks"])
     model = nn.Sequential(EmbeddingCollection([table], device=torch.device("meta")))
     profile = AccessProfile.from_ids(torch.cat([batch(seed).values() for seed in range(99)]).numpy(), num_rows=ROWS)
-    cluster, sharders = (
-        Cluster.preset("gloo-localhost", 1),
-        [FlexShardEmbeddingCollectionSharder({"learning_rate": 0.1})],
-    )
+    cluster = Cluster.preset("gloo-localhost", 1)
+    sharders = [FlexShardEmbeddingCollectionSharder({"learning_rate": 0.1})]
     planner = FlexShardPlanner(profiles={"articles": profile}, cluster=cluster, batch_size=BATCH)
     model = DistributedModelParallel(model, plan=planner.collective_plan(model, sharders), sharders=sharders)
     for step in range(steps):

@@ -247,3 +247,14 @@ def test_a_profile_of_a_larger_table_says_nothing_about_rows() -> None:
     profile = flexshard.AccessProfile.from_counts([1] * 501, num_samples=10)
     with pytest.raises(TableError, match="profile is of 501 rows, the table has 500"):
         table.unpin_rows(profile=profile)
+
+
+def test_ids_that_are_refused_are_not_taken_for_seen() -> None:
+    table = TTEmbedding(60, 8, tt_ranks=2, hot_rows=3)
+    assert table.seen is not None
+    for wrong in ([1, 2], torch.tensor([1, 60]), torch.tensor([0.5])):
+        with pytest.raises(DataError):
+            table(wrong)
+    assert table.seen.count == 0
+    table(torch.tensor([1, 59]))
+    assert table.seen.count == 2

@@ -35,11 +35,11 @@ Groups = Sequence[Sequence[str]]
 
 def checked_groups(groups: Groups, partial: Groups, keys: Sequence[str]) -> tuple[list[list[str]], list[list[str]]]:
     """Groups of features that are there, exact and partial, each in one group at most; raises DataError."""
-    if not groups and not partial:
-        return [], []
     for found in (groups, partial):
         if isinstance(found, str) or any(isinstance(group, str) for group in found):
             raise DataError(f"groups are lists of features, such as [['history', 'authors']]; found {found!r}")
+    if not groups and not partial:
+        return [], []
     exact_names, partial_names = [list(group) for group in groups], [list(group) for group in partial]
     for noun, names in (("group", exact_names), ("partial group", partial_names)):
         for number, group in enumerate(names):

@@ -12,7 +12,7 @@ from flexshard._internal import HostCopy, host_waits_for, run_starts, runs_of, t
 from flexshard.errors import DataError
 from flexshard.tables import TTShape
 
-__all__ = ["NO_ID", "DistinctIds", "check_ids", "compacted", "prefix_counts", "prefixes_of", "without_row"]
+__all__ = ["NO_ID", "DistinctIds", "check_ids", "compacted", "marked", "prefix_counts", "prefixes_of", "without_row"]
 
 NO_ID = int(np.iinfo(np.int64).max)  # sorts behind all ids
 
@@ -117,6 +117,11 @@ def compacted(ascending: torch.Tensor, number: int | None, *, filler: int = NO_I
         return torch.unique_consecutive(ascending)
     run = torch.cumsum(run_starts(ascending), 0) - 1
     return ascending.new_full((number + 1,), filler).scatter_(0, run, ascending)[:number]
+
+
+def marked(places: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of 0 to ``count - 1`` are among places, of which ``count`` stands for none; shape (count,), bool."""
+    return torch.zeros(count + 1, dtype=torch.bool, device=places.device).index_fill_(0, places, True)[:count]
 
 
 def without_row(rows: torch.Tensor, index: int | None) -> torch.Tensor:

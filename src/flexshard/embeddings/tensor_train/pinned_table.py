@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flexshard._internal import HostCopy, check_int, deprecated_attribute, host_waits_for
 from flexshard.embeddings.tensor_train.core_optimizer import in_full
-from flexshard.embeddings.tensor_train.distinct import NO_ID, DistinctIds, prefix_counts, without_row
+from flexshard.embeddings.tensor_train.distinct import NO_ID, DistinctIds, marked, prefix_counts, without_row
 from flexshard.embeddings.tensor_train.folding import (
     Fit,
     Folded,
@@ -203,11 +203,11 @@ class PinnableTable(TTTable):
 
     def _lookup(self, ids: torch.Tensor, *, is_noted: bool = True) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Rows of distinct ids, the index of each id among them, and that of the padding row if it is there."""
-        if is_noted and self.seen is not None and self.training and torch.is_grad_enabled():
-            self.seen.add(ids)
         if self.hot is None:
             return super()._lookup(ids)
         found = self._distinct(ids, counted=False)
+        if is_noted and self.seen is not None and self.training and torch.is_grad_enabled():
+            self.seen.add(ids)
         pinned, slot = self.hot.find(found.ids)
         if found.filled:
             rows, place = self._beside_pinned(self.hot, found, pinned & (found.ids != NO_ID), slot)
@@ -224,9 +224,8 @@ class PinnableTable(TTTable):
         """Rows of ids that are not pinned and all that are, and the place of each id among these; without a wait."""
         own, order = torch.sort(torch.where(pinned, NO_ID, found.ids), stable=True)  # a place for padding stays last
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        read = torch.zeros(hot.capacity + 1, dtype=torch.bool, device=slot.device)
-        read.index_fill_(0, torch.where(pinned, slot, hot.capacity), True)
-        rows = torch.cat([self._rows(own, found.prefixes, filled=True), hot.take_all(read[:-1])])
+        read = marked(torch.where(pinned, slot, hot.capacity), hot.capacity)
+        rows = torch.cat([self._rows(own, found.prefixes, filled=True), hot.take_all(read)])
         return rows, torch.where(pinned, own.numel() + slot, place)
 
     def _without_pinned(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from flexshard._internal import IntArray
-from flexshard.embeddings.tensor_train.distinct import NO_ID, compacted, prefixes_of
+from flexshard.embeddings.tensor_train.distinct import NO_ID, compacted, marked, prefixes_of
 from flexshard.tables import TTShape
 
 __all__ = ["Levels", "Step", "backward_rows", "forward_rows", "levels_of", "product_sizes", "suffix_products"]
@@ -85,7 +85,7 @@ class Levels:
             digits = self.inner[k - 1].digit
         else:
             digits = self.inner[0].parent if self.inner else self.parent
-        return torch.zeros(count + 1, dtype=torch.bool, device=digits.device).index_fill_(0, digits, True)[:count]
+        return marked(digits, count)
 
     @cached_property
     def blocks(self) -> list[tuple[int, int, int, slice]]:
