@@ -3,7 +3,8 @@
 Rows and bytes are the same whatever the groups: 48 numbers a row on average, in one group all of them, in ten groups
 five widths under two optimizers, in fifty each table with a learning rate of its own. Every table has a tier of copies.
 TorchRec's collections have one width each, so ten groups are five modules: in TorchRec's training pipeline, which
-begins all modules' distribution together, they share one exchange; in a plain loop each has its own.
+begins all modules' distribution together, they share one exchange; in a plain loop each has its own. So one group is
+measured in one module and in five as well, which tells what groups cost from what modules do.
 
     python -m benchmarks.table_groups [--ranks 4] [--batch-size 256] [--network]
 
@@ -44,8 +45,13 @@ from flexshard.topologies import Cluster, CollectiveRate, Level
 
 TABLES, ROWS, LENGTH = 50, 20_000, 4
 WIDTHS = (16, 32, 48, 64, 80)
+SHAPES = ((1, 1), (1, 5), (10, 5), (50, 5))  # groups, and modules that they are in
 BLOCKS, STEPS = 9, 6
 LINK_MBIT = (2000.0, 1000.0, 8000.0)  # of a node, to one other node, inside a node
+
+
+def title(loop: str, groups: int, modules: int) -> str:
+    return f"{loop}, groups in modules: {groups} in {modules}"
 
 
 @torch.fx.wrap  # what a pipeline looks into is which modules take which part of the batch
@@ -56,13 +62,16 @@ def loss_of(outputs: list[Any]) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    """Ten tables of each width in a collection of their own, as TorchRec has it, or all of the mean width in one."""
+    """Ten tables of each width in a collection of their own, as TorchRec has it; all of the mean width if they are one
+    group, in one collection or as many as the others.
+    """
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, modules: int = len(WIDTHS)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        for dim in (48,) if groups == 1 else WIDTHS:
-            members = [index for index in range(TABLES) if groups == 1 or WIDTHS[index % 5] == dim]
+        for number, width in enumerate(WIDTHS[:modules]):
+            dim = 48 if groups == 1 else width
+            members = [index for index in range(TABLES) if index % modules == number]
             collection: Any = EmbeddingCollection(
                 tables=[
                     EmbeddingConfig(name=f"t{i}", num_embeddings=ROWS, embedding_dim=dim, feature_names=[f"f{i}"])
@@ -74,7 +83,7 @@ class Model(nn.Module):
                 rate = 0.05 + (0.001 * (index // 10) if groups == TABLES else 0.0)
                 weight = collection.embeddings[f"t{index}"].weight
                 apply_optimizer_in_backward(RowWiseAdagrad if adagrad else torch.optim.SGD, [weight], {"lr": rate})
-            self.add_module(f"d{dim}", collection)
+            self.add_module(f"d{number}", collection)
 
     def forward(self, batch: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, twice: as pipelines want it."""
@@ -135,11 +144,11 @@ def run_rank(nodes: int, batch_size: int, result: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     data = batches(rank, batch_size)
     runs: dict[str, Any] = {}
-    for groups in (1, 10, 50):
-        plain, model = (plan_of(Model(groups), nodes, world // nodes, batch_size) for _ in range(2))
+    for groups, modules in SHAPES:
+        plain, model = (plan_of(Model(groups, modules), nodes, world // nodes, batch_size) for _ in range(2))
         pipeline = TrainPipelineSparseDist(model, model.fused_optimizer, torch.device("cpu"))
         for name, run in (("pipeline", pipeline), ("plain loop", Plain(plain))):
-            runs[f"{name}, {groups}"] = run, itertools.cycle(data)
+            runs[title(name, groups, modules)] = run, itertools.cycle(data)
     calls = {}
     for name, (run, stream) in runs.items():
         run.progress(stream)  # fills the pipeline
@@ -180,11 +189,14 @@ def main() -> int:
     print(f"{TABLES} tables of {ROWS:,} rows, {args.ranks} ranks on {args.nodes} nodes, {args.batch_size} samples of")
     print(f"{LENGTH} ids a table and rank; medians of {BLOCKS} blocks")
     for name, (calls, nbytes, times) in found.items():
-        base = found[f"{name.split(',')[0]}, 1"][2]
-        ratio = statistics.median(time / one for time, one in zip(times, base, strict=True))
+        shares = []
+        for modules in (1, 5):
+            base = found[title(name.split(",")[0], 1, modules)][2]
+            shares.append(statistics.median(time / one for time, one in zip(times, base, strict=True)))
         print(
-            f"{name:>14} groups: {calls:.0f} collectives and {nbytes / 1e6:.2f} MB a rank and step,"
-            f" {statistics.median(times) * 1e3:.1f} ms, {ratio:.2f} of one group's"
+            f"{name:>41}: {calls:3.0f} collectives and {nbytes / 1e6:.2f} MB a rank and step,"
+            f" {statistics.median(times) * 1e3:.1f} ms, {shares[0]:.2f} of one group's in one module,"
+            f" {shares[1]:.2f} in five"
         )
     return 0
 

@@ -85,6 +85,14 @@ class Frame:
         rows: IntArray = self._offsets[0] // np.array(self.row_bytes)
         return rows
 
+    def part(self, segments: slice) -> Frame:
+        """Of some segments, in a buffer of their own: each begins where its offsets do not depend on those before."""
+        first, ends = self._offsets
+        part = Frame(self.counts[segments], self.row_bytes)
+        start = ends[segments.start]
+        part.__dict__["_offsets"] = first[segments] - start, ends[segments.start : segments.stop + 1] - start
+        return part
+
 
 def segment_bytes(counts: IntArray, row_bytes: Sequence[int]) -> IntArray:
     """Bytes of segments of one buffer with so many rows of each class.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +27,12 @@ def of_classes(values: torch.Tensor, counts: IntArray) -> list[torch.Tensor]:
     if counts.shape[1] == 1:
         return [values]
     first = (np.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
-    return [
-        values.index_select(0, spread_on(first[:, index], counts[:, index], values.device))
-        for index in range(counts.shape[1])
-    ]
+    return list(values.index_select(0, spread_on(first.T, counts.T, values.device)).split(_totals(counts)))
+
+
+def _totals(counts: IntArray) -> list[int]:
+    totals: list[int] = counts.sum(axis=0).tolist()
+    return totals
 
 
 @dataclass
@@ -64,8 +67,7 @@ class RowsBuffer:
 
     def part(self, segments: slice) -> RowsBuffer:
         """Of some segments, sharing memory: each begins where its offsets do not depend on those before it."""
-        frame = Frame(self.frame.counts[segments], self.frame.row_bytes)
-        start = int(self.frame.ends[segments.start])
+        frame, start = self.frame.part(segments), int(self.frame.ends[segments.start])
         return RowsBuffer(frame, self.wire, self.classes, self.buffer[start : start + frame.nbytes])
 
     def view(self, index: int) -> torch.Tensor:
@@ -91,8 +93,13 @@ class RowsBuffer:
         return which if self.frame.packed else self._positions(index).index_select(0, which)
 
     def _positions(self, index: int) -> torch.Tensor:
-        at = self.classes.index(index)
-        return spread_on(self.frame.first_rows[:, at], self.frame.counts[:, at], self.buffer.device)
+        return self._all_positions[self.classes.index(index)]
+
+    @cached_property
+    def _all_positions(self) -> Sequence[torch.Tensor]:
+        """Of each class, where its rows lie in its view."""
+        counts = self.frame.counts
+        return spread_on(self.frame.first_rows.T, counts.T, self.buffer.device).split(_totals(counts))
 
 
 @dataclass

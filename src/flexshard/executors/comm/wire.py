@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,8 @@ class Wire:
 
     def frame(self, counts: npt.NDArray[np.int64], classes: tuple[int, ...]) -> Frame:
         """Where rows of some classes lie in a buffer; ``counts`` of each segment and of these, shape (S, classes)."""
-        return Frame(counts, tuple(self.row_bytes[index] for index in classes))
+        numbers = np.ascontiguousarray(counts, np.int64)
+        return _frame(numbers.tobytes(), numbers.shape, tuple(self.row_bytes[index] for index in classes))
 
     def sent_dtype(self, index: int) -> torch.dtype:
         """Of a class's numbers on the wire."""
@@ -72,3 +73,9 @@ class Wire:
         assert self.codec is not None
         rows: torch.Tensor = self.codec.decode(sent.contiguous().view(-1), self._contexts[index])
         return rows.view(sent.shape[0], self.dims[index]).to(self.dtypes[index])
+
+
+@lru_cache(maxsize=16)
+def _frame(counts: bytes, shape: tuple[int, ...], row_bytes: tuple[int, ...]) -> Frame:
+    """Of a step's rows and of their gradients, of both ends of a message: mostly the same."""
+    return Frame(np.frombuffer(counts, np.int64).reshape(shape), row_bytes)

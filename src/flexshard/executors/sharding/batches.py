@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -177,12 +176,12 @@ def ids_of_tables(
     if host_waits_for(values.device):
         bounds = _bounds(known, lookups, tables, translated=translated)
         inside, table = _inside(values[: ends[-1]], np.array(ends), *bounds)
-        parts = _by_feature(keys, inside, ends)
+        parts = _by_feature(known, lookups, inside, ends)
         problem = OutsideIds(
-            table, lambda: _outside(_by_feature(keys, values, ends), lookups, tables, translated=translated)
+            table, lambda: _outside(_by_feature(known, lookups, values, ends), lookups, tables, translated=translated)
         )
     else:
-        parts = _by_feature(keys, values, ends)
+        parts = _by_feature(known, lookups, values, ends)
         problem = _outside(parts, lookups, tables, translated=translated)
         if problem is not None:
             return [], problem
@@ -218,8 +217,12 @@ def _inside(
     return values.masked_fill(outside, 0), torch.where(table == _ANY, -1, table).int()
 
 
-def _by_feature(keys: Sequence[str], values: torch.Tensor, ends: Sequence[int]) -> dict[str, torch.Tensor]:
-    return {key: values[slice(*part)] for key, part in zip(keys, pairwise(ends), strict=True)}
+def _by_feature(
+    known: Mapping[str, int], lookups: Sequence[Lookup], values: torch.Tensor, ends: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Ids of the features that are looked up; ``known``: where each feature stands in the batch."""
+    places = ((lookup.feature, known[lookup.feature]) for lookup in lookups)
+    return {feature: values[ends[place] : ends[place + 1]] for feature, place in places}
 
 
 def _outside(

@@ -174,15 +174,15 @@ class RowStore(nn.Module, abc.ABC):
 
         With ``read`` a slot may stand there several times, with one gradient and as read or not.
         """
-        weight = self.values[where]
-        state = {name: values[where] for name, values in self.states().items()}
+        weight, states = self.values[where], self.states()
+        state = {name: values[where] for name, values in states.items()}
         rate, step = self._learning_rate, self._step
         apply_update(self.spec, weight, gradient, state, learning_rate=rate, step=step, seed=seed, read=read)
         if isinstance(where, slice):
             return
         # Indexing made copies. Of one slot all have to be the same, though each was rounded by a chance of its own.
         first = None if read is None else torch.searchsorted(where, where)
-        parts = [(self.values, weight), *((values, state[name]) for name, values in self.states().items())]
+        parts = [(self.values, weight), *((values, state[name]) for name, values in states.items())]
         for values, updated in parts:
             values.index_copy_(0, where, updated if first is None else updated.index_select(0, first))
 
