@@ -1,6 +1,7 @@
 """Calls of the API and job files with one wrong thing in each: whatever is wrong, FlexShard's own errors say so.
 
-Half a minute each, drawn anew by ``FUZZ_SEED``; by default the same every time.
+Ten seconds each, three times that in all in ``make test-slow``; drawn anew by ``FUZZ_SEED``, by default the same every
+time.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import flexshard
 from flexshard import AccessProfile, Cluster, Plan, Table, TableConstraints, load_job, solve
 from flexshard.errors import FlexShardError
 from flexshard.topologies import CollectiveRate, Level
+from tests.slow import first
 
-SEED, CALLS, JOBS = int(os.environ.get("FUZZ_SEED", "0")), 12_000, 15_000
+SEED, CALLS, JOBS = int(os.environ.get("FUZZ_SEED", "0")), 4_000, 5_000
 RATE = CollectiveRate(1e-6, 1e10)
 CLUSTER = Cluster("c", 2, 2, 1e9, 0.0, (Level(1, None, RATE), Level(2, RATE, RATE), Level(4, RATE, None)))
 PROFILE = AccessProfile.from_counts(np.ceil(500 / np.arange(1, 201)).astype(np.int64), 300)
@@ -109,9 +111,10 @@ def foreign(error: Exception) -> bool:
     return not isinstance(error, FlexShardError) or not str(error).strip() or "\n" in str(error).strip("\n")
 
 
-def test_the_api_says_what_is_wrong_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", first(1, range(3)))
+def test_the_api_says_what_is_wrong_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.chdir(tmp_path)
-    draw, found = random.Random(SEED), Counter[str]()
+    draw, found = random.Random(3 * SEED + part), Counter[str]()
     for _ in range(CALLS):
         name = draw.choice(list(CALLED))
         call, arguments = CALLED[name]
@@ -181,12 +184,13 @@ PIECES += [
 ]
 
 
-def test_job_files_say_what_is_wrong_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", first(1, range(3)))
+def test_job_files_say_what_is_wrong_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.chdir(tmp_path)
     PROFILE.save("t.profile")
     (tmp_path / "job.yaml").write_text(JOB)
     load_job("job.yaml").solve()
-    draw, found, refused = random.Random(SEED), Counter[str](), 0
+    draw, found, refused = random.Random(3 * SEED + part), Counter[str](), 0
     words = [match.span() for match in re.finditer(r"[^\s,:{}\[\]]+|[{}\[\],:]", JOB)]
     for _ in range(JOBS):
         text = JOB

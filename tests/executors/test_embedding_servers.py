@@ -154,9 +154,10 @@ def cases(rank: int, plan: Any, optimizers: list[str]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", first(1, [2, 4, 1]))
-def test_every_optimizer(address: str, world: int) -> None:
-    plan, names = looking.plan_for(*SHAPES[world]), list(OPTIMIZERS) if world == 2 else ["rowwise_adagrad", "adam"]
+@pytest.mark.parametrize("case", first(1, [(2, "some"), (2, "all"), (4, "some"), (1, "some")]))
+def test_optimizers(address: str, case: tuple[int, str]) -> None:
+    world, which = case
+    plan, names = looking.plan_for(*SHAPES[world]), list(OPTIMIZERS) if which == "all" else ["rowwise_adagrad", "adam"]
     for results in ranks.run(*SHAPES[world], with_servers, address, 3, cases, plan, names, limit=500.0):
         assert len(results) == len(names) * 8
         assert [case for case in results if case[4]] == []

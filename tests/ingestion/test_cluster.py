@@ -19,6 +19,7 @@ from flexshard.errors import DataError, OutputError
 from flexshard.ingestion import cluster_sessions
 from flexshard.ingestion.drafts import draft_folder
 from tests.ingestion.data import log, written
+from tests.slow import first
 
 
 def rows_of(folder: Path) -> list[list[dict[str, object]]]:
@@ -132,7 +133,7 @@ def test_what_does_not_fit_memory_is_spilled(tmp_path: Path) -> None:
         cluster_sessions(tmp_path / "in.parquet", tmp_path / "no", session="s", time="t", memory="4MB")
 
 
-@pytest.mark.parametrize("files", [1, 3, 20, 2500])
+@pytest.mark.parametrize("files", first(2, [1, 300, 3, 20, 2500]))
 def test_many_files_take_no_more_memory_than_one(tmp_path: Path, files: int) -> None:
     rows = 250_000
     generator = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from flexshard._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from flexshard.costmodels.collectives import (
+        NUMBER_BYTES as NUMBER_BYTES,
         SLOT_BYTES as SLOT_BYTES,
         STATUS_NUMBERS as STATUS_NUMBERS,
         RowWidths as RowWidths,
@@ -144,6 +145,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
         "step": ["PhaseCurve", "StepModel"],
         "collectives": [
+            "NUMBER_BYTES",
             "SLOT_BYTES",
             "STATUS_NUMBERS",
             "RowWidths",

@@ -21,6 +21,7 @@ from flexshard.tables import OPTIMIZERS
 from flexshard.topologies import Cluster, CollectiveRate
 
 __all__ = [
+    "NUMBER_BYTES",
     "SLOT_BYTES",
     "STATUS_NUMBERS",
     "RowWidths",
@@ -40,7 +41,7 @@ __all__ = [
 
 FloatArray = npt.NDArray[np.float64]
 
-_NUMBER_BYTES = 4
+NUMBER_BYTES = 4
 SLOT_BYTES = 4
 STATUS_NUMBERS = 3  # a rank's word on its batch, beside its counts
 
@@ -173,11 +174,11 @@ def collectives_between(
         gathered: levels at which those of some tiers are gathered row by row; shape (G,).
         id_bytes: of an id on the wire.
     """
-    everything, numbers = tuple(range(len(widths))), (_NUMBER_BYTES,) * len(widths)
+    everything, numbers = tuple(range(len(widths))), (NUMBER_BYTES,) * len(widths)
     result = []
     sizes = [size for size in group_sizes if size > 1]
     if world_size > 1:
-        fixed = world_size * (len(sizes) * len(widths) + STATUS_NUMBERS) * _NUMBER_BYTES
+        fixed = world_size * (len(sizes) * len(widths) + STATUS_NUMBERS) * NUMBER_BYTES
         result.append(StepCollective("all_to_all", world_size, "counts", everything, numbers, fixed))
     result += [StepCollective("all_to_all", size, "ids", everything, (id_bytes,) * len(widths)) for size in sizes]
     for content, item_bytes in (
@@ -197,7 +198,7 @@ def collectives_between(
             nbytes = sum(whole[level, index].item() * width for index, width in zip(reduced, sums, strict=True))
             result.append(StepCollective("all_reduce", size, "replicas", reduced, sums, nbytes))
         if gathered[level]:
-            fixed = _NUMBER_BYTES * len(widths)
+            fixed = NUMBER_BYTES * len(widths)
             result.append(StepCollective("all_reduce", size, "touched", everything, numbers, fixed))
             entries = tuple(one.gradient_bytes + SLOT_BYTES for one in widths)
             result.append(StepCollective("all_gather", size, "touched_rows", everything, entries))

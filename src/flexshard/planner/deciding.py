@@ -14,7 +14,7 @@ from flexshard.planner.assembly import closed_form_baselines, table_plans, with_
 from flexshard.planner.methods import Placement
 from flexshard.planner.plan import Settings, TablePlan
 from flexshard.planner.problem import Problem
-from flexshard.planner.reductions import cost_with_reductions
+from flexshard.planner.reductions import cost_of_reduced, cost_with_reductions
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.loads import fullest_rank_bytes
@@ -165,7 +165,8 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
         nbytes = bounded_memory(problem, placement.instance, placement.allocation)
         least = min(least, nbytes)
         if nbytes <= memory_limit(limit):
-            cost = variants.of(placement.instance.deduplicated).cost(placement.allocation)
+            instance = variants.of(placement.instance.deduplicated)
+            cost = cost_of_reduced(instance, placement.allocation, problem.reduction)
             found.append((objective_seconds(problem, cost), within, placement))
         return nbytes - limit
 

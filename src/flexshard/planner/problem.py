@@ -86,8 +86,8 @@ class Problem:
         index_dedup_seconds_per_id: that time, per lookup; by default a nanosecond, about what GPUs take to sort so many
             ids. CPUs need 20 to 100 times as long.
         reduction: how gradients of copies are brought together: "dense" (all-reduce), "sparse" (all-gather of the rows
-            that were touched) or "auto" (for each tier, whichever is predicted to take less). Chosen after the tiers,
-            whose proof holds for dense ones.
+            that were touched) or "auto" (for each tier, whichever is predicted to take less: chosen with the tiers, or
+            after them with ``host_memory``, whose proof then holds for dense ones).
         translation: where ids are translated to ranks and slots: "loader" (ahead of the model, in host memory) or
             "device" (a location per row in a rank's memory, in every placement and so in the budget too).
         memory: what the budget bounds: "mean" (static memory, and the rows that a batch is expected to need), or

@@ -9,7 +9,7 @@ import numpy as np
 __all__ = ["bisect_floats"]
 
 
-def bisect_floats(low: float, high: float, passes: Callable[[float], bool]) -> tuple[float, float]:
+def bisect_floats(low: float, high: float, passes: Callable[[float], bool], *, bits: int = 0) -> tuple[float, float]:
     """Neighbouring floats between which a test turns from failing to passing.
 
     Halves the distance of the bit patterns, so it takes at most 64 tries.
@@ -17,11 +17,12 @@ def bisect_floats(low: float, high: float, passes: Callable[[float], bool]) -> t
     Args:
         low, high: at least 0; the test fails at ``low`` and passes at ``high``.
         passes: the test.
+        bits: of a float that need not be told apart: the two may be up to 2 to this power floats from each other.
 
     Returns:
         the largest float found to fail and the next one, which passes.
     """
-    while (gap := _bits(high) - _bits(low)) > 1:
+    while (gap := _bits(high) - _bits(low)) > 1 << bits:
         middle = float(np.int64(_bits(low) + gap // 2).view(np.float64))
         low, high = (low, middle) if passes(middle) else (middle, high)
     return low, high

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.costmodels import LocalRates, Overlap, RowWidths, idle_seconds, kind_of, row_lines
+from flexshard.planner.reductions import Reduction
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.translations import Translation
 from flexshard.tables import Table
@@ -41,6 +42,8 @@ class ToPlan(Protocol):
     def rates(self) -> LocalRates | None: ...  # noqa: D102 - as a Problem has them, where they count
     @property
     def objective(self) -> str: ...  # noqa: D102 - as a Problem has it
+    @property
+    def reduction(self) -> Reduction: ...  # noqa: D102 - as a Problem has it
 
 
 def build_instance(

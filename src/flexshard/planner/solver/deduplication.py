@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ import numpy.typing as npt
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats
 from flexshard.planner.solver.build import ToPlan, build_instance
-from flexshard.planner.solver.dual_search import price_range, solve_instance
+from flexshard.planner.solver.dual_search import cheapest_tables, price_range, solve_instance
+from flexshard.planner.solver.gathered import MANY_COUNTS, reduced_seconds
+from flexshard.planner.solver.gathering import Gathering, GatheringCosts, latency_of_gathering
 from flexshard.planner.solver.instance import Instance, memory_limit
 from flexshard.planner.solver.solution import Solution
-from flexshard.planner.solver.thresholds import allocate
 
 __all__ = ["Variants"]
 
@@ -105,11 +106,81 @@ class Variants:
         return replace(plain, deduplicated=deduplicated, reads=reads, cum_units=cum_units, unit_reads=unit_reads)
 
     def solve(self, limit_bytes: float, tiers: int, *, start_price: float | None = None) -> tuple[Instance, Solution]:
-        """The best choice of tables, and placement of rows, within a budget.
+        """The best choice of tables, and placement of rows, within a budget; where gradients of copies may be gathered,
+        of what that takes.
 
         Raises:
             BudgetError: nothing fits; its ``least_bytes`` would.
         """
+        if self.problem.reduction == "dense":
+            return self._solve(limit_bytes, tiers, start_price)
+        found: list[tuple[Instance, Solution]] = []
+        errors: list[BudgetError] = []
+        for view in self._gathering_views(tiers):
+            if found:
+                instance, best = min(found, key=lambda pair: pair[1].seconds)
+                bound = view._bound(limit_bytes, tiers, best.price)
+                if bound >= best.seconds * (1 - _CLOSE):  # nothing to be gained there
+                    found.append((instance, replace(best, lower_bound_seconds=bound)))
+                    continue
+            try:
+                found += view._solve_gathered(limit_bytes, tiers, start_price)
+            except BudgetError as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.least_bytes)
+        instance, best = min(found, key=lambda pair: pair[1].seconds)
+        bound = min(one.lower_bound_seconds for _, one in found)
+        return self.of(instance.deduplicated), replace(best, lower_bound_seconds=min(best.seconds, bound))
+
+    def _solve_gathered(
+        self, limit_bytes: float, tiers: int, start_price: float | None
+    ) -> list[tuple[Instance, Solution]]:
+        """The same, by what gathering takes in the end. Where all is to be gathered of very many counts, tiers are
+        those of reductions, or there are none with copies.
+        """
+        reduced = self._with(None)
+        many = self.problem.reduction == "sparse" and self.plain.reads.size > MANY_COUNTS
+        instance, best = (reduced if many else self)._solve(limit_bytes, tiers, start_price)
+        found = [(instance, best)]
+        if many:
+            best = replace(best, lower_bound_seconds=self._bound(limit_bytes, tiers, best.price))
+            row_wise = instance.uniform(instance.cluster.world_size)
+            found = [(instance, best), (instance, replace(best, allocation=row_wise))]
+            found = [one for one in found if instance.memory_bytes(one[1].allocation) <= memory_limit(limit_bytes)]
+        final = []
+        for instance, one in found:
+            plain = reduced.of(instance.deduplicated)
+            sparse = self.problem.reduction.sparse_tiers(plain, one.allocation)
+            final.append((plain, replace(one, seconds=reduced_seconds(plain, one.allocation, sparse))))
+        return final
+
+    def _with(self, gathering: Gathering | None) -> Variants:
+        """The same with gradients brought together in another way."""
+        view = Variants(self.problem, self.order)
+        needed = ("plain", "once") if self.are_chosen or self.problem.index_dedup is True else ("plain",)
+        view.__dict__.update({name: replace(getattr(self, name), gathering=gathering) for name in needed})
+        return view
+
+    def _gathering_views(self, tiers: int) -> Iterator[Variants]:
+        """The same with gradients gathered at every choice of levels with copies, at none first; always at all of them
+        if nothing else is wanted.
+        """
+        plain, reduction = self.plain, self.problem.reduction
+        copied = np.flatnonzero(plain.group_sizes < plain.cluster.world_size).tolist()
+        always = reduction == "sparse"
+        if not always:
+            yield self
+        costs = GatheringCosts(
+            plain.tables, plain.cluster, plain.batch_size, plain.overlap, plain.group_sizes, plain.starts
+        )
+        latency = latency_of_gathering(plain.cluster, len(plain.widths), plain.overlap, plain.group_sizes)
+        for size in [len(copied)] if always else range(1, min(len(copied), tiers) + 1):
+            for levels in combinations(copied, size):
+                gathering = Gathering(costs, latency, levels, always, reduction.sparse_tiers)
+                yield self._with(gathering)
+
+    def _solve(self, limit_bytes: float, tiers: int, start_price: float | None) -> tuple[Instance, Solution]:
         if not self.are_chosen:
             return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
         masks, bound = self._candidates(limit_bytes, tiers)
@@ -143,7 +214,10 @@ class Variants:
             return [np.array(mask) for mask in product((False, True), repeat=count)], None
         best: _Joint | None = None
         # The largest choices of levels first: their bounds rule most of the others out. Of equals, the smallest.
-        for levels in reversed(self.plain.level_subsets(tiers)):
+        subsets, gathering = self.plain.level_subsets(tiers), self.plain.gathering
+        for levels in reversed(subsets):
+            if gathering is not None and not gathering.is_at(levels):
+                continue
             found = self._joint(levels, limit_bytes, best)
             if found is not None and (best is None or found.bound <= best.bound):
                 best = found
@@ -160,19 +234,7 @@ class Variants:
         latency = self.plain.latency_seconds(levels)
 
         def at(price: float) -> tuple[float, float, BoolArray]:
-            """Seconds, memory and the tables deduplicated."""
-            (seconds, memory), (less_seconds, less_memory) = (
-                instance.per_table(*allocate(instance, levels, price)) for instance in (self.plain, self.once)
-            )
-            # Rows that are not sent are not looked up either.
-            less_seconds = less_seconds + self.once.once_seconds + self.once.local_seconds - self.plain.local_seconds
-            better = less_seconds + price * less_memory < seconds + price * memory
-            held = self.plain.held_bytes
-            return (
-                float(np.where(better, less_seconds, seconds).sum()),
-                float(np.where(better, less_memory, memory).sum()) + held,
-                better,
-            )
+            return self._cheapest(levels, price)
 
         floor, ceiling = price_range(self.plain)
         if best is not None:
@@ -187,6 +249,35 @@ class Variants:
         ends = [(price, *at(price)) for price in (low, high)]
         bound = max(seconds + price * (memory - limit) for price, seconds, memory, _ in ends)
         return _Joint(bound + latency, (ends[0][3], ends[1][3]), high)
+
+    def _cheapest(self, levels: IntArray, price: float) -> tuple[float, float, BoolArray]:
+        """Seconds without latencies, and memory, of tables whose rows are where they cost least at a price, and which
+        of these tables are deduplicated.
+        """
+        if not self.are_chosen:
+            seconds, memory = cheapest_tables(self.fixed, levels, price)
+            return float(seconds.sum()), float(memory.sum()) + self.fixed.held_bytes, self.fixed.deduplicated
+        (seconds, memory), (less_seconds, less_memory) = (
+            cheapest_tables(instance, levels, price) for instance in (self.plain, self.once)
+        )
+        # Rows that are not sent are not looked up either.
+        less_seconds = less_seconds + self.once.once_seconds + self.once.local_seconds - self.plain.local_seconds
+        better = less_seconds + price * less_memory < seconds + price * memory
+        held = self.plain.held_bytes
+        return (
+            float(np.where(better, less_seconds, seconds).sum()),
+            float(np.where(better, less_memory, memory).sum()) + held,
+            better,
+        )
+
+    def _bound(self, limit_bytes: float, tiers: int, price: float) -> float:
+        """No placement within a budget takes less, whatever the price at which this is said."""
+        limit, fixed, bounds = memory_limit(limit_bytes), self.plain if self.are_chosen else self.fixed, [np.inf]
+        for levels in fixed.level_subsets(tiers):
+            if fixed.gathering is None or fixed.gathering.is_at(levels):
+                seconds, memory, _ = self._cheapest(levels, price)
+                bounds.append(seconds + price * (memory - limit) + fixed.latency_seconds(levels))
+        return min(bounds)
 
 
 def _between(a: BoolArray, b: BoolArray) -> Iterator[BoolArray]:

@@ -17,16 +17,19 @@ from flexshard import units
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats
 from flexshard.planner.solver.exact_search import polish
+from flexshard.planner.solver.gathered import least_of_tables, solve_gathered
 from flexshard.planner.solver.hottest_rows import FEW_COUNTS, least_with_excess
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.rounding import fill
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.thresholds import allocate
 
-__all__ = ["least_memory", "price_range", "solve_instance", "solve_levels"]
+__all__ = ["cheapest_tables", "least_memory", "price_range", "solve_instance", "solve_levels"]
 
+FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_MOST_TRIES_GATHERED = 4  # of how long hot rows may make all wait
 # Shares of the price at which rows are still looked for, to spend what the last row left over.
 _CHEAPER = (0.999, 0.99, 0.9, 0.7, 0.4, 0.1, 0.0)
 
@@ -50,6 +53,8 @@ def solve_instance(
     """
     # The largest subsets first: their bounds rule most of the others out.
     subsets = sorted(instance.level_subsets(max_tiers), key=len, reverse=True)
+    if instance.gathering is not None:
+        subsets = [one for one in subsets if instance.gathering.is_at(one)]
     best: Solution | None = None
     bounds: list[float] = []
     for levels in subsets:
@@ -96,9 +101,19 @@ def _bound(instance: Instance, levels: IntArray, price: float, limit_bytes: floa
     """Lagrangian bound at a price, without latencies or excess: no allocation to these levels within the limit is
     faster.
     """
+    if instance.gathering is not None:
+        seconds, memory = least_of_tables(instance, levels, price)
+        return float(seconds.sum()) + price * (float(memory.sum()) + instance.held_bytes - limit_bytes)
     allocated = allocate(instance, levels, price)
     over = instance.memory_bytes(*allocated) - limit_bytes
     return instance.variable_seconds(*allocated) + price * over
+
+
+def cheapest_tables(instance: Instance, levels: IntArray, price: float) -> tuple[FloatArray, FloatArray]:
+    """Seconds and memory of each table whose rows are where they cost least at a price; shape (T,) each."""
+    if instance.gathering is not None:
+        return least_of_tables(instance, levels, price)
+    return instance.per_table(*allocate(instance, levels, price))
 
 
 def solve_levels(
@@ -109,6 +124,11 @@ def solve_levels(
     A hot row makes its owner the busiest rank, which is not a sum over rows: branch and bound on how much longer the
     hottest row of a level may make its all-to-alls (:mod:`flexshard.planner.solver.hottest_rows`).
     """
+    if instance.gathering is not None:
+        limit, prices = memory_limit(budget_bytes), price_range(instance)
+        return least_with_excess(
+            instance, lambda limited: solve_gathered(limited, levels, limit, prices), _MOST_TRIES_GATHERED
+        )
     return least_with_excess(instance, lambda limited: _solve_sums(limited, levels, budget_bytes, start_price))
 
 

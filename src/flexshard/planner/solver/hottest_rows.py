@@ -54,15 +54,19 @@ class _Interval:
         return int((self.waits - self.longer).argmax())
 
 
-def least_with_excess(instance: Instance, solve: Callable[[Instance], Solution | None]) -> Solution | None:
+def least_with_excess(
+    instance: Instance, solve: Callable[[Instance], Solution | None], most_tries: int = _MOST_TRIES
+) -> Solution | None:
     """The best solution, with a bound that counts waits.
 
     Args:
         instance: without a limit on hot rows.
         solve: the best sum for an instance, whose bound leaves waits out; None if nothing fits.
+        most_tries: how often that may be asked.
     """
     few = instance.reads.size <= FEW_COUNTS
     tries, close = (_MOST_TRIES, _CLOSE) if few else (_MOST_TRIES_OF_MANY, _CLOSE_OF_MANY)
+    tries = min(tries, most_tries)
     best = solve(instance)
     if best is None:
         return None

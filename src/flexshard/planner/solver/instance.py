@@ -30,6 +30,7 @@ from flexshard.costmodels import (
     with_excess,
     with_hottest,
 )
+from flexshard.planner.solver.gathering import Gathering
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -47,9 +48,8 @@ class Instance:
     """Tables on a cluster at a batch size, in frequency-of-frequency form.
 
     Attributes:
-        tables, cluster, batch_size, overlap: the problem.
+        tables, cluster, batch_size, overlap: the problem; id_bytes: of an id on the wire.
         deduplicated: tables whose ids are sent once per batch; shape (T,).
-        id_bytes: of an id on the wire.
         group_sizes: g per level, in tier order; shape (G,).
         memory_fixed: κ_g/g, and the place of a row that is not row-wise, per byte of weight, for each class of tables
             of equal lines; shape (C, G).
@@ -57,12 +57,9 @@ class Instance:
         comm_fixed, comm_per_read: see :class:`RowLines`; shape (C, G).
         alpha_seconds: exposed latency of a level's calls, paid once where it is used at all; shape (G,).
         always_seconds: exposed time of what every plan calls.
-        once_seconds: time to find the distinct ids of a table's lookups; shape (T,).
-        table_class: class of each table; shape (T,).
+        once_seconds: time to find the distinct ids of a table's lookups; shape (T,). table_class: of each; shape (T,).
         table_kind: of each table, what travels with what; shape (T,).
-        widths: of the rows of each kind.
-        row_bytes: D·s; shape (T,).
-        num_rows: E; shape (T,).
+        widths: of the rows of each kind. row_bytes, num_rows: D·s and E; shape (T,) each.
         starts: where each table's counts start in the arrays below, and the end; shape (T + 1,).
         reads: w of the rows of each count, descending within a table, rows never read last; shape (K,).
         cum_rows: rows of the table up to and including each count; shape (K,).
@@ -73,6 +70,7 @@ class Instance:
         rates: of lookups and updates, where they count.
         whole_steps: whether costs are of steps, each call of which waits for its own fullest rank.
         most_reads: w above which a row may not be at a level; shape (T, G), or None.
+        gathering: how gradients of copies may be gathered; None where all are reduced whole.
     """
 
     tables: tuple[Table, ...]
@@ -103,6 +101,7 @@ class Instance:
     rates: LocalRates | None = None
     whole_steps: bool = False
     most_reads: FloatArray | None = None
+    gathering: Gathering | None = None
 
     # -- looking rows up
 
@@ -277,7 +276,8 @@ class Instance:
         distinct ids, and to look up and update where rates are known.
         """
         local = float(self.local_seconds.sum()) + sum(self.local_call_seconds)
-        return float(self.alpha_seconds[levels].sum()) + self.always_seconds + self.index_dedup_seconds + local
+        alpha = self.alpha_seconds if self.gathering is None else self.alpha_seconds + self.gathering.latency_seconds
+        return float(alpha[levels].sum()) + self.always_seconds + self.index_dedup_seconds + local
 
     @property
     def index_dedup_seconds(self) -> float:

@@ -25,6 +25,7 @@ from flexshard.costmodels import (
     phase_of,
     step_seconds,
 )
+from flexshard.planner.reductions import Reduction, cost_of_reduced
 from flexshard.planner.solver.build import ToPlan
 from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.deduplication import Variants
@@ -75,7 +76,7 @@ def solve_step(
     found: list[_Met] = []
 
     def cost_of(instance: Instance, solution: Solution) -> Cost:
-        return variants.of(instance.deduplicated).cost(solution.allocation)
+        return cost_of_reduced(variants.of(instance.deduplicated), solution.allocation, problem.reduction)
 
     def keep(view: Variants, instance: Instance, solution: Solution) -> None:
         cost = cost_of(instance, solution)
@@ -125,6 +126,7 @@ class _Weighted:
     index_dedup_seconds_per_id: float
     rates: LocalRates | None
     objective: str
+    reduction: Reduction
 
 
 def _under(problem: ToPlan, hidden: Overlap) -> _Weighted:

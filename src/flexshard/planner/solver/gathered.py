@@ -1,0 +1,356 @@
+"""Placements whose copies' gradients may be gathered row by row, instead of reduced whole (docs/model.md, "Replicated
+tiers").
+
+What it takes to gather a row is no straight line in its reads, since a row is touched once however often it is read.
+So at a price of memory every count is priced by itself at every level, in whichever way it takes less; that bounds all
+placements from below (Lagrange). Placements are ranges of rows, and all of a tier's are gathered or none: the best of
+these at the price are found by a pass over each table's counts. What a placement takes is then worked out as a whole:
+latencies, and that all copies send as many rows as the one that has most.
+
+Legend: T tables, G levels, L of them in use, K counts, as of :mod:`flexshard.planner.solver.instance`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import NUMBER_BYTES, CollectiveKind, gathered_bytes, hidden_share, touched_rows
+from flexshard.planner.solver.bisection import bisect_floats
+from flexshard.planner.solver.instance import Allocation, Instance
+from flexshard.planner.solver.rounding import fill
+from flexshard.planner.solver.solution import Solution
+from flexshard.planner.solver.thresholds import allocate, allocation_of_cuts
+from flexshard.topologies import CollectiveRate
+
+__all__ = [
+    "MANY_COUNTS",
+    "cheapest_tiers",
+    "gathered_of_tiers",
+    "least_of_tables",
+    "reduced_seconds",
+    "replicated",
+    "solve_gathered",
+]
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+MANY_COUNTS = 50_000  # of which not all are priced one by one if all tiers are to be gathered
+_HIGHER, _TRIES = 1.1, 40
+_CHEAPER = (0.99, 0.9, 0.5, 0.0)
+_FULL = 1e-6  # of memory, that is not worth being filled
+_BITS = 36  # of prices that are not told apart, of 52
+_CALLS: tuple[tuple[CollectiveKind, str], ...] = (
+    ("all_reduce", "replicas"),
+    ("all_reduce", "touched"),
+    ("all_gather", "touched_rows"),
+)
+
+
+# -- what a placement takes
+
+
+def _touched(instance: Instance, allocation: Allocation, level: int) -> FloatArray:
+    """Mean and variance of the rows of each table's tier that a rank's group touches; shape (T, 2)."""
+    first = (np.cumsum(allocation, axis=1) - allocation)[:, level].tolist()
+    size, rows = int(instance.group_sizes[level]), allocation[:, level].tolist()
+    return np.array(
+        [
+            touched_rows(table, instance.batch_size, size, start, number) if number else (0.0, 0.0)
+            for table, start, number in zip(instance.tables, first, rows, strict=True)
+        ]
+    )
+
+
+def _gathered_bytes(instance: Instance, wanted: BoolArray, level: int, touched: FloatArray) -> float:
+    """Bytes that the wanted tables (shape (T,)) gather together at a level."""
+    gradient_bytes = np.array([one.gradient_bytes for one in instance.widths])[instance.table_kind]
+    size = int(instance.group_sizes[level])
+    return gathered_bytes(instance.cluster, size, touched[wanted], gradient_bytes[wanted])
+
+
+def gathered_of_tiers(instance: Instance, allocation: Allocation, sparse: BoolArray) -> dict[int, float]:
+    """Expected buffer of each level's all-gather, by group size, where these tiers (shape (T, G)) are gathered."""
+    return {
+        int(instance.group_sizes[level]): _gathered_bytes(
+            instance, sparse[:, level], level, _touched(instance, allocation, level)
+        )
+        for level in np.flatnonzero(sparse.any(axis=0)).tolist()
+    }
+
+
+def _seconds_at(instance: Instance, rows: IntArray, wanted: BoolArray, level: int, touched: FloatArray) -> float:
+    """Exposed time of bringing a level's gradients together, where those of the wanted tables are gathered; as
+    :meth:`Instance.collectives` has it.
+
+    Args:
+        rows: of each table there; shape (T,).
+        wanted: shape (T,).
+        touched: see :func:`_touched`.
+    """
+    size, seconds = int(instance.group_sizes[level]), 0.0
+    reduce, gather, shown = _rates(instance, level)
+    whole = np.where(wanted, 0, rows) @ _sum_bytes(instance) / size
+    if whole:
+        seconds += shown["replicas"] * reduce.seconds(float(whole))
+    if np.any(wanted & (rows > 0)):
+        seconds += shown["touched"] * reduce.seconds(NUMBER_BYTES * len(instance.widths))
+        nbytes = _gathered_bytes(instance, wanted, level, touched)
+        seconds += shown["touched_rows"] * gather.seconds(nbytes)
+    return float(seconds)
+
+
+def _sum_bytes(instance: Instance) -> FloatArray:
+    """Of a row of each table in an all-reduce; shape (T,)."""
+    return np.array([one.sum_bytes for one in instance.widths], np.float64)[instance.table_kind]
+
+
+def _rates(instance: Instance, level: int) -> tuple[CollectiveRate, CollectiveRate, dict[str, float]]:
+    """Of a level's all-reduce and all-gather, and the share of each content that is not hidden."""
+    size = int(instance.group_sizes[level])
+    rates = instance.cluster.level(size)
+    assert rates.all_reduce is not None
+    assert rates.all_gather is not None
+    shown = {content: 1 - hidden_share(instance.overlap, kind, size, content) for kind, content in _CALLS}
+    return rates.all_reduce, rates.all_gather, shown
+
+
+def _cheapest_at(instance: Instance, allocation: Allocation, level: int) -> tuple[BoolArray, float]:
+    """Which tables gather at a level, and what that takes less than reducing all: none, all that are there, or each by
+    what it moves, since a level with both pays for two kinds of calls.
+    """
+    rows, touched = allocation[:, level], _touched(instance, allocation, level)
+    possible, (reduce, gather, _) = rows > 0, _rates(instance, level)
+    dense = rows * _sum_bytes(instance) / instance.group_sizes[level] / reduce.bytes_per_s
+    gathered = np.zeros(rows.size)
+    for table in np.flatnonzero(possible).tolist():
+        gathered[table] = _gathered_bytes(instance, np.arange(rows.size) == table, level, touched)
+    options = [np.zeros_like(possible), possible, possible & (gathered / gather.bytes_per_s < dense)]
+    seconds = [_seconds_at(instance, rows, option, level, touched) for option in options]
+    best = int(np.argmin(seconds))
+    return np.asarray(options[best]), seconds[0] - seconds[best]
+
+
+def cheapest_tiers(instance: Instance, allocation: Allocation) -> BoolArray:
+    """Tiers whose gradients had better be gathered; shape (T, G)."""
+    chosen = np.zeros(allocation.shape, np.bool_)
+    for level in np.flatnonzero(replicated(instance, allocation).any(axis=0)).tolist():
+        chosen[:, level], _ = _cheapest_at(instance, allocation, level)
+    return chosen
+
+
+def replicated(instance: Instance, allocation: Allocation) -> BoolArray:
+    """Tiers that hold rows with copies; shape (T, G)."""
+    held: BoolArray = (allocation > 0) & (instance.group_sizes < instance.cluster.world_size)
+    return held
+
+
+def reduced_seconds(instance: Instance, allocation: Allocation, sparse: BoolArray) -> float:
+    """Exposed communication with these tiers gathered, shape (T, G)."""
+    seconds, none = instance.exposed_seconds(allocation), np.zeros(len(sparse), np.bool_)
+    for level in np.flatnonzero(sparse.any(axis=0)).tolist():
+        touched = _touched(instance, allocation, level)
+        seconds += _seconds_at(instance, allocation[:, level], sparse[:, level], level, touched)
+        seconds -= _seconds_at(instance, allocation[:, level], none, level, touched)
+    return seconds
+
+
+# -- which placement takes least
+
+
+@dataclass(frozen=True, eq=False)
+class _CountCosts:
+    """All rows of some counts at each level, without latencies.
+
+    Attributes:
+        table: of each count; shape (n,).
+        seconds: if reduced whole; infinite where such rows may not be; shape (G, n).
+        saved: by gathering; shape (G, n).
+        memory: shape (G, n).
+    """
+
+    table: IntArray
+    seconds: FloatArray
+    saved: FloatArray
+    memory: FloatArray
+
+    @classmethod
+    def of(cls, instance: Instance, which: slice | IntArray, saved: FloatArray) -> _CountCosts:
+        """Of an instance's counts; ``saved`` by one row of each, shape (n, G)."""
+        assert instance.gathering is not None
+        table, reads = instance.table_of_count[which], instance.reads[which]
+        rows = instance.rows_of_count[which].astype(np.float64)
+        nbytes, kind = rows * instance.row_bytes[table], instance.table_class[table]
+        less = rows * saved.T
+        less[[level for level in range(len(less)) if level not in instance.gathering.levels]] = 0.0
+        seconds = nbytes * (instance.comm_fixed.T[:, kind] + instance.comm_per_read.T[:, kind] * reads)
+        memory = nbytes * (instance.memory_fixed.T[:, kind] + instance.memory_per_read[:, None] * reads)
+        if instance.most_reads is not None:
+            seconds = np.where(reads > instance.most_reads.T[:, table], np.inf, seconds)
+        return cls(table, seconds, less, memory)
+
+
+def _known(kept: WeakKeyDictionary[Instance, _CountCosts], instance: Instance, every: bool) -> _CountCosts:
+    """Costs of an instance's counts, or of those alone where gathering saves anything, worked out once in a row."""
+    known, gathering = kept.get(instance), instance.gathering
+    assert gathering is not None
+    if known is None:
+        kept.clear()
+        of = (slice(None), gathering.costs.every) if every else gathering.costs.saving
+        known = kept[instance] = _CountCosts.of(instance, *of)
+    return known
+
+
+_EVERY: WeakKeyDictionary[Instance, _CountCosts] = WeakKeyDictionary()
+_SAVING: WeakKeyDictionary[Instance, _CountCosts] = WeakKeyDictionary()
+
+
+def least_of_tables(instance: Instance, levels: IntArray, price: float) -> tuple[FloatArray, FloatArray]:
+    """Seconds and memory of each table whose every count is where it costs least at a price of memory, reduced or
+    gathered as takes less: no placement at these levels costs less; shape (T,) each.
+
+    A table with a row too hot for all of these levels takes infinitely long.
+    """
+    assert instance.gathering is not None
+    always = instance.gathering.always and instance.reads.size <= MANY_COUNTS
+    by_count = always or instance.most_reads is not None
+    if not by_count:  # all counts at their best if reduced, and those that had better be gathered
+        costs = _known(_SAVING, instance, every=False)
+        found = instance.per_table(*allocate(instance, levels, price))
+    else:
+        costs = _known(_EVERY, instance, every=True)
+        found = np.zeros(len(instance.tables)), np.zeros(len(instance.tables))
+    reduced, memory = costs.seconds[levels], costs.memory[levels]
+    gathered = reduced - (costs.saved[levels] if always else np.maximum(costs.saved[levels], 0.0))
+    best = (gathered + price * memory).argmin(axis=0)
+    number = np.arange(best.size)
+    seconds, nbytes = gathered[best, number], memory[best, number]
+    if not by_count:
+        without = (reduced + price * memory).argmin(axis=0)
+        seconds, nbytes = seconds - reduced[without, number], nbytes - memory[without, number]
+    more = (np.bincount(costs.table, values, minlength=len(instance.tables)) for values in (seconds, nbytes))
+    return found[0] + next(more), found[1] + next(more)
+
+
+def solve_gathered(
+    instance: Instance, levels: IntArray, limit_bytes: float, prices: tuple[float, float]
+) -> Solution | None:
+    """The best placement that was found at these levels, with a bound of all that leaves out how much longer hot rows
+    make them; None where none fits.
+
+    Args:
+        limit_bytes: of memory.
+        prices: at the least of which memory only breaks ties, and at the most of which time only does.
+    """
+    latency, held = instance.latency_seconds(levels), instance.held_bytes
+
+    def at(price: float) -> tuple[float, float]:
+        seconds, memory = least_of_tables(instance, levels, price)
+        return float(seconds.sum()), float(memory.sum()) + held
+
+    def fits(price: float) -> bool:
+        return at(price)[1] <= limit_bytes
+
+    low, high = prices
+    if not (np.isfinite(at(high)[0]) and fits(high)):
+        return None
+    if fits(low):
+        bound, high = at(0.0)[0], low
+    else:
+        low, high = bisect_floats(low, high, fits, bits=_BITS)
+        bound = -np.inf
+        for price in (low, high):
+            seconds, memory = at(price)
+            bound = max(bound, seconds + price * (memory - limit_bytes))
+    inside = _within(instance, levels, high, limit_bytes)
+    if inside is None:
+        return None
+    filled = inside
+    for price in (low, *(share * high for share in _CHEAPER)):
+        if instance.memory_bytes(filled) >= limit_bytes * (1 - _FULL):
+            break
+        filled = fill(instance, filled, _in_order(instance, levels, price), limit_bytes)
+    found = [inside, filled]
+    seconds, best = min(((_seconds(instance, one), one) for one in found), key=lambda one: one[0])
+    return Solution(best, seconds, min(bound + latency, seconds), high if low < high else 0.0, levels)
+
+
+def _seconds(instance: Instance, allocation: Allocation) -> float:
+    assert instance.gathering is not None
+    whole = replace(instance, gathering=None)  # whose latencies are those of reductions
+    return reduced_seconds(whole, allocation, instance.gathering.tiers_of(whole, allocation))
+
+
+def _within(instance: Instance, levels: IntArray, price: float, limit_bytes: float) -> Allocation | None:
+    """The best ranges at a price, or at the next higher one at which they fit."""
+    for _ in range(_TRIES):
+        found = _in_order(instance, levels, price)
+        if instance.memory_bytes(found) <= limit_bytes:
+            return found
+        price *= _HIGHER
+    return None
+
+
+def _in_order(instance: Instance, levels: IntArray, price: float) -> Allocation:
+    """The ranges of every table that cost least at a price, each tier reduced or gathered."""
+    costs, starts = _known(_EVERY, instance, every=True), instance.starts
+    assert instance.gathering is not None
+    copied = np.flatnonzero(np.isin(levels, instance.gathering.levels))
+    ways = [(True,) if instance.gathering.always else (False, True)] * copied.size
+    first = np.stack([np.isinf(costs.seconds[level]) for level in levels.tolist()])
+    barred = np.add.reduceat(first.astype(np.int64), starts[:-1], axis=1)  # the hottest counts of a table
+    reduced = np.where(first, 0.0, costs.seconds[levels]) + price * costs.memory[levels]
+    saved = costs.saved[levels]
+    best = np.full(len(instance.tables), np.inf)
+    cuts = np.zeros((len(instance.tables), levels.size - 1), np.int64)
+    for way in product(*ways):
+        gathers = np.zeros(levels.size, np.bool_)
+        gathers[copied] = way
+        values = reduced - np.where(gathers[:, None], saved, 0.0)
+        for table, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            value, found = _least_cuts(values[:, start:end], barred[:, table])
+            if value < best[table]:
+                best[table], cuts[table] = value, found
+    whole = starts[:-1, None] + cuts - 1
+    rows = np.where(cuts > 0, instance.cum_rows[np.maximum(whole, 0)], 0)
+    return allocation_of_cuts(instance, levels, rows)
+
+
+def _least_cuts(values: FloatArray, barred: IntArray) -> tuple[float, IntArray]:
+    """Where the levels of one table end so that all counts together cost least, if the first so many counts may not be
+    at each.
+
+    Args:
+        values: of each count at each level; shape (L, n).
+        barred: of each level; shape (L,).
+
+    Returns:
+        what that costs, and how many counts are at the first 1, 2, ... levels; shape (L - 1,).
+    """
+    levels, counts = values.shape
+    up_to = np.zeros((levels, counts + 1))
+    np.cumsum(values, axis=1, out=up_to[:, 1:])
+    number = np.arange(counts + 1)
+    best = up_to[0].copy()
+    if barred[0]:
+        best[1:] = np.inf
+    begins = []
+    for level in range(1, levels):
+        before = best - up_to[level]
+        before[: barred[level]] = np.inf
+        least = np.minimum.accumulate(before)
+        at = np.maximum.accumulate(np.where(before == least, number, 0))
+        value = up_to[level] + least
+        better = value < best
+        begins.append(np.where(better, at, number))
+        best = np.where(better, value, best)
+    cuts, end = np.zeros(levels - 1, np.int64), counts
+    for level in range(levels - 1, 0, -1):
+        end = cuts[level - 1] = begins[level - 1][end]
+    return float(best[-1]), cuts
