@@ -9,7 +9,7 @@ import pytest
 
 from flexshard import AccessProfile, Cluster, Table, solve
 from flexshard.costmodels import StepWork
-from flexshard.planner import Problem
+from flexshard.planner import Problem, explain
 from flexshard.planner.reductions import Auto, cost_with_reductions
 from flexshard.planner.solver import deduplication
 from flexshard.planner.solver.deduplication import Variants
@@ -117,6 +117,24 @@ def test_seconds_are_those_of_the_calls(overlap: dict[str, float] | None) -> Non
         sparse &= replicated(instance, allocation)
         calls = cost_with_reductions(instance, allocation, sparse).exposed_seconds
         assert reduced_seconds(instance, allocation, sparse) == pytest.approx(calls, rel=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["dense", "sparse", "auto"])
+def test_reasons_know_what_gathering_takes(reduction: str) -> None:
+    tables = [zipf(), Table("u", 500, 16, zipf(1.3, 500).profile)]
+    how = {"batch_size": 16, "budget": "+60000B", "index_dedup": False, "reduction": reduction}
+    plan = solve(tables, cluster_of(3e9, nodes=2), **how)
+    seconds = plan.predicted.exposed_seconds
+    for name, table in plan.tables.items():
+        assert table.alternatives
+        for one in table.alternatives:
+            assert one.priced_seconds >= -1e-3 * seconds, "nothing else is better"
+        for boundary in explain(plan, name).boundaries:
+            # Tiers are gathered whole or not at all, so a row at their edge may be a little better off elsewhere.
+            assert boundary.chosen.priced_seconds <= 1.3 * boundary.others[0].priced_seconds
+    assert any(tier.reduction != "dense" for table in plan.tables.values() for tier in table.tiers) == (
+        reduction != "dense"
+    )
 
 
 def test_a_reduction_of_ones_own_is_bounded_too() -> None:

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from flexshard.costmodels.pooled_totals import pooled_cost as pooled_cost
     from flexshard.costmodels.replica_reduction import (
         gathered_bytes as gathered_bytes,
+        row_reduction_seconds as row_reduction_seconds,
         touched_rows as touched_rows,
     )
     from flexshard.costmodels.row_cost_lines import (
@@ -141,7 +142,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "pooled": ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "PooledCosts", "PooledOption"],
         "pooled_totals": ["pooled_cost"],
-        "replica_reduction": ["gathered_bytes", "touched_rows"],
+        "replica_reduction": ["gathered_bytes", "row_reduction_seconds", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],
         "step": ["PhaseCurve", "StepModel"],
         "collectives": [

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import renamed_parameters
-from flexshard.costmodels.collectives import SLOT_BYTES
+from flexshard.costmodels.collectives import SLOT_BYTES, RowWidths
+from flexshard.costmodels.overlap import Overlap, hidden_share
 from flexshard.tables import Table, expected_distinct
 from flexshard.topologies import Cluster
 
-__all__ = ["gathered_bytes", "touched_rows"]
+__all__ = ["gathered_bytes", "row_reduction_seconds", "touched_rows"]
 
 
 @renamed_parameters(first_rank="first_position")
@@ -49,3 +50,19 @@ def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, gr
     mean, variance = np.asarray(touched, np.float64).reshape(-1, 2).T
     above = NormalDist().inv_cdf((copies - 0.375) / (copies + 0.25)) if copies > 1 else 0.0
     return float(copies * (mean @ entry + above * np.sqrt(variance @ entry**2)))
+
+
+def row_reduction_seconds(
+    cluster: Cluster, group_size: int, widths: RowWidths, hidden: Overlap | None
+) -> tuple[float, float]:
+    """Exposed seconds, without latencies, of reducing the gradients of a row's copies, and of gathering them where its
+    group touches it; both 0 where it has no copies.
+    """
+    rates = cluster.level(group_size)
+    if rates.all_reduce is None or rates.all_gather is None:
+        return 0.0, 0.0
+    reduce = (1 - hidden_share(hidden, "all_reduce", group_size, "replicas")) / rates.all_reduce.bytes_per_s
+    gather = (1 - hidden_share(hidden, "all_gather", group_size, "touched_rows")) / rates.all_gather.bytes_per_s
+    copies = cluster.world_size // group_size
+    entry = copies * (widths.gradient_bytes + SLOT_BYTES)
+    return widths.sum_bytes * reduce / group_size, entry * gather / group_size

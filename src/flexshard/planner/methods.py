@@ -64,6 +64,7 @@ class Optimal(Method):
 
     def place(self, variants: Variants, limit_bytes: float, tiers: int) -> Placement:
         """See :meth:`Variants.solve`; what a GiB more would save, and what else each table could have."""
+        reduction = variants.problem.reduction
         if variants.problem.objective == "step":
             instance, best, within = solve_step(variants, limit_bytes, tiers)
             more = within(limit_bytes + units.GIB)
@@ -76,7 +77,7 @@ class Optimal(Method):
             best.lower_bound_seconds,
             best.price,
             min(best.seconds, more),
-            tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers)),
+            tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers, reduction)),
             instance,
         )
 

@@ -6,9 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from flexshard import units
 from flexshard._internal import deprecated_attribute, with_names
-from flexshard.costmodels import RowWidths, cached_share, idle_seconds, overlap_of, row_lines, strategy_name
+from flexshard.costmodels import (
+    Overlap,
+    RowWidths,
+    cached_share,
+    idle_seconds,
+    overlap_of,
+    row_lines,
+    row_reduction_seconds,
+    strategy_name,
+)
 from flexshard.errors import PlanError
 from flexshard.planner.explanations.plan_text import cache_line, table_heading, worth_of_memory
 from flexshard.planner.explanations.pooled_text import PooledExplanation, explain_pooled
@@ -126,6 +138,7 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
             memory[row_wise] -= held * (1.0 - min(float(places) * table.cache.held_scale * SLACK, 1.0))
             assert cluster.host_bytes_per_s is not None  # there are caches in the plan
             seconds[row_wise] += 2 * held * float(fetched) * table.cache.fetched_scale / cluster.host_bytes_per_s
+        seconds += _saved_by_gathering(plan, table, hidden, c)
         costs = [
             RowCost(strategy_name(size, cluster.world_size), size, float(m), float(c), float(c + price * m))
             for size, m, c in zip(lines.group_sizes, memory, seconds, strict=True)
@@ -134,6 +147,21 @@ def _boundaries(plan: Plan, table: TablePlan) -> tuple[Boundary, ...]:
         others = sorted((cost for cost in costs if cost is not chosen), key=lambda cost: cost.priced_seconds)
         boundaries.append(Boundary(tier.first_position + tier.rows - 1, p, chosen, tuple(others)))
     return tuple(boundaries)
+
+
+def _saved_by_gathering(plan: Plan, table: TablePlan, hidden: Overlap, share: float) -> npt.NDArray[np.float64]:
+    """What a row of which this share of samples has any takes more (below 0: less) at each level where gradients of its
+    copies are gathered: where those of the table's tier are, or may be; shape (G,).
+    """
+    cluster, settings, widths = plan.cluster, plan.settings, RowWidths.of_table(table)
+    known, more = {tier.group_size: tier.reduction for tier in table.tiers}, []
+    for size in cluster.group_sizes:
+        reduced, gathered = row_reduction_seconds(cluster, size, widths, hidden)
+        touched = float(expected_distinct(min(share, 1.0), settings.batch_size / table.dedup_factor * size))
+        longer = gathered * touched - reduced
+        how = known.get(size, settings.reduction)
+        more.append(0.0 if how == "dense" else longer if how == "sparse" else min(longer, 0.0))
+    return np.array(more)
 
 
 def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) -> list[str]:

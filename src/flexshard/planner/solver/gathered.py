@@ -19,7 +19,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import NUMBER_BYTES, CollectiveKind, gathered_bytes, hidden_share, touched_rows
+from flexshard.costmodels import (
+    NUMBER_BYTES,
+    CollectiveKind,
+    gathered_bytes,
+    hidden_share,
+    row_reduction_seconds,
+    touched_rows,
+)
 from flexshard.planner.solver.bisection import bisect_floats
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.rounding import fill
@@ -34,6 +41,7 @@ __all__ = [
     "least_of_tables",
     "reduced_seconds",
     "replicated",
+    "saved_of_tiers",
     "solve_gathered",
 ]
 
@@ -159,6 +167,18 @@ def reduced_seconds(instance: Instance, allocation: Allocation, sparse: BoolArra
         seconds += _seconds_at(instance, allocation[:, level], sparse[:, level], level, touched)
         seconds -= _seconds_at(instance, allocation[:, level], none, level, touched)
     return seconds
+
+
+def saved_of_tiers(instance: Instance, allocation: Allocation) -> FloatArray:
+    """Seconds, without latencies, that each tier takes less if its gradients are gathered; shape (T, G)."""
+    saved = np.zeros(allocation.shape)
+    for level in np.flatnonzero(replicated(instance, allocation).any(axis=0)).tolist():
+        size = int(instance.group_sizes[level])
+        rates = [row_reduction_seconds(instance.cluster, size, one, instance.overlap) for one in instance.widths]
+        reduced, gathered = np.array(rates)[instance.table_kind].T
+        touched = _touched(instance, allocation, level)[:, 0] * size  # of a rank's share
+        saved[:, level] = allocation[:, level] * reduced - touched * gathered
+    return saved
 
 
 # -- which placement takes least

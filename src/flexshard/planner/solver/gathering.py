@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import NUMBER_BYTES, SLOT_BYTES, Overlap, RowWidths, hidden_share
+from flexshard.costmodels import NUMBER_BYTES, Overlap, RowWidths, hidden_share, row_reduction_seconds
 from flexshard.tables import Table, expected_distinct
 from flexshard.topologies import Cluster
 
@@ -94,14 +94,8 @@ class GatheringCosts:
 
     def _of_row(self, table: Table, column: int) -> tuple[float, float]:
         """Seconds of reducing a row's gradients at a level, and of gathering them if it is touched."""
-        size = int(self.group_sizes[column])
-        rates, widths = self.cluster.level(size), RowWidths.of_table(table)
-        if rates.all_reduce is None or rates.all_gather is None:
-            return 0.0, 0.0
-        reduce = (1 - hidden_share(self.hidden, "all_reduce", size, "replicas")) / rates.all_reduce.bytes_per_s
-        gather = (1 - hidden_share(self.hidden, "all_gather", size, "touched_rows")) / rates.all_gather.bytes_per_s
-        copies = self.cluster.world_size // size
-        return widths.sum_bytes * reduce / size, copies * (widths.gradient_bytes + SLOT_BYTES) * gather / size
+        size, widths = int(self.group_sizes[column]), RowWidths.of_table(table)
+        return row_reduction_seconds(self.cluster, size, widths, self.hidden)
 
     def _saved(self, counts: IntArray | None) -> FloatArray:
         """Of some counts, which ascend, or all; shape (n, G)."""
