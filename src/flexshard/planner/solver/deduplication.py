@@ -157,6 +157,8 @@ class Variants:
 
     def _with(self, gathering: Gathering | None) -> Variants:
         """The same with gradients brought together in another way."""
+        if self.plain.gathering is gathering:
+            return self
         view = Variants(self.problem, self.order)
         needed = ("plain", "once") if self.are_chosen or self.problem.index_dedup is True else ("plain",)
         view.__dict__.update({name: replace(getattr(self, name), gathering=gathering) for name in needed})

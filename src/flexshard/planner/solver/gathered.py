@@ -129,9 +129,9 @@ def _rates(instance: Instance, level: int) -> tuple[CollectiveRate, CollectiveRa
     return rates.all_reduce, rates.all_gather, shown
 
 
-def _cheapest_at(instance: Instance, allocation: Allocation, level: int) -> tuple[BoolArray, float]:
-    """Which tables gather at a level, and what that takes less than reducing all: none, all that are there, or each by
-    what it moves, since a level with both pays for two kinds of calls.
+def _cheapest_at(instance: Instance, allocation: Allocation, level: int) -> BoolArray:
+    """Which tables gather at a level: none, all that are there, or each by what it moves, since a level with both pays
+    for two kinds of calls.
     """
     rows, touched = allocation[:, level], _touched(instance, allocation, level)
     possible, (reduce, gather, _) = rows > 0, _rates(instance, level)
@@ -141,15 +141,14 @@ def _cheapest_at(instance: Instance, allocation: Allocation, level: int) -> tupl
         gathered[table] = _gathered_bytes(instance, np.arange(rows.size) == table, level, touched)
     options = [np.zeros_like(possible), possible, possible & (gathered / gather.bytes_per_s < dense)]
     seconds = [_seconds_at(instance, rows, option, level, touched) for option in options]
-    best = int(np.argmin(seconds))
-    return np.asarray(options[best]), seconds[0] - seconds[best]
+    return np.asarray(options[int(np.argmin(seconds))])
 
 
 def cheapest_tiers(instance: Instance, allocation: Allocation) -> BoolArray:
     """Tiers whose gradients had better be gathered; shape (T, G)."""
     chosen = np.zeros(allocation.shape, np.bool_)
     for level in np.flatnonzero(replicated(instance, allocation).any(axis=0)).tolist():
-        chosen[:, level], _ = _cheapest_at(instance, allocation, level)
+        chosen[:, level] = _cheapest_at(instance, allocation, level)
     return chosen
 
 
@@ -217,11 +216,12 @@ class _CountCosts:
 
 
 def _known(kept: WeakKeyDictionary[Instance, _CountCosts], instance: Instance, every: bool) -> _CountCosts:
-    """Costs of an instance's counts, or of those alone where gathering saves anything, worked out once in a row."""
+    """Costs of an instance's counts, or of those alone where gathering saves anything, worked out once."""
     known, gathering = kept.get(instance), instance.gathering
     assert gathering is not None
     if known is None:
-        kept.clear()
+        if len(kept) > 1:  # a bound asks for tables with all of their ids and with distinct ones in turn
+            kept.clear()
         of = (slice(None), gathering.costs.every) if every else gathering.costs.saving
         known = kept[instance] = _CountCosts.of(instance, *of)
     return known
