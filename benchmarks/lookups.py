@@ -2,8 +2,9 @@
 
     python -m benchmarks.lookups [--rounds 7]
 
-Twelve tables (three sizes, two dimensions, two lengths) are calibrated at their own sizes and lengths, then timed at
-other batch sizes, lengths and skews, with pooling and without. "before": timed at 20 ids a bag of a million rows.
+Twelve tables (three sizes, two dimensions, two lengths), then tables of other data types and optimizers, are calibrated
+at their own sizes and lengths, then timed at other batch sizes, lengths and skews, with pooling and without. "before":
+timed at 20 ids a bag of a million rows. FBGEMM has no Adam on CPUs: executors update such rows in torch alone.
 """
 
 from __future__ import annotations
@@ -18,9 +19,20 @@ import torch
 from benchmarks.timing import machine
 from flexshard._internal import as_text, new_grid
 from flexshard.calibration import calibrate, least_seconds
-from flexshard.calibration.dense_tables import dense_step, dense_table, split_seconds
+from flexshard.calibration.dense_tables import DenseShape, dense_step, dense_table, split_seconds
 
-TABLES = list(itertools.product((10_000, 200_000, 4_000_000), (16, 128), (3.0, 30.0)))
+TABLES = [DenseShape(*one) for one in itertools.product((10_000, 200_000, 4_000_000), (16, 128), (3.0, 30.0))]
+KERNELS = [
+    DenseShape(200_000, 64, 10.0, dtype, optimizer)
+    for dtype, optimizer in (
+        ("float16", "rowwise_adagrad"),
+        ("float32", "sgd"),
+        ("float32", "adagrad"),
+        ("float16", "sgd"),
+        ("float32", "adam"),
+        ("float32", "partial_rowwise_adam"),
+    )
+]
 BATCH = 2048
 # Samples and ids of each, as shares of what was calibrated, and exponent of Zipf's law.
 OTHERS = ((0.75, 1.0, 1.0), (0.35, 1.0, 1.15), (1.5, 0.67, 1.05))
@@ -43,11 +55,11 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     print(machine())
-    rates = calibrate([], tables=TABLES, batch_size=BATCH, rounds=rounds)
+    rates = calibrate([], tables=[*TABLES, *KERNELS], batch_size=BATCH, rounds=rounds)
     usual = calibrate([], tables=[(1_000_000, dim, 20.0) for dim in (16, 128)], batch_size=BATCH, rounds=rounds)
     grid = new_grid(
         "Milliseconds of batches that were not calibrated, means of three",
-        ["rows", "dim", "length"],
+        ["rows", "dim", "length", "kernel"],
         [
             "pooled step",
             "predicted",
@@ -61,32 +73,37 @@ def main() -> None:
             "error",
         ],
     )
-    errors: dict[str, list[float]] = {"pooled": [], "before": [], "look up": [], "update": []}
-    for rows, dim, length in TABLES:
-        samples = batches(rows, length)
-        pooled = dense_table(rows, dim, pooled=True, device="cpu")
-        step = least_seconds([dense_step(pooled, dim, *one, "cpu") for one in samples], rounds)
-        halves = split_seconds(dense_table(rows, dim, pooled=False, device="cpu"), samples, rounds, "cpu")
+    errors: dict[str, dict[str, list[float]]] = {}
+    for own in rates.tables:
+        shape = DenseShape(own.rows, own.dim, own.length, own.dtype, own.optimizer)
+        samples = batches(shape.rows, shape.length)
+        pooled = dense_table(shape, pooled=True, device="cpu")
+        step = least_seconds([dense_step(pooled, shape.dim, *one, "cpu") for one in samples], rounds)
+        alone, dtype = dense_table(shape, pooled=False, device="cpu"), getattr(torch, shape.dtype)
+        halves = split_seconds(alone, samples, rounds, "cpu", dtype)
         sizes = [ids.size for ids, _ in samples]
-        look_up, update = rates.local.of(rows, dim)
         said = {
-            "pooled": [rates.dense_seconds(n, dim, rows) for n in sizes],
-            "before": [usual.dense_seconds(n, dim) for n in sizes],
-            "look up": [look_up[0] + n * look_up[1] for n in sizes],
-            "update": [update[0] + n * update[1] for n in sizes],
+            "pooled": [own.pooled[0] + n * own.pooled[1] for n in sizes],
+            "before": [usual.dense_seconds(n, shape.dim) for n in sizes],
+            "look up": [own.look_up[0] + n * own.look_up[1] for n in sizes],
+            "update": [own.update[0] + n * own.update[1] for n in sizes],
         }
         seen = {"pooled": step, "before": step, "look up": halves[0], "update": halves[1]}
         cells = []
+        group = errors.setdefault("twelve shapes" if shape in TABLES else "other kernels", {})
         for name in said:
-            errors[name] += [s / m - 1 for s, m in zip(said[name], seen[name], strict=True)]
+            group.setdefault(name, []).extend(s / m - 1 for s, m in zip(said[name], seen[name], strict=True))
             mean, expected = statistics.mean(seen[name]), statistics.mean(said[name])
             shown = [f"{1e3 * mean:.2f}", f"{1e3 * expected:.2f}", f"{expected / mean - 1:+.0%}"]
             cells += shown if name != "before" else shown[2:]
-        grid.add_row(f"{rows:,}", str(dim), f"{length:g}", *cells)
-    print(as_text(grid, 150))
-    for name, found in errors.items():
-        sizes = [abs(one) for one in found]
-        print(f"{name}: median error {statistics.median(sizes):.0%}, largest {max(sizes):.0%}, of {len(found)} batches")
+        kernel = f"{shape.optimizer}, {shape.dtype}"
+        grid.add_row(f"{shape.rows:,}", str(shape.dim), f"{shape.length:g}", kernel, *cells)
+    print(as_text(grid, 180))
+    for group_name, found_of in errors.items():
+        for name, found in found_of.items():
+            sizes_of = [abs(one) for one in found]
+            median, worst = statistics.median(sizes_of), max(sizes_of)
+            print(f"{group_name}, {name}: median error {median:.0%}, largest {worst:.0%}, of {len(found)} batches")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from benchmarks.cluster.workloads import WORKLOADS, Workload
 from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan, Problem, Table, solve
 from flexshard._internal import write_text
 from flexshard.calibration import measure_cluster
-from flexshard.calibration.dense_tables import dense_table
+from flexshard.calibration.dense_tables import DenseShape, dense_table
 from flexshard.costmodels import Cost, LocalRates, StepWork, fit_rates, step_seconds
 from flexshard.executors import Observation, Observer
 from flexshard.planner import Tier
@@ -70,7 +70,7 @@ def main() -> None:
 
 def measured_rates(rows: int) -> LocalRates:
     """How fast rows are looked up and updated while all ranks of the machine do so: the slowest rank's rates."""
-    table = dense_table(rows, DIM, pooled=False, device="cpu")
+    table = dense_table(DenseShape(rows, DIM, 1.0), pooled=False, device="cpu")
     work, forward, backward = [], [], []
     for number in (4_000, 20_000, 60_000):
         ids = torch.from_numpy(np.random.default_rng(dist.get_rank()).integers(0, rows, number))

@@ -42,7 +42,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from benchmarks.cluster.models import MODELS, Model
 from flexshard import Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan, Problem, Table, solve
 from flexshard._internal import write_text
-from flexshard.calibration.dense_tables import dense_table
+from flexshard.calibration.dense_tables import DenseShape, dense_table
 from flexshard.costmodels import (
     Cost,
     LocalRates,
@@ -133,7 +133,7 @@ def measured_rates() -> LocalRates:
     """
     work, forward, backward = [], [], []
     for dim in (16, 64, 128):
-        table = dense_table(20_000, dim, pooled=True, device="cpu")
+        table = dense_table(DenseShape(20_000, dim, 1.0), pooled=True, device="cpu")
         for bags, length in ((1_000, 2), (1_000, 20), (4_000, 10)):
             random = np.random.default_rng(dist.get_rank())
             ids, took = torch.from_numpy(random.zipf(1.2, bags * length) % 20_000), []

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("torchrec")
 
-from flexshard.calibration import calibrate
+import yaml
+
+from flexshard.calibration import DenseShape, calibrate
 from flexshard.calibration.batches import sample_batches
-from flexshard.costmodels import TTRates, TTReads
+from flexshard.calibration.dense_tables import dense_table
+from flexshard.costmodels import LocalRates, TableRates, TTRates, TTReads
 from flexshard.errors import DataError, JobError
-from flexshard.tables.tensor_train_shape import TTShape
+from flexshard.executors import MemoryStore
+from flexshard.executors.stores.updates import OptimizerSpec
+from flexshard.profiling import AccessProfile
+from flexshard.tables import OPTIMIZERS, StepOptions, Table, TTShape
+
+
+def table(rows: int, dim: int, length: float, **kernel: Any) -> Table:
+    profile = AccessProfile.from_counts(np.array([round(100 * length)]), num_samples=100)
+    return Table("t", rows, dim, profile, **kernel)
 
 
 def test_rates_of_shapes_and_of_dense_tables() -> None:
@@ -66,8 +81,8 @@ def test_dense_tables_have_rates_of_their_own(tmp_path: Path) -> None:
     assert loaded == rates
     assert [(one.rows, one.dim) for one in loaded.tables] == [(1_000, 8), (30_000, 32)]
     local = loaded.local
-    assert local.of(30_000, 32) == (rates.tables[1].look_up, rates.tables[1].update)
-    assert local.of(5, 5) == (local.look_up, local.update)
+    assert local.of(table(30_000, 32, 10.0)) == (rates.tables[1].look_up, rates.tables[1].update)
+    assert local.of(table(5, 5, 1.0)) == (local.look_up, local.update)
     # A batch as large as the largest that was timed takes about what it took.
     assert 0 < loaded.dense_seconds(2560, 32, 30_000) < 1
     assert loaded.dense_seconds(2560, 32, 30_000) != loaded.dense_seconds(2560, 32)
@@ -78,3 +93,93 @@ def test_dense_tables_have_rates_of_their_own(tmp_path: Path) -> None:
         loaded.step_seconds(shape, reads)
     with pytest.raises(DataError, match="no dense table was measured by itself"):
         _ = TTRates("old", (0.0,) * 12, (0.0, 0.0, 0.0)).local
+
+
+def test_tables_of_one_size_are_measured_at_each_length_type_and_optimizer(tmp_path: Path) -> None:
+    """The last length of a size once took the place of the others."""
+    asked = [
+        (900, 8, 2.0),
+        (900, 8, 2.3),
+        (900, 8, 30.0),
+        DenseShape(900, 8, 2.0, "float16"),
+        (900, 8, 2.0, "float32", "adam"),
+    ]
+    rates = calibrate([], tables=asked, batch_size=64, rounds=1)
+    assert [(one.length, one.dtype, one.optimizer) for one in rates.tables] == [
+        (2.0, "float32", "rowwise_adagrad"),
+        (30.0, "float32", "rowwise_adagrad"),
+        (2.0, "float16", "rowwise_adagrad"),
+        (2.0, "float32", "adam"),
+    ]
+    rates.save(tmp_path / "rates.yaml")
+    local = TTRates.load(tmp_path / "rates.yaml").local
+    for index, wanted in enumerate(
+        (
+            table(900, 8, 3.0),
+            table(900, 8, 20.0),
+            table(900, 8, 20.0, dtype="float16"),
+            table(900, 8, 1.0, optimizer="adam"),
+        )
+    ):
+        assert local.measured(wanted) == rates.tables[index]
+    # An unmeasured size has the mean of its kernel, one of an unmeasured kernel that of all.
+    adam = rates.tables[3]
+    assert local.of(table(77, 8, 1.0, optimizer="adam"))[1] == (adam.update[0], 0.0, adam.update[1] / 32)
+    assert local.of(table(900, 8, 1.0, optimizer="sgd")) == (local.look_up, local.update)
+    assert rates.dense_seconds(100, 8, 900, dtype="float32", optimizer="adam", length=2.0) == (
+        adam.pooled[0] + 100 * adam.pooled[1]
+    )
+
+
+def test_files_of_earlier_releases_hold_for_all_types_and_optimizers(tmp_path: Path) -> None:
+    rates = calibrate([], tables=[(900, 8, 2.0)], batch_size=64, rounds=1)
+    path = tmp_path / "rates.yaml"
+    rates.save(path)
+    body = yaml.safe_load(path.read_text())
+    for field in ("length", "dtype", "optimizer"):
+        del body["tables"][0][field]
+    path.write_text(yaml.safe_dump(body))
+    old = TTRates.load(path).local
+    assert old.of(table(900, 8, 5.0, optimizer="adam", dtype="float16")) == (
+        rates.tables[0].look_up,
+        rates.tables[0].update,
+    )
+    body["tables"][0]["dtype"] = "int8"
+    path.write_text(yaml.safe_dump(body))
+    with pytest.raises(DataError, match=r"tables\.0\.dtype|tables\[0\]\.dtype"):
+        TTRates.load(path)
+
+
+def test_the_slower_optimizer_is_priced_so() -> None:
+    slow, fast = (
+        TableRates(50, 8, (0.0, 1e-6), (0.0, 1e-7, 0.0), (0.0, update, 0.0), 2.0, "float32", optimizer)
+        for update, optimizer in ((9e-7, "adam"), (1e-7, "sgd"))
+    )
+    local = LocalRates((0.0, 0.0, 1e-9), (0.0, 0.0, 1e-9), 1e-9, "measured", (slow, fast))
+    assert local.of(table(50, 8, 2.0, optimizer="adam"))[1][1] == 9e-7
+    assert local.of(table(50, 8, 2.0, optimizer="sgd"))[1][1] == 1e-7
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("optimizer", ["adam", "partial_rowwise_adam", "lars_sgd"])
+def test_rows_that_fbgemm_has_no_kernel_for_are_updated_as_executors_do(optimizer: str, pooled: bool) -> None:
+    """What is timed is what runs: the same weights after a step."""
+    shape, cpu = DenseShape(20, 8, 2.0, "float32", optimizer), torch.device("cpu")
+    plain: Any = dense_table(shape, pooled=pooled, device="cpu")
+    store = MemoryStore(OptimizerSpec(optimizer, learning_rate=0.1), 20, 8, torch.float32, cpu)
+    start = torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
+    plain._options = StepOptions(learning_rate=0.1)
+    plain._weight.copy_(start)
+    store.values.copy_(start)
+    ids = torch.tensor([3, 5, 3, 3, 19, 0])
+    offsets = torch.tensor([0, 2, 2, 6]) if pooled else torch.arange(7)
+    gradient = torch.randn(len(offsets) - 1, 8, generator=torch.Generator().manual_seed(1))
+    rows = plain(ids, offsets)
+    expected = [start[ids[a:b]].sum(0) for a, b in pairwise(offsets.tolist())]
+    torch.testing.assert_close(rows, torch.stack(expected))
+    rows.backward(gradient)
+    store.begin_step(1)
+    store.look_up(ids).update(gradient.repeat_interleave(offsets.diff(), dim=0))
+    torch.testing.assert_close(plain._weight, store.values, rtol=0, atol=1e-7)
+    assert not torch.equal(plain._weight, start)
+    assert set(plain._states) == {state.name for state in OPTIMIZERS[optimizer].states}

@@ -22,7 +22,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 import flexshard
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
-from flexshard._internal import to_device
+from flexshard._internal import NO_SLOT, sum_by_slot, to_device
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
@@ -33,7 +33,6 @@ from flexshard.executors.sharding.batches import Lookup, ids_of_tables
 from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores import base
 from flexshard.executors.stores.fused import FusedStore
-from flexshard.executors.stores.touched_rows import NO_SLOT, sum_by_slot
 from flexshard.executors.stores.updates import OptimizerSpec
 from flexshard.planner import Tier
 from flexshard.tables import StepOptions

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
@@ -16,50 +17,89 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from flexshard.calibration.batches import least_seconds, sample_batches
+from flexshard.calibration.plain_rows import PlainRows
 from flexshard.costmodels import TableRates, fit_rates
+from flexshard.tables import DATA_TYPES, OPTIMIZERS
 
 __all__ = ["DenseShape", "dense_step", "dense_table", "measure_dense", "split_seconds"]
 
 Step = Callable[[], object]
 Sample = tuple[np.ndarray, int]
-DenseShape = tuple[int, int, float]  # rows, dimension, ids per bag
 
 _MOST_BYTES = 1 << 30  # of a table that is measured; a larger one is taken to be as slow
+_ON_CPU = frozenset({"float32", "float16"})  # data types of FBGEMM's kernels there
+
+
+class DenseShape(NamedTuple):
+    """What a dense table's lookups and updates depend on.
+
+    Attributes:
+        rows, dim, dtype, optimizer: as of :class:`Table`.
+        length: ids per bag.
+    """
+
+    rows: int
+    dim: int
+    length: float
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
 
 
 def measure_dense(
     shape: DenseShape, batch_size: int, rounds: int, seed: int, device: torch.device | str
 ) -> tuple[TableRates, list[list[float]], list[float]]:
-    """Rates of a float32 table under row-wise Adagrad, and the pooled steps that they are fitted to.
+    """Rates of a table under its optimizer, and the pooled steps that they are fitted to.
 
     Returns:
         the rates; calls, ids and numbers of each pooled step; and the seconds that it took.
     """
-    rows, dim, length = shape
+    rows, dim = shape.rows, shape.dim
     wide = -(-dim // 4) * 4  # what FBGEMM takes
-    held = max(min(rows, _MOST_BYTES // (4 * wide)), 1)
-    samples = list(sample_batches(held, batch_size, seed, length))
-    pooled = dense_table(held, wide, pooled=True, device=device)
+    numbers = wide * (1 + OPTIMIZERS[shape.optimizer].state_bytes_per_element // 4)
+    held = max(min(rows, _MOST_BYTES // (4 * numbers)), 1)
+    samples = list(sample_batches(held, batch_size, seed, shape.length))
+    small = shape._replace(rows=held, dim=wide)
+    pooled = dense_table(small, pooled=True, device=device)
     seconds = least_seconds([dense_step(pooled, wide, *sample, device) for sample in samples], rounds, device)
+    del pooled
     work = [[1.0, ids.size] for ids, _ in samples]
-    forward, backward = split_seconds(dense_table(held, wide, pooled=False, device=device), samples, rounds, device)
+    alone = dense_table(small, pooled=False, device=device)
+    forward, backward = split_seconds(alone, samples, rounds, device, getattr(torch, shape.dtype))
     (call, row), (last_call, last_row) = fit_rates(work, forward), fit_rates(work, backward)
-    rates = TableRates(rows, dim, fit_rates(work, seconds), (call, row, 0.0), (last_call, last_row, 0.0))
+    rates = TableRates(
+        rows,
+        dim,
+        fit_rates(work, seconds),
+        (call, row, 0.0),
+        (last_call, last_row, 0.0),
+        shape.length,
+        shape.dtype,
+        shape.optimizer,
+    )
     return rates, [[1.0, ids.size, ids.size * wide] for ids, _ in samples], seconds
 
 
-def dense_table(rows: int, dim: int, *, pooled: bool, device: torch.device | str) -> torch.nn.Module:
-    """A table in FBGEMM: as TorchRec has pooled ones, or as executors have rows that are looked up one by one, which
-    are bags of one id on CPUs.
+def dense_table(shape: DenseShape, *, pooled: bool, device: torch.device | str) -> torch.nn.Module:
+    """A table in FBGEMM, if that has kernels: as TorchRec has pooled ones, or as executors have rows that are looked up
+    one by one, which are bags of one id on CPUs.
     """
     on_cpu = torch.device(device).type == "cpu"
+    optimizer, precision = OPTIMIZERS[shape.optimizer], DATA_TYPES[shape.dtype].fbgemm
+    has_kernel = optimizer.fbgemm is not None and precision is not None
+    if on_cpu:
+        has_kernel = has_kernel and optimizer.on_cpu and shape.dtype in _ON_CPU
+    if not has_kernel:
+        dtype = getattr(torch, shape.dtype)
+        return PlainRows(shape.rows, shape.dim, dtype, optimizer, pooled, torch.device(device))
     location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
     unit = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
     return SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, location, unit)],
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        [(shape.rows, shape.dim, location, unit)],
+        optimizer=EmbOptimType[optimizer.fbgemm],
         learning_rate=1e-6,
         pooling_mode=PoolingMode.SUM if pooled or on_cpu else PoolingMode.NONE,
+        weights_precision=SparseType[precision],
+        output_dtype=SparseType.FP32,
         device=torch.device(device),
     )
 
@@ -87,9 +127,13 @@ def _settle() -> None:
 
 
 def split_seconds(
-    table: torch.nn.Module, samples: Sequence[Sample], rounds: int, device: torch.device | str
+    table: torch.nn.Module,
+    samples: Sequence[Sample],
+    rounds: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[float], list[float]]:
-    """Least seconds of the lookup of each batch's rows, one by one, and of its backward with update."""
+    """Least seconds of the lookup of each batch's rows, one by one, as ``dtype``, and of its backward with update."""
     times = np.full((rounds + 1, len(samples), 2), np.inf)
     _settle()
     inputs = [_inputs(ids, ids.size, device) for ids, _ in samples]
@@ -103,6 +147,7 @@ def split_seconds(
         for index, (values, offsets) in enumerate(inputs):
             start = now()
             rows = table(values, offsets)
+            rows.detach().to(dtype)
             middle = now()
             upstream = torch.ones_like(rows)
             begin = now()

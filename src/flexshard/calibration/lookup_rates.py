@@ -28,7 +28,7 @@ def calibrate(
     shapes: Sequence[TTShape],
     *,
     lengths: Sequence[float] | None = None,
-    tables: Sequence[DenseShape] = (),
+    tables: Sequence[DenseShape | tuple[int, int, float]] = (),
     batch_size: int = 4096,
     rounds: int = 5,
     seed: int = 0,
@@ -42,7 +42,8 @@ def calibrate(
     Args:
         shapes: tensor trains to measure.
         lengths: ids per bag of each (L of its table); 20 by default.
-        tables: rows, dimension and ids per bag of dense tables to measure; by default those that the shapes stand for.
+        tables: rows, dimension and ids per bag of dense tables to measure, and their data type and optimizer ("float32"
+            and "rowwise_adagrad" by default); by default those that the shapes stand for.
         batch_size: bags of the largest batch.
         rounds: per batch, after one that warms up.
         seed: of the ids.
@@ -64,7 +65,7 @@ def calibrate(
     bag_lengths = dict(zip(shapes, [20.0] * len(shapes) if lengths is None else lengths, strict=True))
     distinct = list(bag_lengths)
     stand_for = [(shape.num_embeddings, shape.embedding_dim, length) for shape, length in bag_lengths.items()]
-    dense = {(rows, dim): (rows, dim, max(length, 1.0)) for rows, dim, length in tables or stand_for}
+    dense = list(dict.fromkeys(_rounded(DenseShape(*table)) for table in tables or stand_for))
     done, total = 0, len(distinct) + len(dense)
 
     def tick() -> None:
@@ -90,7 +91,7 @@ def calibrate(
     dense_work: list[Any] = []
     dense_seconds: list[float] = []
     table_rates: list[TableRates] = []
-    for table in dense.values():
+    for table in dense:
         own, numbers, seconds = measure_dense(table, batch_size, rounds, seed, device)
         table_rates.append(own)
         dense_work += numbers
@@ -100,6 +101,11 @@ def calibrate(
     machine += datetime.date.today().isoformat()
     step = fit_rates(all_work, all_seconds) if all_work else ()
     return TTRates(machine, step, fit_rates(dense_work, dense_seconds), tuple(shape_rates), tuple(table_rates))
+
+
+def _rounded(shape: DenseShape) -> DenseShape:
+    """Bags have whole numbers of ids: tables whose lengths differ by less are measured once."""
+    return shape._replace(length=float(max(round(shape.length), 1)))
 
 
 def train_step(shape: TTShape, ids: np.ndarray, bags: int, device: torch.device | str = "cpu") -> Step:

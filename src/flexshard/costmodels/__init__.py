@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         PlacedTable as PlacedTable,
         rows_with_places as rows_with_places,
     )
+    from flexshard.costmodels.local_rates import LocalRates as LocalRates, TableRates as TableRates
     from flexshard.costmodels.lookahead import (
         LookaheadReads as LookaheadReads,
         cached_share as cached_share,
@@ -97,10 +98,8 @@ if TYPE_CHECKING:
     from flexshard.costmodels.step import PhaseCurve as PhaseCurve, StepModel as StepModel
     from flexshard.costmodels.step_time import (
         PHASES as PHASES,
-        LocalRates as LocalRates,
         Phase as Phase,
         StepWork as StepWork,
-        TableRates as TableRates,
         phase_of as phase_of,
         step_phases as step_phases,
         step_seconds as step_seconds,
@@ -128,6 +127,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "lookup_bytes",
         ],
         "layout": ["Layout", "Piece", "PlacedTable", "rows_with_places"],
+        "local_rates": ["LocalRates", "TableRates"],
         "lookahead": [
             "LookaheadReads",
             "cached_share",
@@ -163,11 +163,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "with_hottest",
         ],
         "step_time": [
-            "LocalRates",
             "PHASES",
             "Phase",
             "StepWork",
-            "TableRates",
             "phase_of",
             "step_phases",
             "step_seconds",

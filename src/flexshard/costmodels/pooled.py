@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.costmodels.cost import CollectiveKind
+from flexshard.costmodels.local_rates import LocalRates
 from flexshard.costmodels.overlap import Overlap, hidden_share
-from flexshard.costmodels.step_time import LocalRates
 from flexshard.costmodels.tensor_train.cost import tensor_train_cost
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table, TTShape
@@ -389,11 +389,11 @@ class _Shards:
         if rates is None:
             return np.zeros((2, len(self.rows)))
         width = self.columns * DATA_TYPES[table.dtype].nbytes
-        per_id = [own[1] + own[2] * width for own in rates.of(table.rows, table.dim)]
-        measured = next((one.pooled for one in rates.tables if (one.rows, one.dim) == (table.rows, table.dim)), None)
+        per_id = [own[1] + own[2] * width for own in rates.of(table)]
+        measured = rates.measured(table)
         if measured is not None:
-            whole = sum(own[1] + own[2] * table.row_bytes for own in rates.of(table.rows, table.dim))
-            per_id = [one * (measured[1] / whole if whole else 0.0) for one in per_id]
+            whole = sum(own[1] + own[2] * table.row_bytes for own in rates.of(table))
+            per_id = [one * (measured.pooled[1] / whole if whole else 0.0) for one in per_id]
         look_up, update = (self._ids * one for one in per_id)
         if sweeps:
             update = update + rates.sweep * self._weights

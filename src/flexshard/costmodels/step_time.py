@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from flexshard._internal import check_finite
 from flexshard.costmodels.cost import Collective, Cost
+from flexshard.costmodels.local_rates import LocalRates
 from flexshard.errors import JobError
 
-__all__ = ["PHASES", "LocalRates", "Phase", "StepWork", "phase_of", "step_phases", "step_seconds"]
+__all__ = ["PHASES", "Phase", "StepWork", "phase_of", "step_phases", "step_seconds"]
 
 # Of every content, the phase it belongs to.
 PHASES: Mapping[str, str] = {
@@ -38,61 +39,6 @@ PHASES: Mapping[str, str] = {
 }
 # Of modules that TorchRec runs, one collective after the other.
 _IN_TURN = frozenset(name for content, name in PHASES.items() if content.startswith("pooled "))
-
-
-@dataclass(frozen=True)
-class TableRates:
-    """A dense table, as measured.
-
-    Attributes:
-        rows, dim: of the table.
-        pooled: seconds per call and id of a step with pooling: lookup, backward and update.
-        look_up, update: as of :class:`LocalRates`, without pooling.
-    """
-
-    rows: int
-    dim: int
-    pooled: tuple[float, ...]
-    look_up: tuple[float, float, float]
-    update: tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class LocalRates:
-    """How fast a rank looks rows up and updates them.
-
-    Attributes:
-        look_up: seconds per call, row and byte of rows looked up.
-        update: seconds per call, row and byte of rows whose gradients are summed and applied.
-        sweep: seconds per byte of weights with copies, all of which are updated.
-        source: where the figures come from.
-        tables: those that were measured themselves, which have rates of their own.
-    """
-
-    look_up: tuple[float, float, float]
-    update: tuple[float, float, float]
-    sweep: float
-    source: str = ""
-    tables: tuple[TableRates, ...] = ()
-
-    def of(self, rows: int, dim: int) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-        """To look up, and to update, rows of a table."""
-        own = next((one for one in self.tables if (one.rows, one.dim) == (rows, dim)), None)
-        return (self.look_up, self.update) if own is None else (own.look_up, own.update)
-
-    def __post_init__(self) -> None:
-        for name, values in (("look_up", self.look_up), ("update", self.update), ("sweep", (self.sweep,))):
-            if any(check_finite(value, name, JobError) < 0 for value in values):
-                raise JobError(f"{name} must be rates of at least 0 s, found {values}")
-
-    @classmethod
-    def of_bandwidth(cls, bytes_per_s: float) -> LocalRates:
-        """Of a device that does nothing but move bytes through its memory: a lookup reads and writes a row; an update
-        reads the gradient twice, to sort and to sum it, and reads and writes the row; a sweep reads gradient and row
-        and writes the row.
-        """
-        one = 1.0 / bytes_per_s
-        return cls((0.0, 0.0, 2 * one), (0.0, 0.0, 4 * one), 3 * one, "memory bandwidth")
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
-from flexshard.costmodels.step_time import LocalRates, TableRates
+from flexshard.costmodels.local_rates import LocalRates, TableRates, closest_rates, mean_rates
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.costmodels.tensor_train.work import TTWork
 from flexshard.errors import DataError
@@ -101,7 +101,8 @@ class TTRates:
     @property
     def local(self) -> LocalRates:
         """Of lookups and updates of dense tables without pooling, for planning steps. Tables that were not measured
-        have the mean of those that were. Copies are swept as fast as so many rows are updated, slower than they are.
+        have the mean of those that were (of their data type and optimizer, if any was). Copies are swept as fast as so
+        many rows are updated, slower than they are.
 
         Raises:
             DataError: the rates are of an earlier release, which did not measure this.
@@ -109,21 +110,26 @@ class TTRates:
         if not self.tables:
             raise DataError(f"{self.machine}: no dense table was measured by itself; calibrate again")
 
-        def mean(of: Callable[[TableRates], tuple[float, float, float]]) -> tuple[float, float, float]:
-            call = [of(table)[0] for table in self.tables]
-            per_byte = [of(table)[2] + of(table)[1] / (4 * table.dim) for table in self.tables]
-            return sum(call) / len(call), 0.0, sum(per_byte) / len(per_byte)
-
-        look_up, update = mean(lambda table: table.look_up), mean(lambda table: table.update)
+        look_up, update = mean_rates(self.tables)
         return LocalRates(look_up, update, update[2], self.machine, self.tables)
 
-    def dense_seconds(self, reads: float, dim: int, rows: int | None = None) -> float:
+    def dense_seconds(
+        self,
+        reads: float,
+        dim: int,
+        rows: int | None = None,
+        *,
+        dtype: str | None = None,
+        optimizer: str | None = None,
+        length: float | None = None,
+    ) -> float:
         """Forward, backward and update of ``reads`` rows of a dense table, with pooling; of one that was measured, by
-        its own rates.
+        its own rates: of its data type and optimizer, and the nearest length, where they are given.
         """
-        own = next((one.pooled for one in self.tables if (one.rows, one.dim) == (rows, dim)), None)
+        kernel = {"dtype": dtype, "optimizer": optimizer}
+        own = None if rows is None else closest_rates(self.tables, rows, dim, **kernel, length=length)
         if own is not None:
-            return float(np.array([1.0, reads]) @ np.array(own))
+            return float(np.array([1.0, reads]) @ np.array(own.pooled))
         return float(np.array([1.0, reads, reads * dim]) @ np.array(self.dense))
 
     def save(self, path: PathLike) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from flexshard._internal import DocumentFormat, PathLike, StrictModel, load_yaml, save_yaml
-from flexshard.costmodels.step_time import TableRates
+from flexshard.costmodels.local_rates import TableRates
 from flexshard.costmodels.tensor_train.rates import DENSE, WORK, ShapeRates, TTRates
 from flexshard.errors import DataError
+from flexshard.tables import DATA_TYPES, OPTIMIZERS
 
 __all__ = ["load_rates", "save_rates"]
 
@@ -37,10 +40,14 @@ class TableSpec(StrictModel):
     pooled: list[NonNegativeFloat] = Field(min_length=2, max_length=2)
     look_up: list[NonNegativeFloat] = Field(min_length=3, max_length=3)
     update: list[NonNegativeFloat] = Field(min_length=3, max_length=3)
+    length: PositiveFloat | None = None
+    dtype: Literal[tuple(DATA_TYPES)] | None = None  # type: ignore[valid-type]
+    optimizer: Literal[tuple(OPTIMIZERS)] | None = None  # type: ignore[valid-type]
 
     def rates(self) -> TableRates:
         (a, b, c), (d, e, f) = self.look_up, self.update
-        return TableRates(self.rows, self.dim, tuple(self.pooled), (a, b, c), (d, e, f))
+        kernel = self.length, self.dtype, self.optimizer
+        return TableRates(self.rows, self.dim, tuple(self.pooled), (a, b, c), (d, e, f), *kernel)
 
 
 class RatesSpec(StrictModel):
@@ -74,7 +81,7 @@ def save_rates(rates: TTRates, path: PathLike) -> None:
     }
     if rates.tables:
         body["tables"] = [
-            {key: list(value) if isinstance(value, tuple) else value for key, value in vars(one).items()}
+            {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(one).items()}
             for one in rates.tables
         ]
     save_yaml(path, FORMAT, body)

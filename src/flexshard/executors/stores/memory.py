@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from flexshard._internal import sum_by_slot
 from flexshard.executors.stores.base import LookedUp, RowStore
-from flexshard.executors.stores.touched_rows import sum_by_slot
 from flexshard.executors.stores.updates import OptimizerSpec, new_state
 
 __all__ = ["MemoryStore"]

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import continued_on, current_stream
+from flexshard._internal import NO_SLOT, continued_on, current_stream
 from flexshard.costmodels import Layout
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
 from flexshard.executors.stores.base import RowStore
-from flexshard.executors.stores.touched_rows import NO_SLOT, TouchedCounts, TouchedRows, TouchedSlots
+from flexshard.executors.stores.touched_rows import TouchedCounts, TouchedRows, TouchedSlots
 
 __all__ = ["CopiedRows", "ReplicaReduction"]
 

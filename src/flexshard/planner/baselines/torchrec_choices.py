@@ -247,7 +247,7 @@ def _local(problem: Problem, choices: Sequence[TorchRecChoice], rates: LocalRate
     seconds = np.zeros((world, 2))
     for table, choice in zip(problem.tables, choices, strict=True):
         reads = float(table.reads(problem.batch_size) @ table.profile.rows)
-        own = np.array(rates.of(table.rows, table.dim))
+        own = np.array(rates.of(table))
         if not choice.shards:  # every rank reads its share of all rows
             seconds += reads * (own[:, 1] + own[:, 2] * table.row_bytes)
         for rank, share in choice.shards:

@@ -128,7 +128,10 @@ def choice_problem(
             comm.append(sum((1.0 - c.overlap) * c.nbytes / c.bytes_per_s for c in cost.collectives))
             loss.append(option.loss)
     reads_of = instance.total_reads
-    lookups = [rates.dense_seconds(float(n), t.dim, t.rows) for n, t in zip(reads_of, instance.tables, strict=True)]
+    lookups = [
+        rates.dense_seconds(float(n), t.dim, t.rows, dtype=t.dtype, optimizer=t.optimizer, length=t.profile.avg_length)
+        for n, t in zip(reads_of, instance.tables, strict=True)
+    ]
     all_reduce = instance.cluster.level(1).all_reduce
     hidden = hidden_share(instance.overlap, "all_reduce", 1, "replicas")
     return ChoiceProblem(

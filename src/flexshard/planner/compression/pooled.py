@@ -199,6 +199,6 @@ def _sequence(decided: Decision | None, table: Table, price: float) -> TableChoi
     rates, reads = decided.problem.rates, float(instance.total_reads[index])
     compute = 0.0
     if rates is not None:
-        compute = reads * sum(own[1] + own[2] * table.row_bytes for own in rates.of(table.rows, table.dim))
+        compute = reads * sum(own[1] + own[2] * table.row_bytes for own in rates.of(table))
     option = TableOption(None, float(memory), compute, float(seconds), 0.0, float(seconds + compute + price * memory))
     return TableChoice(table.name, table.rows, table.dim, (option,), 0)

@@ -228,7 +228,7 @@ class Instance:
         """Time to look a row up, and to update it, of each table; shape (T, 2)."""
         if self.rates is None:
             return np.zeros((len(self.tables), 2))
-        rates = np.array([self.rates.of(table.rows, table.dim) for table in self.tables])  # (T, 2, 3)
+        rates = np.array([self.rates.of(table) for table in self.tables])  # (T, 2, 3)
         return np.asarray(rates[:, :, 1] + self.row_bytes[:, None] * rates[:, :, 2])
 
     @cached_property
