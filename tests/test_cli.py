@@ -621,7 +621,13 @@ def test_steps_are_planned_and_drawn(project: Path, tmp_path: Path) -> None:
     ran = ("--observed", "plan.json", "observed.json")
     good(project, "plan", "job.yaml", "-o", tmp_path / "seen.json", *ran)
     waited = 0.004 * len(json.loads((project / "observed.json").read_text())["collectives"])
-    assert Plan.load(tmp_path / "seen.json").settings.dense_seconds == pytest.approx(0.2 - waited)
+    seen = Plan.load(tmp_path / "seen.json")
+    assert seen.settings.dense_seconds == pytest.approx(0.2 - waited)
+    assert {one.overlap for one in seen.predicted.collectives} == {0.6}
+    told = tmp_path / "told.yaml"
+    told.write_text(yaml.safe_dump(job | {"overlap": {}}))
+    good(project, "plan", told, "-o", tmp_path / "told.json", *ran)
+    assert {one.overlap for one in Plan.load(tmp_path / "told.json").predicted.collectives} == {0.0}
     good(tmp_path, "plan", "job.yaml", "-o", "sum.json", "--objective", "communication")
     assert Plan.load(tmp_path / "sum.json").settings.dense_seconds is None
     assert "give one of them" in bad(project, "plan", "job.yaml", "-o", tmp_path / "x.json", *ran, "--dense", "1 ms")

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-from flexshard.costmodels import StepWork
+from flexshard.costmodels import StepWork, overlap_of
 from flexshard.errors import DataError
-from flexshard.executors import Observation, timeline
+from flexshard.executors import Observation, compare_observed, timeline
 from flexshard.planner import Plan
 from tests.executors import models, ranks
 
@@ -68,6 +68,17 @@ def test_a_trace_has_a_track_per_rank_and_link(ran: tuple[Plan, Observation]) ->
             assert all(a + d <= b + 0.01 for (a, d), (b, _) in pairwise(mine))
     step = sum(phase.seconds for phase in plan.phases)
     assert max(e["ts"] + e["dur"] for e in spans if e["pid"] == 1) == pytest.approx(1e6 * step, abs=0.1)
+
+
+def test_what_ranks_did_not_wait_for_was_hidden(ran: tuple[Plan, Observation]) -> None:
+    plan, seen = ran
+    overlap = seen.overlap(plan)
+    assert overlap == compare_observed(plan, seen).overlap
+    assert overlap
+    assert all(0.0 <= share <= 1.0 for share in overlap.values())
+    assert {f"{kind}@{size}" for kind, size in overlap_of(overlap, plan.cluster)} == set(overlap)
+    with pytest.raises(DataError, match="is of plan ffffffffffff"):
+        Observation("f" * 64, 4, seen.step_seconds, seen.collectives).overlap(plan)
 
 
 def test_what_is_left_of_a_step_is_dense_work(ran: tuple[Plan, Observation]) -> None:

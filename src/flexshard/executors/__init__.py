@@ -87,6 +87,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
 # Methods of values whose bodies stand in files that know the value.
 VALUE_METHODS = {
     "Observation.step_work": "traffic.predicted:step_work",
+    "Observation.overlap": "traffic.predicted:overlap_observed",
     "Observation.document": "traffic.observation_file:observation_document",
     "Observation.save": "traffic.observation_file:save_observation",
     "Observation.load": "traffic.observation_file:load_observation",

@@ -32,7 +32,10 @@ def plan_command(
     ] = None,
     observed: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="PLAN OBSERVED: a plan that ran and what was observed of it, to take that time from."),
+        typer.Option(
+            help="PLAN OBSERVED: a plan that ran and what was observed of it, to take that time from, and what it hides"
+            " of collectives, unless the job says ('overlap')."
+        ),
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -50,8 +53,9 @@ def plan_command(
     if dense is not None:
         step = costmodels.StepWork(units.parse_seconds(dense), rates)
     elif observed is not None:
-        seen = executors.Observation.load(observed[1]).step_work(planner.Plan.load(observed[0]))
-        step = costmodels.StepWork(seen.dense_seconds, rates)
+        ran, seen = planner.Plan.load(observed[0]), executors.Observation.load(observed[1])
+        step = costmodels.StepWork(seen.step_work(ran).dense_seconds, rates)
+        asked = _overlapping(asked, seen.overlap(ran))
     elif objective == "communication":
         step = None  # instead of the job's
     changes: dict[str, Any] = {"step": step}
@@ -65,3 +69,11 @@ def plan_command(
     emit(planner.plan_document(plan), as_json=as_json, text=planner.plan_renderable(plan))
     if output is not None and not as_json:
         say(f"written to {output}, fingerprint {plan.fingerprint[:16]}")
+
+
+def _overlapping(job: planner.Job, overlap: dict[str, float]) -> planner.Job:
+    """A job that says what other work hides: what was observed of its cluster's collectives, if it does not say."""
+    if job.overlap is not None:
+        return job
+    has = {level.group_size for level in job.cluster.levels}
+    return replace(job, overlap={name: share for name, share in overlap.items() if int(name.split("@")[1]) in has})

@@ -138,6 +138,16 @@ class Observation:
         work: StepWork = bound("flexshard.executors", "Observation.step_work")(self, plan)
         return work
 
+    def overlap(self, plan: Plan) -> dict[str, float]:
+        """Share of each collective's time in which ranks did not stand waiting for it, as ``Problem(overlap=...)``
+        takes it; of those that the plan has, by names such as ``all_to_all@8``.
+
+        Raises:
+            DataError: the observation is of another plan.
+        """
+        shares: dict[str, float] = bound("flexshard.executors", "Observation.overlap")(self, plan)
+        return shares
+
     def document(self) -> dict[str, Any]:
         """As the mapping that its file holds."""
         document: dict[str, Any] = bound("flexshard.executors", "Observation.document")(self)

@@ -16,7 +16,15 @@ from flexshard.executors.traffic.observation import Observation
 from flexshard.executors.traffic.replaying import together
 from flexshard.planner import Plan, TablePlan
 
-__all__ = ["Comparison", "ComparisonLine", "check_observed", "compare_observed", "predicted_bytes", "step_work"]
+__all__ = [
+    "Comparison",
+    "ComparisonLine",
+    "check_observed",
+    "compare_observed",
+    "overlap_observed",
+    "predicted_bytes",
+    "step_work",
+]
 
 Key = tuple[str, int, str]
 _ROWS = ("embeddings", "gradients")
@@ -164,6 +172,11 @@ def step_work(observed: Observation, plan: Plan) -> StepWork:
             " for dense work: give it, or other rates"
         )
     return StepWork(left)
+
+
+def overlap_observed(observed: Observation, plan: Plan) -> dict[str, float]:
+    """See :meth:`Observation.overlap`."""
+    return dict(compare_observed(plan, observed).overlap)
 
 
 def check_observed(plan: Plan, observed: Observation) -> None:
