@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_script
 from tests.slow import first
 
 pytest.importorskip("torchrec")
@@ -19,12 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def recd(folder: Path, ranks: int, *options: str) -> list[tuple[str, ...]]:
     """Losses, AUC and DedupFactor of each epoch that recd_mind.py prints."""
-    script = [str(ROOT / "examples" / "recd_mind.py"), "--folder", "recd", "--sessions", "400", "--epochs", "2"]
-    command = [sys.executable, *script, "--batch-size", "128", *options]
-    if ranks > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_PORT": "29533"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    script = [ROOT / "examples" / "recd_mind.py", "--folder", "recd", "--sessions", "400", "--epochs", "2"]
+    done = run_script(*script, "--batch-size", "128", *options, folder=folder, ranks=ranks)
     assert done.returncode == 0, done.stderr
     pattern = r"epoch \d: loss (\S+) to (\S+), held-out AUC (\S+), .*, (\S+) ids of the batch per id looked up"
     found = re.findall(pattern, done.stdout)
@@ -72,12 +69,8 @@ def test_elrec_compress_makes_tables_smaller_and_trains_on(tmp_path: Path) -> No
 
 
 def test_dlrm_trains_to_the_weights_of_the_unsharded_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    script = [str(ROOT / "examples" / "dlrm.py"), "--steps", "3", "--scale", "1000", "--batch-size", "64"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *script], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
-    )
+    script = [ROOT / "examples" / "dlrm.py", "--steps", "3", "--scale", "1000", "--batch-size", "64"]
+    done = run_script(*script, folder=tmp_path, ranks=4)
     assert done.returncode == 0, done.stderr
     trained = re.findall(r"moved weights by up to (\S+), at most (\S+) from unsharded", done.stdout)
     assert len(trained) == 2
@@ -105,12 +98,7 @@ def test_ingest_train_goes_on_with_the_same_losses(tmp_path: Path) -> None:
 
 def test_lookahead_train_gives_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("numba")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = [str(ROOT / "examples" / "lookahead_train.py"), "--share", "0.08"]
-    done = subprocess.run(
-        [*command, *script], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
-    )
+    done = run_script(ROOT / "examples" / "lookahead_train.py", "--share", "0.08", folder=tmp_path, ranks=4)
     assert done.returncode == 0, done.stderr
     found = re.search(r"rank 0 reads (\S+) rows a step, fetches (\S+); lookahead (\d+)", done.stdout)
     assert found is not None, done.stdout
@@ -124,7 +112,7 @@ def test_lookahead_train_gives_the_same_bits(tmp_path: Path) -> None:
 def test_growing_histories_train_to_the_same_losses_from_fewer_ids(tmp_path: Path, ranks: int) -> None:
     command = [sys.executable, str(ROOT / "examples" / "growing_histories.py")]
     command += ["--rows", "20000", "--steps", "4", "--batch-size", "512", "--dim", "16"]
-    if ranks > 1:
+    if ranks > 1:  # as its users start it; other examples' ranks are forked off
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_PORT": "29535"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
@@ -139,17 +127,12 @@ def test_growing_histories_train_to_the_same_losses_from_fewer_ids(tmp_path: Pat
         assert way != "partial" or float(nbytes) > 2
 
 
-def run_alone(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / name), *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize(
     "name",
     sorted({file.name for file in (ROOT / "examples").glob("*.py")} - {"one_line.py", "sessions.py", "two_ranks.py"}),
 )
 def test_examples_say_what_they_take(name: str, tmp_path: Path) -> None:
-    done = run_alone(name, tmp_path, "--help")
+    done = run_script(ROOT / "examples" / name, "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {name}")
     assert not list(tmp_path.iterdir())
@@ -170,7 +153,7 @@ def test_examples_say_what_they_take(name: str, tmp_path: Path) -> None:
 )
 def test_short_examples_start_without_a_launcher(name: str, says: str, tmp_path: Path) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) <= 45
-    done = run_alone(name, tmp_path)
+    done = run_script(ROOT / "examples" / name, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(says, done.stdout), done.stdout
     assert not list(tmp_path.iterdir())
@@ -189,7 +172,7 @@ def test_short_examples_start_without_a_launcher(name: str, says: str, tmp_path:
     ],
 )
 def test_examples_say_what_is_missing_in_one_line(name: str, options: list[str], tmp_path: Path) -> None:
-    done = run_alone(name, tmp_path, *options)
+    done = run_script(ROOT / "examples" / name, *options, folder=tmp_path)
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(said) == 1

@@ -51,7 +51,7 @@ def main() -> int:
                     continue
                 sizes = WORKLOADS[name]().message_bytes
                 if sizes != measured:
-                    cluster.run(RANK, ["measure", str(file), "--sizes", *map(str, sizes)], timeout_s=300)
+                    cluster.run(RANK, ["measure", str(file), "--sizes", *map(str, sizes)], timeout_s=900)
                     print(f"measured with messages of {', '.join(units.format_bytes(size) for size in sizes)}")
                     print_cluster(Cluster.load(file))
                     measured = sizes

@@ -55,7 +55,7 @@ def main() -> None:
     if args.what == "measure":
         width = int(os.environ["LOCAL_WORLD_SIZE"])
         found = measure_cluster(
-            name="namespaces", memory_bytes=1e9, reserve_bytes=0.0, ranks_per_node=width, sizes=args.sizes, repeats=5
+            name="namespaces", memory_bytes=1e9, reserve_bytes=0.0, ranks_per_node=width, sizes=args.sizes, repeats=3
         )
         # Ranks of a node share its link.
         if dist.get_rank() == 0:
