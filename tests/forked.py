@@ -26,7 +26,7 @@ def run_script(
     with socket.socket() as free, tempfile.TemporaryDirectory() as outputs:
         free.bind(("127.0.0.1", 0))
         launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
-        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "forked"}
         processes = []
         for rank in range(ranks):
             own = launched | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
