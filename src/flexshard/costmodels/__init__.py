@@ -112,6 +112,11 @@ if TYPE_CHECKING:
     )
     from flexshard.costmodels.tensor_train.reads import TTReads as TTReads
     from flexshard.costmodels.tensor_train.work import TTWork as TTWork
+    from flexshard.costmodels.two_stages import (
+        NodeReads as NodeReads,
+        has_two_stages as has_two_stages,
+        two_stage_cost as two_stage_cost,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -174,6 +179,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "tensor_train.rates": ["ShapeRates", "TTRates", "fit_rates"],
         "tensor_train.reads": ["TTReads"],
         "tensor_train.work": ["TTWork"],
+        "two_stages": ["NodeReads", "has_two_stages", "two_stage_cost"],
     },
     deprecated={
         "DTYPE_BYTES": "flexshard.tables.data_types:DTYPE_BYTES",

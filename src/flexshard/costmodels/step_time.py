@@ -28,6 +28,10 @@ PHASES: Mapping[str, str] = {
     "replicas": "gradients",
     "touched": "gradients",
     "touched_rows": "gradients",
+    # Of ids sent once a node, each before or after what crosses nodes.
+    "node ids": "ids within nodes",
+    "node embeddings": "embeddings within nodes",
+    "node gradients": "gradients within nodes",
     "cached fetches": "rows from the host",
     "cached writes": "rows to the host",
     "pooled ids": "pooled ids",
@@ -91,11 +95,15 @@ def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...
     found: list[Phase] = []
     if cost.index_dedup_seconds:
         found.append(Phase("find distinct ids", {"rank": cost.index_dedup_seconds}))
-    found += _of_collectives(cost, world_size, ("counts", "ids", "rows from the host", "pooled ids", "pooled look up"))
+    found += _of_collectives(
+        cost, world_size, ("counts", "ids within nodes", "ids", "rows from the host", "pooled ids", "pooled look up")
+    )
     found.append(Phase("look up", {"rank": cost.look_up_seconds}))
-    found += _of_collectives(cost, world_size, ("embeddings", "embeddings and gradients", "pooled sums"))
+    of_rows = ("embeddings", "embeddings within nodes", "embeddings and gradients", "pooled sums")
+    found += _of_collectives(cost, world_size, of_rows)
     found.append(Phase("dense", {"rank": work.dense_seconds}))
-    found += _of_collectives(cost, world_size, ("gradients", "rows to the host", "pooled gradients", "pooled update"))
+    of_gradients = ("gradients within nodes", "gradients", "rows to the host", "pooled gradients", "pooled update")
+    found += _of_collectives(cost, world_size, of_gradients)
     found.append(Phase("update", {"rank": cost.update_seconds}))
     return tuple(phase for phase in found if phase.seconds)
 

@@ -11,6 +11,7 @@ from flexshard import units
 from flexshard.costmodels import Cost, StepWork, step_seconds
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner.assembly import closed_form_baselines, table_plans, with_fullest_rank
+from flexshard.planner.baselines.two_stages import once_per_node
 from flexshard.planner.methods import Placement
 from flexshard.planner.plan import Settings, TablePlan
 from flexshard.planner.problem import Problem
@@ -96,7 +97,9 @@ class Decision:
 
     def baselines(self) -> dict[str, Cost]:
         """Costs of the closed-form ones."""
-        return closed_form_baselines(self.variants, self.mean_bytes, in_order=self.problem.in_order)
+        found = closed_form_baselines(self.variants, self.mean_bytes, in_order=self.problem.in_order)
+        per_node = once_per_node(self.problem, self.placement.instance, self.placement.allocation, self.predicted)
+        return found if per_node is None else found | {"once_per_node": per_node}
 
     def settings(self) -> Settings:
         """What was asked for, as a plan keeps it."""

@@ -197,7 +197,8 @@ class Plan:
         tables: by name, in the order given.
         predicted: the plan's six metrics per rank and iteration.
         baselines: those of "row_wise", "data_parallel", "paper_2_tier" and "paper_3_tier", of those that ``compare``
-            added, and of the same job "without_deduplication" where some table is deduplicated.
+            added, and of the same job "without_deduplication" where some table is deduplicated. "once_per_node" is of
+            this placement if ids that are sent once a rank were sent once a node, which is priced and not run.
         lower_bound_seconds: no plan within the budget has less exposed communication, or a shorter step, whichever the
             objective is.
         memory_price_seconds_per_gib: exposed time that one more GiB would save at the margin.
@@ -218,6 +219,12 @@ class Plan:
     job_digest: str
     pooled: Mapping[str, PooledTablePlan] = field(default_factory=dict)
     pooled_predicted: Cost | None = None
+
+    @property
+    def costs(self) -> dict[str, Cost]:
+        """Of "this plan" and of the baselines, of those that can run."""
+        baselines = {name: cost for name, cost in self.baselines.items() if name != "once_per_node"}
+        return {"this plan": self.predicted, **baselines}
 
     def table(self, name: str) -> TablePlan:
         """One table.

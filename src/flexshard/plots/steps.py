@@ -37,8 +37,7 @@ def plot_step(plan: Plan, path: PathLike) -> None:
     Raises:
         OutputError: the picture could not be written.
     """
-    costs = {"this plan": plan.predicted, **plan.baselines}
-    bars = {name: {phase.name: phase.seconds for phase in plan.phases_of(cost)} for name, cost in costs.items()}
+    bars = {name: {phase.name: phase.seconds for phase in plan.phases_of(cost)} for name, cost in plan.costs.items()}
     present = [name for name in _LOOK if any(name in phases for phases in bars.values())]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 1.4 + 0.42 * len(bars)), layout="constrained")

@@ -9,7 +9,6 @@ import numpy as np
 
 from flexshard import units
 from flexshard._internal import PathLike, write_text
-from flexshard.costmodels import Cost
 from flexshard.errors import PlanError
 from flexshard.executors import Observation, compare_observed
 from flexshard.planner import Plan, Problem, explain, pareto
@@ -103,13 +102,9 @@ def _decided(plan: Plan) -> str:
     return paragraph(*said)
 
 
-def _costs(plan: Plan) -> dict[str, Cost]:
-    return {"this plan": plan.predicted, **plan.baselines}
-
-
 def _time(plan: Plan) -> str:
     given, over = [], []
-    for name, cost in _costs(plan).items():
+    for name, cost in plan.costs.items():
         seconds = plan.objective_seconds(cost)
         given.append(Bar(spoken(name), ((seconds, name),), units.format_seconds(seconds)))
         if cost.memory_bytes > plan.settings.budget_bytes * (1 + 1e-9):
@@ -120,7 +115,7 @@ def _time(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     rows = []
-    for name, cost in _costs(plan).items():
+    for name, cost in plan.costs.items():
         static, dynamic = cost.static_memory_bytes, cost.dynamic_memory_bytes
         parts = ((static, f"static {units.format_bytes(static)}"), (dynamic, f"dynamic {units.format_bytes(dynamic)}"))
         rows.append(Bar(spoken(name), parts, units.format_bytes(static + dynamic)))

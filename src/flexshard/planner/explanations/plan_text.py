@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -139,7 +137,7 @@ def costs_grid(plan: Plan) -> Grid:
     columns = ("memory", "static", "dynamic", "p99.9", "ids sent", *times)
     details = ("ids sent", "static", "dynamic", "all-reduce", "all-to-all")
     grid = new_grid("Predicted per rank and iteration", [""], columns, details)
-    for name, cost in _rows(plan).items():
+    for name, cost in plan.costs.items():
         grid.add_row(name, *_cells(plan, cost))
     grid.caption = (
         "static: weights, optimizer states and copies; dynamic: rows, gradients and ids of a step, on average, and"
@@ -184,10 +182,6 @@ def phases_grid(plan: Plan) -> Grid:
     if plan.settings.dense_seconds is None:
         grid.caption = "Dense work is not known, and not in it."
     return grid
-
-
-def _rows(plan: Plan) -> Mapping[str, Cost]:
-    return {"this plan": plan.predicted, **plan.baselines}
 
 
 def _cells(plan: Plan, cost: Cost) -> list[str]:

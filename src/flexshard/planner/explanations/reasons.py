@@ -263,6 +263,13 @@ def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
             f"For the whole plan of {units.format_seconds(plan.objective_seconds(plan.predicted))} per iteration,"
             f" {worth}."
         )
+    per_node = plan.baselines.get("once_per_node")
+    if per_node is not None:
+        now, then = (units.format_seconds(plan.objective_seconds(one)) for one in (plan.predicted, per_node))
+        lines.append(
+            f"If rows that are sent once a rank crossed nodes once a node, it would be {then} instead of {now}; that is"
+            " priced, and not run."
+        )
     return lines
 
 
