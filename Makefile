@@ -69,7 +69,7 @@ test-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
 test-newest test-lowest: test-%: .venv-%/bin/python
 	$(if $(CONSTRAINT),$< .ci/lowest_versions.py test > .venv-lowest/lowest.txt)
 	$< -m pip install --quiet $(PIP_ARGS) $(CONSTRAINT) --upgrade --editable ".[test]"
-	$< -m pytest -n auto --dist worksteal
+	$< -m pytest -n auto --dist worksteal --ignore tests/test_fuzz.py
 
 $(PLANNING:%=%/bin/python):
 	$(PYTHON) -m venv $(@:%/bin/python=%)

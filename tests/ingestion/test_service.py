@@ -23,6 +23,7 @@ pytest.importorskip("torchrec")
 from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion import IngestionClient, IngestionSpec, batch_hash
 from flexshard.ingestion.service.workers import ProcessPool
+from tests.slow import first
 
 ROWS = 4000
 
@@ -101,8 +102,9 @@ def test_processes_give_the_readers_batches(folder: Path, workers: int) -> None:
         assert [batch_hash(batch) for batch in client] == expected(spec)
 
 
-def test_killed_processes_change_nothing(folder: Path) -> None:
-    """Twenty kills at random times, over several epochs: the same batches, each once."""
+@pytest.mark.parametrize("number", first(1, [5, 20]))
+def test_killed_processes_change_nothing(folder: Path, number: int) -> None:
+    """Kills at random times, over several epochs: the same batches, each once."""
     spec = spec_of(folder)
     generator, kills, stop = random.Random(0), 0, threading.Event()
     with IngestionClient(spec, workers=2) as client:
@@ -111,7 +113,7 @@ def test_killed_processes_change_nothing(folder: Path) -> None:
 
         def kill() -> None:
             nonlocal kills
-            while kills < 20 and not stop.is_set():
+            while kills < number and not stop.is_set():
                 time.sleep(generator.uniform(0.2, 0.8))
                 if pool.pids:
                     os.kill(generator.choice(pool.pids), signal.SIGKILL)
@@ -121,7 +123,7 @@ def test_killed_processes_change_nothing(folder: Path) -> None:
         killer.start()
         epoch = 0
         try:
-            while kills < 20:
+            while kills < number:
                 client.set_epoch(epoch)
                 assert [batch_hash(batch) for batch in client] == expected(spec, epoch=epoch)
                 epoch += 1

@@ -77,6 +77,7 @@ def test_kills_of_workers_and_of_the_master_change_nothing(folder: Path) -> None
             killer.join()
 
 
+@pytest.mark.slow  # trainers that are killed are in test_service
 def test_a_client_that_died_goes_on_with_the_same_workers(folder: Path) -> None:
     spec = spec_of(folder)
     first = IngestionClient(spec, workers=1, backend="ray", job="returns")

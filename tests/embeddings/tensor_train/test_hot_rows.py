@@ -203,7 +203,8 @@ def test_folding_protects_rows_by_how_often_they_are_read(source: str) -> None:
     assert found.others == pytest.approx(float(moved), rel=0.3)
 
 
-@pytest.mark.parametrize("source", first(1, ["profile", "lookups"]))
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("source", ["profile", "lookups"])
 def test_rows_that_the_cores_cannot_hold_stay_pinned(source: str) -> None:
     """300 of 2,000 rows that training reads alike and users do not; all given back are worse than never pinned."""
     torch.manual_seed(0)
