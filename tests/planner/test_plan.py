@@ -521,3 +521,22 @@ def test_plans_show_themselves(tmp_path: Path) -> None:
     found = profile.to_frame()
     assert found["row"].to_pylist() == profile.ranked_rows.tolist()
     assert found["count"].to_pylist() == sorted(counts, reverse=True)
+
+
+def test_rates_of_earlier_releases_keep_a_plans_bytes(tmp_path: Path) -> None:
+    """They do not say of which length, data type and optimizer they are; a plan does not say so either."""
+    from flexshard.costmodels import LocalRates, StepWork, TableRates
+    from flexshard.planner import plan_document
+
+    rates = (1e-6, 1e-7, 0.0)
+    for kernel, more in (((), set()), ((5.0, "float32", "sgd"), {"length", "dtype", "optimizer"})):
+        local = LocalRates(rates, rates, 1e-9, "here", (TableRates(2_000, 16, (1e-6, 1e-7), rates, rates, *kernel),))
+        profile = AccessProfile.from_probabilities(power_law_probabilities(2_000, 5, 1.0))
+        table = Table("t", 2_000, 16, profile)
+        plan = solve([table], Cluster.preset("a100-4x8-roce"), batch_size=64, step=StepWork(0.01, local))
+        (own,) = plan_document(plan)["settings"]["rates"]["tables"]
+        assert set(own) == {"rows", "dim", "pooled", "look_up", "update"} | more
+        plan.save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json")
+        assert loaded.settings == plan.settings
+        assert loaded.fingerprint == plan.fingerprint

@@ -12,7 +12,7 @@ from flexshard.planner.plan import Settings
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["cluster_fields", "job_digest"]
+__all__ = ["cluster_fields", "job_digest", "settings_fields"]
 
 
 # What came later is not in the digest of jobs that do without.
@@ -27,9 +27,20 @@ def job_digest(tables: Sequence[Table], cluster: Cluster, settings: Settings) ->
         + ((t.pooling,) if t.is_pooled else ())
         for t in tables
     ]
-    asked = {name: value for name, value in asdict(settings).items() if name not in _LATER or value != _LATER[name]}
+    fields = settings_fields(settings)
+    asked = {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
     text = json.dumps([listed, cluster_fields(cluster), asked], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def settings_fields(settings: Settings) -> dict[str, Any]:
+    """Settings as a mapping, without what rates of earlier releases do not say of their tables."""
+    found = asdict(settings)
+    for table in () if found["rates"] is None else found["rates"]["tables"]:
+        for name in ("length", "dtype", "optimizer"):
+            if table[name] is None:
+                del table[name]
+    return found
 
 
 def cluster_fields(cluster: Cluster) -> dict[str, Any]:

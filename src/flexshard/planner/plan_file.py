@@ -8,7 +8,7 @@ from typing import Any
 from flexshard._internal import DocumentFormat, PathLike, decode, digest_of, read_json, with_names, write_json
 from flexshard.costmodels import Cost
 from flexshard.errors import PlanError
-from flexshard.planner.digest import cluster_fields
+from flexshard.planner.digest import cluster_fields, settings_fields
 from flexshard.planner.plan import Plan
 
 __all__ = ["FIELDS", "cost_document", "fingerprint", "load_plan", "plan_document", "plan_of", "save_plan"]
@@ -61,7 +61,7 @@ def _body(plan: Plan) -> Body:
     return {
         "job_digest": plan.job_digest,
         "settings": _without(
-            asdict(plan.settings),
+            settings_fields(plan.settings),
             reduction="dense",
             translation="loader",
             index_dedup_seconds_per_id=1e-9,
