@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,12 @@ def test_a_table_whose_ids_are_all_sent_keeps_them() -> None:
     for one in per_node.collectives:
         before = next((c for c in both.predicted.collectives if c.key == one.key), None)
         assert before is None or one.nbytes <= before.nbytes
+
+
+def test_pooled_tables_beside_are_as_planned() -> None:
+    pooled = table_of(300, pooling="sum")
+    both = solve([table_of(), replace(pooled, name="bags")], CLUSTER, batch_size=64, index_dedup=True, tiers=1)
+    alone = {one.key: one for one in both.pooled_predicted.collectives}  # type: ignore[union-attr]
+    beside = {one.key: one for one in both.baselines["once_per_node"].collectives if one.content.startswith("pooled")}
+    assert beside
+    assert beside == {key: one for key, one in alone.items() if one.content.startswith("pooled")}

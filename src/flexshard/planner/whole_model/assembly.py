@@ -44,7 +44,7 @@ def plan_decided(decision: WholeDecision) -> Plan:
         settings=settings,
         tables={} if sequences is None else _within_budget(sequences.table_plans(), spare),
         predicted=predicted,
-        baselines=_baselines(decision),
+        baselines=_baselines(decision, pooled),
         lower_bound_seconds=min(decision.lower_bound_seconds, seconds),
         memory_price_seconds_per_gib=decision.prices.get(HBM, 0.0) * units.GIB,
         next_gib_seconds=None,
@@ -128,10 +128,10 @@ def _alternatives(
     )
 
 
-def _baselines(decision: WholeDecision) -> dict[str, Cost]:
+def _baselines(decision: WholeDecision, planned: Cost) -> dict[str, Cost]:
     """Every pooled table row-wise (means whole, where there is room), replicated, or table-wise, beside the closed-form
     baselines of the others; the paper's, whose tables are not pooled, beside row-wise ones. What does not fit is listed
-    all the same.
+    all the same. ``planned`` is the cost of the pooled tables as the plan has them.
     """
     problem, costs, received = decision.problem, decision.menus.costs, decision.menus.received_bytes
     tables, world = problem.pooled_tables, problem.cluster.world_size
@@ -152,6 +152,6 @@ def _baselines(decision: WholeDecision) -> dict[str, Cost]:
     if decision.sequences is None:
         return {"row_wise": row_wise, "data_parallel": copies, "table_wise": table_wise}
     others = decision.sequences.baselines()
-    beside = {"data_parallel": copies}
+    beside = {"data_parallel": copies, "once_per_node": planned}
     found = {name: cost + beside.get(name, row_wise) for name, cost in others.items()}
     return found | {"table_wise": others["row_wise"] + table_wise}
