@@ -116,3 +116,40 @@ def test_pooled_tables_beside_are_as_planned() -> None:
     beside = {one.key: one for one in both.baselines["once_per_node"].collectives if one.content.startswith("pooled")}
     assert beside
     assert beside == {key: one for key, one in alone.items() if one.content.startswith("pooled")}
+
+
+@pytest.mark.parametrize("objective", ["communication", "step"])
+def test_what_other_work_hides_inside_nodes_is_hidden(objective: str) -> None:
+    """A step's proof weighs links by overlaps of its own, which say nothing of these calls."""
+    slow = replace(CLUSTER, levels=(CLUSTER.levels[0], Level(4, CollectiveRate(1e-3, 3e6), SLOW), CLUSTER.levels[2]))
+    step = StepWork(0.0) if objective == "step" else None
+    how = {"batch_size": 512, "index_dedup": True, "overlap": {"all_to_all@4": 0.9}, "step": step}
+    plan = solve([replace(table_of(), dim=64)], slow, objective=objective, **how)  # type: ignore[arg-type]
+    inside = [one for one in plan.baselines["once_per_node"].collectives if one.content.startswith("node ")]
+    assert {one.overlap for one in inside} == {0.9}
+
+
+def test_the_outermost_level_may_come_first() -> None:
+    """Tiers are in order of time: of a level of which nearly all is hidden, too."""
+    plans = [
+        solve([table_of()], CLUSTER, batch_size=64, index_dedup=True, tiers=1, overlap={"all_to_all@8": share})
+        for share in (0.5, 0.99)
+    ]
+    assert [[tier.group_size for tier in plan.tables["t"].tiers] for plan in plans] == [[8], [8]]
+    ids = [
+        [one.nbytes for one in plan.baselines["once_per_node"].collectives if one.content.endswith("ids")]
+        for plan in plans
+    ]
+    assert ids[0] == pytest.approx(ids[1])
+
+
+def test_ranks_that_share_a_link_do_not_share_it_inside_nodes() -> None:
+    fullest = []
+    for sharing in (1, 2):
+        cluster = replace(CLUSTER, ranks_per_link=sharing)
+        plan = solve([table_of()], cluster, batch_size=64, index_dedup=True, tiers=1)
+        fullest.append(
+            [one.excess_bytes for one in plan.baselines["once_per_node"].collectives if one.content[:5] == "node "]
+        )
+    assert fullest[0] == pytest.approx(fullest[1])
+    assert min(fullest[0]) > 0

@@ -62,7 +62,7 @@ def two_stage_cost(
 
     Returns:
         The cost with the outermost all-to-alls smaller, and "node ids", "node embeddings" and "node gradients" inside
-        nodes.
+        nodes. Lookups and updates are left as they are, though holders would serve fewer rows.
     """
     width, world = cluster.ranks_per_node, cluster.world_size
     inner = cluster.level(width).all_to_all
@@ -81,7 +81,8 @@ def two_stage_cost(
         found.append(replace(one, nbytes=nbytes, excess_bytes=one.excess_bytes * fewer))
         content = f"node {one.content}"
         stage = collective("all_to_all", width, inner, inside / one.calls, overlap, content, one.calls)
-        most = one.excess_bytes * (width - 1) / (world - 1) if hottest_once else 0.0
+        whole = one.excess_bytes * cluster.ranks_on_link(world) / cluster.ranks_on_link(width)  # the owner's own link
+        most = whole * (width - 1) / (world - 1) if hottest_once else 0.0
         found.append(replace(stage, excess_bytes=most))
     return replace(
         cost,

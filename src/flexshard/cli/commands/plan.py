@@ -55,7 +55,7 @@ def plan_command(
     elif observed is not None:
         ran, seen = planner.Plan.load(observed[0]), executors.Observation.load(observed[1])
         step = costmodels.StepWork(seen.step_work(ran).dense_seconds, rates)
-        asked = _overlapping(asked, seen.overlap(ran))
+        asked = _overlapping(asked, ran, seen)
     elif objective == "communication":
         step = None  # instead of the job's
     changes: dict[str, Any] = {"step": step}
@@ -71,9 +71,18 @@ def plan_command(
         say(f"written to {output}, fingerprint {plan.fingerprint[:16]}")
 
 
-def _overlapping(job: planner.Job, overlap: dict[str, float]) -> planner.Job:
-    """A job that says what other work hides: what was observed of its cluster's collectives, if it does not say."""
-    if job.overlap is not None:
+def _overlapping(job: planner.Job, ran: planner.Plan, observed: executors.Observation) -> planner.Job:
+    """A job that says what other work hides: what was observed, if it does not say, and if that is of such a cluster;
+    with pooled tables nothing, since TorchRec's modules run their collectives otherwise.
+    """
+    here, there = job.cluster, ran.cluster
+    alike = (here.nodes, here.ranks_per_node) == (there.nodes, there.ranks_per_node)
+    if job.overlap is not None or job.pooled_tables or not alike:
         return job
-    has = {level.group_size for level in job.cluster.levels}
-    return replace(job, overlap={name: share for name, share in overlap.items() if int(name.split("@")[1]) in has})
+    has = {
+        f"{kind}@{level.group_size}"
+        for level in here.levels
+        for kind in ("all_to_all", "all_reduce", "all_gather")
+        if getattr(level, kind) is not None
+    }
+    return replace(job, overlap={name: share for name, share in observed.overlap(ran).items() if name in has})

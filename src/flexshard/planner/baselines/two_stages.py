@@ -13,19 +13,24 @@ __all__ = ["once_per_node"]
 
 
 def once_per_node(problem: Problem, instance: Instance, allocation: Allocation, cost: Cost) -> Cost | None:
-    """What a placement would cost (``cost`` as it is). None where no table without copies of all its rows sends ids
-    once, or the cluster has no nodes of several ranks.
+    """What a placement would cost (``cost`` as it is). None where no table that sends ids once has rows
+    without copies, or the cluster has no nodes of several ranks.
     """
-    held = allocation[:, -1]
-    once = np.flatnonzero(instance.deduplicated & (held > 0))
-    if not once.size or not has_two_stages(problem.cluster):
+    levels = np.flatnonzero(instance.group_sizes == problem.cluster.world_size)
+    if not levels.size or not has_two_stages(problem.cluster):
         return None
-    by_rank = instance.tier_reads(allocation)[:, -1]
+    level = int(levels[0])  # tiers are in order of time, so it need not be the last
+    held, ends = allocation[:, level], allocation[:, : level + 1].sum(axis=1)
+    once = np.flatnonzero(instance.deduplicated & (held > 0))
+    if not once.size:
+        return None
+    by_rank = instance.tier_reads(allocation)[:, level]
+    samples = problem.batch_size * problem.cluster.ranks_per_node
     tables = [
         NodeReads(
             RowWidths.of_table(instance.tables[index]),
             float(by_rank[index]),
-            _distinct(instance.tables[index], int(held[index]), problem.batch_size * problem.cluster.ranks_per_node),
+            _distinct(instance.tables[index], int(ends[index] - held[index]), int(ends[index]), samples),
         )
         for index in once.tolist()
     ]
@@ -33,15 +38,14 @@ def once_per_node(problem: Problem, instance: Instance, allocation: Allocation, 
         cost,
         problem.cluster,
         tables,
-        instance.overlap,
+        problem.hidden,
         id_bytes=instance.id_bytes,
         seconds_per_id=problem.index_dedup_seconds_per_id,
         hottest_once=bool((instance.deduplicated | (held == 0)).all()),
     )
 
 
-def _distinct(table: Table, held: int, samples: int) -> float:
-    """Distinct rows that so many samples read among a table's least frequent ones, ``held`` of them."""
-    ends = np.cumsum(table.profile.rows)
-    among = np.diff(np.maximum(ends - (table.rows - held), 0), prepend=0)
+def _distinct(table: Table, first: int, end: int, samples: int) -> float:
+    """Distinct rows that so many samples read among a table's rows from one position to another."""
+    among = np.diff(np.clip(np.cumsum(table.profile.rows), first, end).astype(np.float64), prepend=float(first))
     return float(table.reads(samples, index_dedup=True) @ among)

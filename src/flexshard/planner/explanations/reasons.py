@@ -265,10 +265,12 @@ def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
         )
     per_node = plan.baselines.get("once_per_node")
     if per_node is not None:
-        now, then = (units.format_seconds(plan.objective_seconds(one)) for one in (plan.predicted, per_node))
+        more = plan.objective_seconds(per_node) - plan.objective_seconds(plan.predicted)
+        memory = units.format_bytes(per_node.memory_bytes - plan.predicted.memory_bytes)
         lines.append(
-            f"If rows that are sent once a rank crossed nodes once a node, it would be {then} instead of {now}; that is"
-            " priced, and not run."
+            f"If rows without copies that are sent once a rank crossed nodes once a node, the plan would take"
+            f" {units.format_seconds(abs(more))} {'more' if more >= 0 else 'less'} per iteration, and {memory} more"
+            " memory per rank; that is priced, and not run."
         )
     return lines
 
