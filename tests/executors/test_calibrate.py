@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("torchrec")
 
+import torch
 import yaml
 
 from flexshard.calibration import DenseShape, calibrate

@@ -170,9 +170,9 @@ def test_plans_of_small_models_are_the_best_of_all(seed: int, phases: bool) -> N
     best = exhaustive(menus)
     if np.isinf(best):
         with pytest.raises(BudgetError):
-            assign(menus, seconds=20, gap=EXACT)
+            assign(menus, seconds=120, gap=EXACT)
         return
-    found = assign(menus, seconds=20, gap=EXACT)
+    found = assign(menus, seconds=120, gap=EXACT)
     check(menus, found)
     assert found.rating == pytest.approx(best, rel=2 * EXACT)
     assert found.lower_bound <= best * (1 + 1e-9)
@@ -189,9 +189,9 @@ def test_plans_of_small_models_are_the_mixed_integer_optimum(seed: int) -> None:
     assert exact.proven
     if exact.choice is None:
         with pytest.raises(BudgetError):
-            assign(menus, seconds=20, gap=EXACT)
+            assign(menus, seconds=120, gap=EXACT)
         return
-    found = assign(menus, seconds=20, gap=EXACT)
+    found = assign(menus, seconds=120, gap=EXACT)
     check(menus, found)
     assert found.rating == pytest.approx(exact.bound, rel=2e-5)
     assert found.lower_bound <= exact.bound * (1 + 2e-6)
