@@ -48,7 +48,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder, network(shape) as cluster:
                 file, result = Path(folder) / "cluster.yaml", Path(folder) / "steps.json"
                 sizes = ["--sizes", *map(str, SIZES)]
-                cluster.run("benchmarks.cluster.rank", ["measure", str(file), *sizes], timeout_s=300)
+                cluster.run("benchmarks.cluster.rank", ["measure", str(file), *sizes], timeout_s=900)
                 print(f"links of {mbit:g} Mbit/s")
                 print_cluster(Cluster.load(file))
                 for model in args.models:

@@ -43,7 +43,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder, network(shape) as cluster:
             file = Path(folder) / "cluster.yaml"
-            cluster.run("benchmarks.cluster.rank", ["measure", str(file), "--sizes", *map(str, SIZES)], timeout_s=300)
+            cluster.run("benchmarks.cluster.rank", ["measure", str(file), "--sizes", *map(str, SIZES)], timeout_s=900)
             print_cluster(Cluster.load(file))
             for name in args.models:
                 result = Path(folder) / f"{name}.json"

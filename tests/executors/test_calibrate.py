@@ -68,6 +68,19 @@ def test_batches_have_the_length_of_the_table() -> None:
         calibrate([TTShape.choose(500, 8, 2)], lengths=[1.0, 2.0])
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((9, 8, float("nan")), "length of a table"),
+        ((9, 8, 1.0, "int8"), "dtype of a table is one of float64, .* found 'int8'"),
+        ((9, 8, 1.0, "float32", "adamw"), "optimizer of a table is one of .* found 'adamw'"),
+    ],
+)
+def test_tables_that_there_are_not(shape: Any, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        calibrate([], tables=[shape])
+
+
 def test_nothing_to_calibrate() -> None:
     with pytest.raises(JobError, match="no shapes to calibrate"):
         calibrate([])

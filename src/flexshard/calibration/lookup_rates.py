@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexshard._internal import check_int
+from flexshard._internal import check_finite, check_int
 from flexshard.calibration.batches import least_seconds, sample_batches
 from flexshard.calibration.dense_tables import DenseShape, measure_dense
 from flexshard.costmodels import ShapeRates, TableRates, TTRates, TTReads, TTWork, fit_rates
 from flexshard.embeddings import TTEmbeddingBag
 from flexshard.errors import JobError
-from flexshard.tables import TTShape
+from flexshard.tables import DATA_TYPES, OPTIMIZERS, TTShape
 
 __all__ = ["calibrate", "train_step"]
 
@@ -104,7 +104,15 @@ def calibrate(
 
 
 def _rounded(shape: DenseShape) -> DenseShape:
-    """Bags have whole numbers of ids: tables whose lengths differ by less are measured once."""
+    """Bags have whole numbers of ids: tables whose lengths differ by less are measured once.
+
+    Raises:
+        JobError: a length, data type or optimizer that there is not.
+    """
+    check_finite(shape.length, "length of a table", JobError)
+    for name, known in (("dtype", DATA_TYPES), ("optimizer", OPTIMIZERS)):
+        if getattr(shape, name) not in known:
+            raise JobError(f"{name} of a table is one of {', '.join(known)}, found {getattr(shape, name)!r}")
     return shape._replace(length=float(max(round(shape.length), 1)))
 
 
