@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import socket
@@ -13,8 +12,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.executors.preload"])
+from tests.executors.ranks import context
 
 
 def run_script(
@@ -31,7 +29,7 @@ def run_script(
         for rank in range(ranks):
             own = launched | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
             arguments = (str(script), options, str(folder), own, outputs, rank)
-            processes.append(_context.Process(target=_run, args=arguments))
+            processes.append(context.Process(target=_run, args=arguments))
         free.close()
         for process in processes:
             process.start()

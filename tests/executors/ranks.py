@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.executors.preload"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.executors.preload"])
 
 
 def run(
@@ -35,9 +35,9 @@ def run(
     """
     world = nodes * ranks_per_node
     with tempfile.TemporaryDirectory() as folder:
-        queue = _context.Queue()
+        queue = context.Queue()
         processes = [
-            _context.Process(
+            context.Process(
                 target=_rank, args=(rank, world, ranks_per_node, folder, timeout, queue, work, args, backend)
             )
             for rank in range(world)

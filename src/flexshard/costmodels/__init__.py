@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         Overlap as Overlap,
         OverlapLike as OverlapLike,
         hidden_share as hidden_share,
+        overlap_names as overlap_names,
         overlap_of as overlap_of,
     )
     from flexshard.costmodels.placement import (
@@ -143,7 +144,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "read_chance",
             "stretches_of",
         ],
-        "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_of"],
+        "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_names", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "pooled": ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "PooledCosts", "PooledOption"],
         "pooled_totals": ["pooled_cost"],

@@ -84,9 +84,13 @@ class RowWidths:
         optimizer = OPTIMIZERS.get(table.optimizer)
         return cls.of(table.dim, table.row_bytes, moves_at_zero=optimizer is not None and optimizer.moves_at_zero)
 
+    def moved(self, id_bytes: int) -> dict[str, int]:
+        """Bytes of one lookup in each of a step's all-to-alls, by what they carry."""
+        return {"ids": id_bytes, "embeddings": self.row_bytes, "gradients": self.gradient_bytes}
+
     def moved_bytes(self, id_bytes: int) -> int:
         """Of one lookup in all of a step's all-to-alls: its id, its row, its gradient."""
-        return id_bytes + self.row_bytes + self.gradient_bytes
+        return sum(self.moved(id_bytes).values())
 
 
 @dataclass(frozen=True)
@@ -250,8 +254,7 @@ def with_hottest(
     holds it, which so sends and receives ``(g - 1) · reads`` more than the mean, the others' rows being dealt evenly.
     Where ranks share a link, so many of them spread it over what each has of it.
     """
-    item_bytes = {"ids": id_bytes, "embeddings": widths.row_bytes, "gradients": widths.gradient_bytes}
-    moved = {content: reads * nbytes / sharing for content, nbytes in item_bytes.items()}
+    moved = {content: reads * nbytes / sharing for content, nbytes in widths.moved(id_bytes).items()}
     return with_excess(collectives, group_size, moved)
 
 

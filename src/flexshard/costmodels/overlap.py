@@ -11,7 +11,7 @@ from flexshard.costmodels.cost import KINDS, CollectiveKind
 from flexshard.errors import JobError
 from flexshard.topologies import Cluster
 
-__all__ = ["Overlap", "OverlapLike", "hidden_share", "overlap_of"]
+__all__ = ["Overlap", "OverlapLike", "hidden_share", "overlap_names", "overlap_of"]
 
 # By kind and group size; or where the contents of these differ, by content as well.
 Overlap = Mapping[tuple[CollectiveKind, int], float] | Mapping[tuple[CollectiveKind, int, str], float]
@@ -29,6 +29,16 @@ def hidden_share(overlap: Overlap | None, kind: CollectiveKind, group_size: int,
     if own is None:
         return hidden_share(overlap, "all_reduce", group_size, content) if kind == "all_gather" else 0.0
     return own
+
+
+def overlap_names(cluster: Cluster) -> dict[str, tuple[CollectiveKind, int]]:
+    """Collectives whose overlap people may give, by name such as ``all_to_all@8``."""
+    return {
+        f"{kind}@{level.group_size}": (kind, level.group_size)
+        for level in cluster.levels
+        for kind in KINDS
+        if getattr(level, kind) is not None
+    }
 
 
 def overlap_of(overlap: OverlapLike, cluster: Cluster) -> dict[tuple[CollectiveKind, int], float]:
@@ -50,12 +60,7 @@ def overlap_of(overlap: OverlapLike, cluster: Cluster) -> dict[tuple[CollectiveK
         return {("all_to_all", inner): 1.0, ("all_reduce", inner): 1.0}
     if not isinstance(overlap, Mapping):
         raise JobError(f"overlap must be 'paper' or fractions such as {{'all_to_all@8': 0.9}}, found {overlap!r}")
-    known = {
-        f"{kind}@{level.group_size}": (kind, level.group_size)
-        for level in cluster.levels
-        for kind in KINDS
-        if getattr(level, kind) is not None
-    }
+    known = overlap_names(cluster)
     result: dict[tuple[CollectiveKind, int], float] = {}
     for name, share in overlap.items():
         if name not in known:

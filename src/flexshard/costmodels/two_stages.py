@@ -72,7 +72,7 @@ def two_stage_cost(
         if one.name != f"all_to_all@{world}" or one.content not in ("ids", "embeddings", "gradients"):
             found.append(one)
             continue
-        items = [_item_bytes(table.widths, one.content, id_bytes) for table in tables]
+        items = [table.widths.moved(id_bytes)[one.content] for table in tables]
         inside = sum(table.by_rank * item for table, item in zip(tables, items, strict=True))
         saved = inside - sum(table.by_node / width * item for table, item in zip(tables, items, strict=True))
         # All ranks asked the owner of the hottest row; now all nodes do, and in each of them all ranks ask one.
@@ -92,7 +92,3 @@ def two_stage_cost(
         index_dedup_seconds=cost.index_dedup_seconds + seconds_per_id * sum(table.by_rank for table in tables),
         fullest_dynamic_bytes=None,
     )
-
-
-def _item_bytes(widths: RowWidths, content: str, id_bytes: int) -> int:
-    return {"ids": id_bytes, "embeddings": widths.row_bytes, "gradients": widths.gradient_bytes}[content]

@@ -79,10 +79,5 @@ def _overlapping(job: planner.Job, ran: planner.Plan, observed: executors.Observ
     alike = (here.nodes, here.ranks_per_node) == (there.nodes, there.ranks_per_node)
     if job.overlap is not None or job.pooled_tables or not alike:
         return job
-    has = {
-        f"{kind}@{level.group_size}"
-        for level in here.levels
-        for kind in ("all_to_all", "all_reduce", "all_gather")
-        if getattr(level, kind) is not None
-    }
-    return replace(job, overlap={name: share for name, share in observed.overlap(ran).items() if name in has})
+    known, seen = costmodels.overlap_names(here), observed.overlap(ran)
+    return replace(job, overlap={name: share for name, share in seen.items() if name in known})
