@@ -9,7 +9,8 @@ import pytest
 
 from flexshard import AccessProfile, Cluster, Table
 from flexshard.costmodels import LocalRates, PooledCosts, PooledOption, StepWork, pooled_cost, step_phases
-from flexshard.costmodels.pooled import POOLED_LOADS, column_width
+from flexshard.costmodels.pooled_options import POOLED_LOADS
+from flexshard.costmodels.pooled_shards import column_width
 from flexshard.topologies import CollectiveRate, Level
 
 B, L, ROWS, DIM = 100, 3.0, 1_000, 256
@@ -76,6 +77,43 @@ def test_what_travels(sharding_type: str, shards: int, seconds_of_ids: float, se
         expected = {f"ids {sharding_type}": seconds_of_ids, f"rows {sharding_type}": seconds_of_rows}
     for load, seconds in found.items():
         np.testing.assert_allclose(seconds, expected.get(load, 0.0))
+
+
+ROWS_READ = U * B * L * DIM * 4  # a row per lookup of all ranks, float32
+
+
+@pytest.mark.parametrize(
+    ("sharding_type", "shards", "seconds_of_ids", "seconds_of_rows"),
+    [
+        ("table_wise", 1, IDS / 4e9, 2 * ROWS_READ / 4e9),
+        ("column_wise", 2, IDS / 4e9, 2 * ROWS_READ / 2 / 4e9),
+        ("row_wise", U, (U * B * L * 8 / U + U * B * 2 * 8) / 4e9, 2 * ROWS_READ / U / 4e9),
+        ("data_parallel", U, 0.0, ROWS * DIM * 4 / 1e9),
+    ],
+)
+def test_what_travels_without_pooling(
+    sharding_type: str, shards: int, seconds_of_ids: float, seconds_of_rows: float
+) -> None:
+    costs, sequence = PooledCosts(CLUSTER, B), table("none")
+    (option,) = costs.options(sequence, sharding_types=[sharding_type])
+    assert option.shards == shards
+    found = dict(zip(POOLED_LOADS, costs.seconds(option), strict=True))
+    if sharding_type in ("row_wise", "data_parallel"):
+        expected = {"on all ranks alike": seconds_of_ids + seconds_of_rows}
+    else:
+        expected = {
+            f"ids sequence {sharding_type}": seconds_of_ids,
+            f"rows sequence {sharding_type}": seconds_of_rows,
+        }
+    for load, seconds in found.items():
+        np.testing.assert_allclose(seconds, expected.get(load, 0.0))
+    assert costs.latency(f"sequence {sharding_type}") == (3.0 if sharding_type == "data_parallel" else 5 * 7.0)
+    assert costs.received_bytes(sequence) == B * L * DIM * 4
+    assert not costs.options(sequence, sharding_types=["table_row_wise", "table_column_wise", "grid_shard"])
+    placed = [(option, tuple(range(shards)))]
+    assert {one.content for one in pooled_cost(costs, placed).collectives} <= {
+        *("sequence ids", "sequence rows", "sequence gradients", "sequence replicas")
+    }
 
 
 @pytest.mark.parametrize(

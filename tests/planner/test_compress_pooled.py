@@ -206,6 +206,69 @@ def test_the_bound_of_those_that_stay_holds_without_the_others() -> None:
     assert checked
 
 
+@pytest.mark.parametrize("seed", first(3, range(8)))
+@pytest.mark.parametrize("loss_limit", [None, 0.2])
+def test_sequences_become_tensor_trains_beside_pooled_tables(seed: int, loss_limit: float | None) -> None:
+    """Against each choice of what two sequences become, one by one."""
+    first_one, second, third = tables(3, seed)
+    pooled, sequences = [first_one], [replace(one, pooling="none") for one in (second, third)]
+    where, step = cluster(), StepWork(0.0, RATES.local)
+    options = offered(sequences, [4, 8])
+    neutral = solve([*pooled, *sequences], where, batch_size=BATCH).settings.budget_bytes
+    limit = neutral * (0.3, 0.6, 0.8, 1.5)[seed % 4]
+    costs = PooledCosts(where, BATCH, {}, RATES.local)
+    best, kinds = np.inf, [None, 0, 1]
+    for choice in itertools.product(kinds, kinds):
+        left, seconds, loss = limit, 0.0, 0.0
+        for table, number in zip(sequences, choice, strict=True):
+            if number is None:
+                continue
+            train = options[table.name][number]
+            reads = TTReads.expected(table, BATCH, train.shape)
+            option = costs.tensor_train(table, train.shape, reads, RATES.step_seconds(train.shape, reads), train.loss)
+            cost = pooled_cost(costs, [(option, tuple(range(where.world_size)))], costs.received_bytes(table))
+            left -= cost.memory_bytes
+            seconds += step_seconds(cost, where.world_size, StepWork(0.0))
+            loss += train.loss
+        rest = [*pooled, *(table for table, number in zip(sequences, choice, strict=True) if number is None)]
+        if left <= 0 or loss > (np.inf if loss_limit is None else loss_limit * (1 + 1e-9)):
+            continue
+        try:
+            plan = solve(rest, where, batch_size=BATCH, budget=f"{left!r} B", step=step, gap=1e-6)
+        except BudgetError:
+            continue
+        best = min(best, seconds + plan.objective_seconds(plan.predicted))
+
+    def decide() -> CompressionPlan:
+        return plan_compression(
+            [*pooled, *sequences],
+            where,
+            options=options,
+            rates=RATES,
+            batch_size=BATCH,
+            budget=f"{limit!r} B",
+            loss_limit=loss_limit,
+            gap=1e-5,
+        )
+
+    if np.isinf(best):
+        with pytest.raises((BudgetError, SolverError)):
+            decide()
+        return
+    found = decide()
+    assert found.step_seconds == pytest.approx(best, rel=1e-4)
+    assert found.lower_bound_seconds <= best * (1 + 1e-9)
+    assert found.memory_bytes <= limit * (1 + 1e-9)
+    assert found.loss <= (np.inf if loss_limit is None else loss_limit * (1 + 1e-9))
+    assert set(found.tables) == {table.name for table in (*pooled, *sequences)}
+    for table in sequences:
+        choice_of = found.tables[table.name]
+        assert len(choice_of.options) == 3
+        assert choice_of.options[0].memory_bytes > 0
+        planned = set() if found.plan is None else {*found.plan.tables, *found.plan.pooled}
+        assert (table.name in planned) is (table.name not in found.shapes)
+
+
 def test_pins_are_of_sharded_tables() -> None:
     given, where = tables(2, 3), cluster()
     options, asked = offered(given[:1], [4]), {"t0": TableConstraints(pin=[1])}
@@ -222,11 +285,9 @@ def test_pins_are_of_sharded_tables() -> None:
 
 
 def test_what_cannot_be_decided() -> None:
-    pooled, sequence = tables(1), replace(tables(2)[1], pooling="none")
+    pooled = tables(1)
     how = {"rates": RATES, "batch_size": BATCH}
-    options = offered([*pooled, sequence], [4])
-    with pytest.raises(JobError, match="'t1': beside pooled tables, tables without pooling cannot be compressed"):
-        plan_compression([*pooled, sequence], cluster(), options=options, **how)  # type: ignore[arg-type]
+    options = offered(pooled, [4])
     with pytest.raises(JobError, match="options are given for table 'no'"):
         plan_compression(pooled, cluster(), options={"no": options["t0"]}, **how)  # type: ignore[arg-type]
     assert isinstance(RATES.local, LocalRates)

@@ -167,8 +167,29 @@ def test_kernels_with_host_memory_run_on_cuda_alone(monkeypatch: pytest.MonkeyPa
     from flexshard.planner.torchrec import pooled_shardings
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    shardings, _ = pooled_shardings.pooled_shardings({"ads": Model().ads}, plan)
+    shardings, _ = pooled_shardings.pooled_shardings({"ads": Model().ads.embedding_bag_configs()}, plan)
     how = shardings["ads"]["b"]
     assert how.cache_params == CacheParams(load_factor=0.3)
     assert how.sharding_spec is not None
     assert "cuda" in str(how.sharding_spec.shards[0].placement)
+
+
+def test_sequences_that_are_asked_to_be_whole() -> None:
+    asked = {"s": ParameterConstraints(sharding_types=["table_wise", "table_row_wise"])}
+    result, planner = planned(Model(), PROFILES, constraints=asked)
+    assert planner.solved is not None
+    assert not planner.solved.tables
+    table, how = planner.solved.pooled["s"], dict(result.plan["history"])["s"]
+    assert (table.pooling, how.sharding_type, how.compute_kernel) == ("none", "table_wise", "fused")
+    assert how.ranks == [shard.rank for shard in table.shards]
+    kernels = {"s": ParameterConstraints(compute_kernels=["dense"])}
+    _, planner = planned(Model(), PROFILES, constraints=kernels)
+    assert planner.solved is not None
+    assert planner.solved.pooled["s"].compute_kernel == "dense"
+    either = {"s": ParameterConstraints(sharding_types=["flex_shard", "table_wise"])}
+    result, planner = planned(Model(), PROFILES, constraints=either)
+    assert planner.solved is not None
+    assert dict(result.plan["history"])["s"].sharding_type in ("flex_shard", "table_wise")
+    # What TorchRec has for pooled tables alone leaves nothing, which its own planner is told.
+    with pytest.raises(RuntimeError, match=r"No available sharding type and compute kernel combination .* for s"):
+        planned(Model(), PROFILES, constraints={"s": ParameterConstraints(sharding_types=["grid_shard"])})

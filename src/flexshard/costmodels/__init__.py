@@ -76,11 +76,13 @@ if TYPE_CHECKING:
         strategy_name as strategy_name,
         table_wise_cost as table_wise_cost,
     )
-    from flexshard.costmodels.pooled import (
+    from flexshard.costmodels.pooled import PooledCosts as PooledCosts
+    from flexshard.costmodels.pooled_options import (
         POOLED_KERNELS as POOLED_KERNELS,
         POOLED_LOADS as POOLED_LOADS,
         POOLED_TYPES as POOLED_TYPES,
-        PooledCosts as PooledCosts,
+        SEQUENCE_TYPES as SEQUENCE_TYPES,
+        SHARED_CALLS as SHARED_CALLS,
         PooledOption as PooledOption,
     )
     from flexshard.costmodels.pooled_totals import pooled_cost as pooled_cost
@@ -146,7 +148,15 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ],
         "overlap": ["Overlap", "OverlapLike", "hidden_share", "overlap_names", "overlap_of"],
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
-        "pooled": ["POOLED_KERNELS", "POOLED_LOADS", "POOLED_TYPES", "PooledCosts", "PooledOption"],
+        "pooled": ["PooledCosts"],
+        "pooled_options": [
+            "POOLED_KERNELS",
+            "POOLED_LOADS",
+            "POOLED_TYPES",
+            "SEQUENCE_TYPES",
+            "SHARED_CALLS",
+            "PooledOption",
+        ],
         "pooled_totals": ["pooled_cost"],
         "replica_reduction": ["gathered_bytes", "row_reduction_seconds", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],

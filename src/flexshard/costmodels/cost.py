@@ -61,7 +61,7 @@ class Collective:
     def moves_lookups(self) -> bool:
         """Whether it carries what a batch looks up, not gradients of copies."""
         return self.kind in ("all_to_all", "host") or (
-            self.content.startswith("pooled ") and self.content != "pooled replicas"
+            self.content.startswith(("pooled ", "sequence ")) and not self.content.endswith(" replicas")
         )
 
     def link(self, world_size: int) -> int:

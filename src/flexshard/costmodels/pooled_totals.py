@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from flexshard.costmodels.cost import Collective, Cost
 from flexshard.costmodels.overlap import hidden_share
-from flexshard.costmodels.pooled import POOLED_LOADS, Channel, PooledCosts, PooledOption
+from flexshard.costmodels.pooled import PooledCosts
+from flexshard.costmodels.pooled_options import POOLED_LOADS, Channel, PooledOption, load_of
 
 __all__ = ["pooled_cost"]
 
@@ -61,7 +62,7 @@ def _rank_loads(
     sums = {name: np.zeros(world) for name in ("static_bytes", "dynamic_bytes", "host_bytes", "ids")}
     for option, where in placed:
         for channel, nbytes in option.moved.items():
-            load = costs.load(option.sharding_type, channel[2])
+            load = load_of(option.shared_calls, channel[2])
             before = moved.get((load, channel), np.zeros(world))
             moved[load, channel] = before + at(where, nbytes, sharing[load])
         local += [at(where, each) for each in option.local_seconds]
@@ -84,8 +85,8 @@ def pooled_cost(
     busiest = loads.seconds.argmax(axis=1)
     fullest = int((loads.static_bytes + loads.dynamic_bytes).argmax())
     calls: dict[Channel, int] = {}
-    for sharding_type in dict.fromkeys(option.sharding_type for option, _ in placed):
-        for channel, number in costs.calls(sharding_type).items():
+    for shared in dict.fromkeys(option.shared_calls for option, _ in placed):
+        for channel, number in costs.calls(shared).items():
             calls[channel] = calls.get(channel, 0) + number
     collectives = []
     for channel in sorted({channel for _, channel in loads.moved}):

@@ -40,9 +40,13 @@ PHASES: Mapping[str, str] = {
     "pooled gradients": "pooled gradients",
     "pooled replicas": "pooled gradients",
     "pooled host writes": "pooled update",
+    "sequence ids": "sequence ids",
+    "sequence rows": "sequence rows",
+    "sequence gradients": "sequence gradients",
+    "sequence replicas": "sequence gradients",
 }
 # Of modules that TorchRec runs, one collective after the other.
-_IN_TURN = frozenset(name for content, name in PHASES.items() if content.startswith("pooled "))
+_IN_TURN = frozenset(name for content, name in PHASES.items() if content.startswith(("pooled ", "sequence ")))
 
 
 @dataclass(frozen=True)
@@ -95,14 +99,16 @@ def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...
     found: list[Phase] = []
     if cost.index_dedup_seconds:
         found.append(Phase("find distinct ids", {"rank": cost.index_dedup_seconds}))
-    found += _of_collectives(
-        cost, world_size, ("counts", "ids within nodes", "ids", "rows from the host", "pooled ids", "pooled look up")
-    )
+    of_ids = ("counts", "ids within nodes", "ids", "rows from the host", "pooled ids", "sequence ids", "pooled look up")
+    found += _of_collectives(cost, world_size, of_ids)
     found.append(Phase("look up", {"rank": cost.look_up_seconds}))
-    of_rows = ("embeddings", "embeddings within nodes", "embeddings and gradients", "pooled sums")
+    of_rows = ("embeddings", "embeddings within nodes", "embeddings and gradients", "pooled sums", "sequence rows")
     found += _of_collectives(cost, world_size, of_rows)
     found.append(Phase("dense", {"rank": work.dense_seconds}))
-    of_gradients = ("gradients within nodes", "gradients", "rows to the host", "pooled gradients", "pooled update")
+    of_gradients = (
+        *("gradients within nodes", "gradients", "rows to the host"),
+        *("pooled gradients", "sequence gradients", "pooled update"),
+    )
     found += _of_collectives(cost, world_size, of_gradients)
     found.append(Phase("update", {"rank": cost.update_seconds}))
     return tuple(phase for phase in found if phase.seconds)

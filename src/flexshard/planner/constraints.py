@@ -1,4 +1,4 @@
-"""What the plan of a pooled table may be, in the words of TorchRec's ``ParameterConstraints`` and a few more."""
+"""What the plan of a table may be, in the words of TorchRec's ``ParameterConstraints`` and a few more."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from flexshard._internal import check_finite, check_int
-from flexshard.costmodels import POOLED_KERNELS, POOLED_TYPES
+from flexshard.costmodels import POOLED_KERNELS, POOLED_TYPES, SEQUENCE_TYPES
 from flexshard.errors import JobError
 from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
-__all__ = ["TableConstraints", "check_constraints"]
+__all__ = ["TIERS", "TableConstraints", "check_constraints", "is_sharded"]
 
+TIERS = "flex_shard"  # tiers of rows, as a sharding type
 _CACHED = 0.2  # TorchRec's share of rows that a cache holds
 _NAMES = ("sharding_types", "compute_kernels", "dtypes", "forbid", "with_tables", "apart")
 _NOT_EMPTY = ("sharding_types", "compute_kernels", "dtypes", "cache_load_factors")
@@ -20,10 +21,12 @@ _NOT_EMPTY = ("sharding_types", "compute_kernels", "dtypes", "cache_load_factors
 
 @dataclass(frozen=True)
 class TableConstraints:
-    """What is asked of a pooled table; nothing by default.
+    """What is asked of a table; nothing by default, which leaves pooled tables every type and the others tiers of rows.
 
     Attributes:
-        sharding_types: allowed, in TorchRec's words; None for all.
+        sharding_types: allowed, in TorchRec's words; None for all. Of a table without pooling those that TorchRec has
+            for it, and "flex_shard" for tiers of rows, which it has by default: the other constraints are of what
+            TorchRec shards.
         compute_kernels: allowed: "fused", "dense", "fused_uvm", "fused_uvm_caching"; None for "fused", and where the
             problem has host memory the two with UVM. Data-parallel tables have "dense" always.
         min_partition: least columns of a column shard, 128 by default; TorchRec takes the least width from there on
@@ -65,7 +68,7 @@ class TableConstraints:
             if field.name in _NOT_EMPTY and not value:
                 raise JobError(f"{_word(field.name)} allows nothing; leave it out to allow all")
             object.__setattr__(self, field.name, tuple(value))
-        _known(self.sharding_types, POOLED_TYPES, "sharding_types")
+        _known(self.sharding_types, (*POOLED_TYPES, TIERS), "sharding_types")
         _known(self.compute_kernels, POOLED_KERNELS, "compute_kernels")
         _known(self.dtypes, tuple(name for name, kind in DATA_TYPES.items() if kind.torchrec), "dtypes")
         both = [f"{kind}/{kernel}" for kind in POOLED_TYPES for kernel in POOLED_KERNELS]
@@ -92,6 +95,15 @@ class TableConstraints:
         """What is asked, in words."""
         given = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
         return ", ".join(f"{_word(name)} {_listed(value)}" for name, value, usual in given if value != usual)
+
+    @property
+    def torchrec_types(self) -> tuple[str, ...]:
+        """Of the sharding types that are allowed by name, TorchRec's."""
+        return tuple(one for one in self.sharding_types or () if one != TIERS)
+
+    def allows_tiers(self) -> bool:
+        """Whether rows of a table without pooling may be in tiers."""
+        return self.sharding_types is None or TIERS in self.sharding_types
 
     def forbids(self, sharding_type: str, compute_kernel: str) -> bool:
         """Whether an option is forbidden."""
@@ -121,20 +133,46 @@ def check_constraints(
             raise JobError(f"{where}: must be TableConstraints, found {constraint!r}")
         if name not in known:
             raise JobError(f"{where}: there is no such table; there are {', '.join(known)}")
-        if not known[name].is_pooled:
-            raise JobError(
-                f"{where} decide nothing, since it is not pooled: its rows are placed one by one; leave them out"
-            )
+        _check_types(where, known[name], constraint)
         for word, others in (("with", constraint.with_tables), ("apart", constraint.apart)):
+            if others and not known[name].is_pooled and constraint.allows_tiers():
+                raise JobError(f"{where}: {word} is of tables that are sharded in any case; leave {TIERS!r} out")
             for other in others:
-                if other == name or other not in known or not known[other].is_pooled:
-                    raise JobError(f"{where}: {word} names {other!r}, which is no other pooled table")
+                if word == "with" and other in known and known[other].is_pooled is not known[name].is_pooled:
+                    raise JobError(f"{where}: with names {other!r}, and only one of the two is pooled; leave it out")
+                if other == name or other not in known or not is_sharded(known[other], constraints.get(other)):
+                    raise JobError(f"{where}: {word} names {other!r}, which is no other table that TorchRec shards")
         for rank in constraint.pin:
             if rank >= cluster.world_size:
                 raise JobError(f"{where}: pin names rank {rank} of {cluster.world_size}, counted from 0")
         uvm = [one for one in constraint.compute_kernels or () if one.startswith("fused_uvm")]
         if uvm and not host_memory:
             raise JobError(f"{where}: {uvm[0]} needs host memory; say how much a rank may take of it (host_memory)")
+
+
+def is_sharded(table: Table, asked: TableConstraints | None) -> bool:
+    """Whether TorchRec shards a table in any case: it is pooled, or tiers are not allowed."""
+    return table.is_pooled or (asked is not None and not asked.allows_tiers())
+
+
+def _check_types(where: str, table: Table, asked: TableConstraints) -> None:
+    """Whether the sharding types are those of such a table, and the other constraints decide anything."""
+    types = asked.torchrec_types
+    if table.is_pooled:
+        if TIERS in (asked.sharding_types or ()):
+            raise JobError(f"{where}: {TIERS!r} is of tables without pooling, and it is pooled; leave it out")
+        return
+    other = next((one for one in types if one not in SEQUENCE_TYPES), None)
+    if other is not None:
+        raise JobError(
+            f"{where}: TorchRec has no {other!r} for tables without pooling; there are {', '.join(SEQUENCE_TYPES)}, and"
+            f" {TIERS!r}"
+        )
+    if not types and asked != TableConstraints():
+        raise JobError(
+            f"{where} decide nothing, since its rows are placed one by one; leave them out, or name sharding_types for"
+            f" TorchRec to shard it ({', '.join(SEQUENCE_TYPES)})"
+        )
 
 
 def _known(given: Sequence[str] | None, known: Sequence[str], name: str) -> None:

@@ -125,7 +125,7 @@ def settings_of(problem: Problem, limit_bytes: float) -> Settings:
         dense_seconds=None if problem.step is None else problem.step.dense_seconds,
         rates=None if problem.step is None else problem.step.rates,
         host_memory=problem.host_memory,
-        gap=problem.gap if problem.pooled_tables else 0.002,
+        gap=problem.gap if problem.is_whole_model else 0.002,
         constraints=tuple(f"{name}: {words}" for name, one in problem.constraints.items() if (words := str(one))),
     )
 

@@ -59,7 +59,7 @@ def pareto(
         BudgetError: pooled tables do not fit the cluster's memory.
     """
     problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
-    if problem.pooled_tables or problem.host_memory is not None:
+    if problem.is_whole_model or problem.host_memory is not None:
         return whole_frontier(problem)
     tiers, world = problem.tiers, problem.cluster.world_size
     prices = check_int(prices, "prices", JobError)

@@ -47,7 +47,7 @@ def marginal_curve(
     tables: Problem | Sequence[Table], cluster: Cluster | None = None, **options: Unpack[FrontierOptions]
 ) -> MarginalCurve:
     """The curve of the paper's Figure 5 for data-parallel against row-wise; arguments as for :func:`pareto`."""
-    problem = Problem.of(tables, cluster, options, takes=_TAKES).refusing_pooled("a marginal curve")
+    problem = Problem.of(tables, cluster, options, takes=_TAKES).refusing_sharded("a marginal curve")
     instance = Variants(replace(problem, objective="communication", step=None)).fixed
     sizes = instance.group_sizes.tolist()
     dp, rw = sizes.index(1), sizes.index(problem.cluster.world_size)

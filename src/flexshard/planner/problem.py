@@ -15,7 +15,7 @@ from flexshard._internal import check_finite, check_int, first_repeated
 from flexshard.costmodels import CollectiveKind, LocalRates, OverlapLike, StepWork, overlap_of
 from flexshard.errors import JobError
 from flexshard.planner.budget import Budget, BudgetLike, parse_budget
-from flexshard.planner.constraints import TableConstraints, check_constraints
+from flexshard.planner.constraints import TableConstraints, check_constraints, is_sharded
 from flexshard.planner.methods import METHODS, Method
 from flexshard.planner.named import parse
 from flexshard.planner.reductions import REDUCTIONS, Reduction
@@ -65,6 +65,7 @@ class ProblemOptions(PlannerOptions, total=False):
 
 
 _OPTIONS = tuple(ProblemOptions.__annotations__)
+_NOTHING = TableConstraints()
 
 
 @dataclass(frozen=True, init=False)
@@ -98,10 +99,10 @@ class Problem:
         objective: what is least: "step" (a whole step, in each phase of which links work at once; the default where
             ``step`` is given) or "communication" (all collectives one after the other, the default otherwise).
         step: what else a step does; None where it is not known.
-        constraints: what is asked of pooled tables, by name.
-        host_memory: bytes of host memory per rank that tables may take ("200GiB"); None for none. Of pooled tables by
-            TorchRec's kernels, which run on CUDA alone; where no table is pooled, by rows without copies, behind a
-            cache of their owner (docs/lookahead.md).
+        constraints: what is asked of tables, by name.
+        host_memory: bytes of host memory per rank that tables may take ("200GiB"); None for none. Of tables that
+            TorchRec shards by its kernels, which run on CUDA alone; where there are none, by rows without copies,
+            behind a cache of their owner (docs/lookahead.md).
         timeout_seconds: after which the search for pooled tables' options ends with the best plan so far. Where it is
             not reached, every process and machine finds the same plan.
         gap: proven, at which that search ends: 0.002 is at most 0.2 % above the optimum.
@@ -259,35 +260,51 @@ class Problem:
 
     @property
     def pooled_tables(self) -> tuple[Table, ...]:
-        """Those whose rows are added up where they are looked up, so that whole tables and their shards are placed."""
+        """Those whose rows are added up where they are looked up."""
         return tuple(table for table in self.tables if table.is_pooled)
 
     @property
     def sequence_tables(self) -> tuple[Table, ...]:
-        """The others, placed row by row."""
+        """The others."""
         return tuple(table for table in self.tables if not table.is_pooled)
+
+    @property
+    def sharded_tables(self) -> tuple[Table, ...]:
+        """Those that TorchRec shards: pooled ones, and others that may not have tiers of rows."""
+        return tuple(table for table in self.tables if is_sharded(table, self.constraints.get(table.name)))
+
+    @property
+    def undecided_tables(self) -> tuple[Table, ...]:
+        """Those without pooling that may have tiers of rows or be sharded by TorchRec, as constraints say."""
+        asked = {name for name, one in self.constraints.items() if one.torchrec_types and one.allows_tiers()}
+        return tuple(table for table in self.tables if table.name in asked)
+
+    @property
+    def is_whole_model(self) -> bool:
+        """Whether TorchRec shards some of the tables, or may."""
+        return bool(self.sharded_tables or self.undecided_tables)
 
     @property
     def title(self) -> str:
         """Tables, cluster and batch size in a few words, for pictures."""
         return title_of([table.name for table in self.tables], self.cluster, self.batch_size)
 
-    def refusing_pooled(self, what: str) -> Problem:
-        """This problem, for what looks at tables without pooling alone.
+    def refusing_sharded(self, what: str) -> Problem:
+        """This problem, for what looks at tables in tiers of rows alone.
 
         Raises:
-            JobError: some are pooled; names ``what``.
+            JobError: TorchRec shards some, or may; names ``what``.
         """
-        if self.pooled_tables:
-            raise JobError(
-                f"{what} is of tables without pooling, and {self.pooled_tables[0].name!r} is pooled; leave pooled"
-                " tables out"
+        for table in (*self.sharded_tables, *self.undecided_tables):
+            kind = (
+                "is pooled; leave pooled tables out" if table.is_pooled else "may be sharded by TorchRec; leave it out"
             )
+            raise JobError(f"{what} is of tables in tiers of rows, and {table.name!r} {kind}")
         return self
 
-    def without_pooled_tables(self) -> Problem:
-        """The problem of the other tables alone; there must be some."""
-        return replace(self, tables=self.sequence_tables, constraints={}, host_memory=None)
+    def of_rows(self, tables: Sequence[Table]) -> Problem:
+        """The problem of some of the tables, all in tiers of rows."""
+        return replace(self, tables=tuple(tables), constraints={}, host_memory=None)
 
     @property
     def is_deduplicated(self) -> bool:
@@ -302,9 +319,8 @@ class Problem:
 def _of_pooled(
     values: Mapping[str, Any], constraints: Mapping[str, TableConstraints], host_memory: str | float | None
 ) -> dict[str, Any]:
-    """Checked options that concern pooled tables."""
+    """Checked options that concern tables that TorchRec shards."""
     tables, cluster = values["tables"], values["cluster"]
-    pooled = [table for table in tables if table.is_pooled]
     nbytes = None
     if host_memory is not None:
         given = units.parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory
@@ -316,22 +332,25 @@ def _of_pooled(
                 f"host_memory needs to know how fast ranks reach it, and cluster {cluster.name!r} does not say; give"
                 " the cluster a host_bandwidth"
             )
-        if not pooled:
-            _check_caches(values)
     check_constraints(constraints, tables, cluster, host_memory=nbytes is not None)
+    pooled = [table for table in tables if table.is_pooled or constraints.get(table.name, _NOTHING).torchrec_types]
+    if nbytes is not None and not pooled:
+        _check_caches(values)
+    kind = "is pooled" if pooled and pooled[0].is_pooled else "may be sharded by TorchRec"
     if pooled and values["method"].tiers is not None:
         raise JobError(
-            f"method {values['method'].name!r} places rows one by one, and table {pooled[0].name!r} is pooled; plan"
-            " pooled tables with method 'optimal'"
+            f"method {values['method'].name!r} places rows one by one, and table {pooled[0].name!r} {kind}; plan such"
+            " tables with method 'optimal'"
         )
     if pooled and values["memory"] != "mean":
         raise JobError(
-            f"memory {values['memory']!r} is not known of pooled tables, such as {pooled[0].name!r}; let the budget"
-            " bound the mean"
+            f"memory {values['memory']!r} is not known of tables that TorchRec shards, and {pooled[0].name!r} {kind};"
+            " let the budget bound the mean"
         )
     odd = next((table for table in pooled if DATA_TYPES[table.dtype].torchrec is None), None)
     if odd is not None:
-        raise JobError(f"table {odd.name!r} is pooled, and TorchRec has no tables of {odd.dtype}; use float32 or less")
+        kind = "is pooled" if odd.is_pooled else "may be sharded by TorchRec"
+        raise JobError(f"table {odd.name!r} {kind}, and TorchRec has no tables of {odd.dtype}; use float32 or less")
     return {"constraints": dict(constraints), "host_memory": nbytes}
 
 

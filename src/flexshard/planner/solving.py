@@ -36,7 +36,7 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         BudgetError: no placement fits; its ``least_bytes`` would.
     """
     problem = Problem.of(tables, cluster, options)
-    if problem.pooled_tables:
+    if problem.is_whole_model:
         return plan_whole(problem)
     if problem.host_memory is not None:
         return plan_with_caches(problem)

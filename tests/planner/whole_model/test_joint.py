@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, Problem, Table, TableConstraints, compare, diff, explain, solve
-from flexshard.costmodels import PooledCosts, StepWork, pooled_cost, step_seconds
+from flexshard.costmodels import SEQUENCE_TYPES, PooledCosts, StepWork, pooled_cost, step_seconds
 from flexshard.errors import BudgetError, JobError, PlanError
 from flexshard.planner import load_job, pareto, whole_table_cost
 from flexshard.planner.solver.deadline import ended_at
@@ -80,13 +80,16 @@ def best_of_all(problem: Problem) -> float:
     return best + (problem.step.dense_seconds if problem.step else 0.0)
 
 
+@pytest.mark.parametrize("sequences", [0, 1])
 @pytest.mark.parametrize("seed", first(2, [2, 3, 0, 1, *range(4, 12)]))
-def test_pooled_plans_are_the_best_of_all(seed: int) -> None:
+def test_plans_of_shards_are_the_best_of_all(seed: int, sequences: int) -> None:
     step = StepWork(1e-5) if seed % 2 else None
     shape = ((2, 2), (1, 3), (2, 1))[seed % 3]
     many = 3 if shape == (2, 1) else 2
     budget = ("neutral", "+200KiB", "+5MiB")[seed // 3 % 3]
-    problem = Problem(tables(seed, many, 0), cluster(*shape), 64, budget=budget, step=step, gap=1e-6)
+    own, constraints = tables(seed, many - sequences, sequences), {"s0": TableConstraints(SEQUENCE_TYPES)}
+    asked = constraints if sequences else {}
+    problem = Problem(own, cluster(*shape), 64, budget=budget, step=step, gap=1e-6, constraints=asked)
     plan = solve(problem)
     assert plan.objective_seconds(plan.predicted) == pytest.approx(best_of_all(problem), rel=1e-5)
     assert plan.lower_bound_seconds <= plan.objective_seconds(plan.predicted)
@@ -121,6 +124,65 @@ def test_one_limit_for_both_is_better_than_any_limit_for_each(seed: int) -> None
     assert found
     assert seconds <= min(found) * (1 + 1e-4)
     assert plan.lower_bound_seconds <= min(found) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", first(2, [0, 2, 1, 3, 4, 5]))
+def test_tiers_or_shards_are_the_best_of_every_choice(seed: int) -> None:
+    step = StepWork(1e-5) if seed % 2 else None
+    own = tables(seed, 2, 2)
+    neutral = solve(own, cluster(), batch_size=64).settings.budget_bytes
+    budget = f"{neutral * (0.7, 1.0, 1.5)[seed // 2]!r} B"
+    kinds = ["table_wise", "column_wise"]
+
+    def plan_with(**asked: list[str]) -> Plan | None:
+        constraints = {name: TableConstraints(sharding_types=types) for name, types in asked.items() if types}
+        problem = Problem(own, cluster(), 64, budget=budget, step=step, gap=1e-3, constraints=constraints)
+        try:
+            return solve(problem)
+        except BudgetError:
+            return None
+
+    every = [plan_with(s0=one, s1=other) for one in ([], kinds) for other in ([], kinds)]
+    chosen = plan_with(s0=["flex_shard", *kinds], s1=["flex_shard", *kinds])
+    fitting = [plan for plan in every if plan is not None]
+    assert (chosen is None) is (not fitting)
+    if chosen is None:
+        return
+    best = min(plan.objective_seconds(plan.predicted) for plan in fitting)
+    seconds = chosen.objective_seconds(chosen.predicted)
+    assert seconds <= best * (1 + 2e-3)
+    assert chosen.lower_bound_seconds <= best * (1 + 1e-9)
+    assert chosen.predicted.memory_bytes <= chosen.settings.budget_bytes * (1 + 1e-9)
+    assert {*chosen.tables, *chosen.pooled} == {"p0", "p1", "s0", "s1"}
+
+
+def test_a_sequence_goes_where_there_is_room() -> None:
+    """Even shares of it do not fit beside a table that fills one of two ranks."""
+    profile = AccessProfile.from_counts(np.full(2_000, 3), 1_000)
+    full = Table("full", 4_000, 64, AccessProfile.from_counts(np.full(4_000, 1), 1_000), pooling="sum")
+    sequence = Table("s", 2_000, 64, profile)
+    how: dict[str, Any] = {"batch_size": 8, "budget": "1.15 MiB"}
+    pinned = {"full": TableConstraints(sharding_types=["table_wise"], pin=[0])}
+    with pytest.raises(BudgetError):
+        solve([full, sequence], cluster(1, 2), **how, constraints=pinned)
+    either = pinned | {"s": TableConstraints(sharding_types=["flex_shard", "table_wise"])}
+    plan = solve([full, sequence], cluster(1, 2), **how, constraints=either)
+    assert plan.pooled["s"].ranks == (1,)
+    assert plan.pooled["s"].pooling == "none"
+    assert not plan.tables
+    roomy = solve([full, sequence], cluster(1, 2), batch_size=8, budget="9 MiB", constraints=either)
+    assert set(roomy.tables) == {"s"}
+    assert roomy.lower_bound_seconds <= roomy.predicted.exposed_seconds
+
+
+def test_tiers_or_shards_without_pooled_tables() -> None:
+    own = tables(2, 0, 2)
+    alone = solve(own, cluster(), batch_size=64)
+    either = {"s1": TableConstraints(sharding_types=["flex_shard", "table_wise"])}
+    plan = solve(own, cluster(), batch_size=64, constraints=either)
+    assert plan.predicted.exposed_seconds <= alone.predicted.exposed_seconds * (1 + 1e-3)
+    with pytest.raises(JobError, match=r"7 tables without pooling may be in tiers of rows or not, .*; at most 6"):
+        solve(tables(2, 0, 7), cluster(), batch_size=64, constraints={f"s{n}": either["s1"] for n in range(7)})
 
 
 def test_the_bound_holds_between_the_limits_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,15 +240,26 @@ def test_column_widths_that_are_asked_for() -> None:
     ("constraints", "message"),
     [
         ({"no": {}}, "constraints of table 'no': there is no such table; there are p0"),
-        ({"s0": {}}, "constraints of table 's0' decide nothing, since it is not pooled"),
+        ({"s0": {"pin": [1]}}, "constraints of table 's0' decide nothing, since its rows are placed one by one"),
+        ({"s0": {"sharding_types": ["grid_shard"]}}, "TorchRec has no 'grid_shard' for tables without pooling"),
+        ({"p0": {"sharding_types": ["flex_shard"]}}, "'flex_shard' is of tables without pooling, and it is pooled"),
+        (
+            {"s0": {"sharding_types": ["flex_shard", "table_wise"], "apart": ["p0"]}},
+            "apart is of tables that are sharded in any case; leave 'flex_shard' out",
+        ),
+        (
+            {"s0": {"sharding_types": ["table_wise"], "with_tables": ["p0"]}},
+            "with names 'p0', and only one of the two is pooled",
+        ),
         ({"p0": {"sharding_types": ["columns"]}}, "sharding_types must be of data_parallel, .* found 'columns'"),
         ({"p0": {"sharding_types": "row_wise"}}, "sharding_types must be a list"),
         ({"p0": {"compute_kernels": ["fused_uvm"]}}, "'p0': fused_uvm needs host memory"),
         ({"p0": {"device_group": "cuda"}}, "device_group decides nothing"),
         ({"p0": {"pin": [7]}}, "pin names rank 7 of 4"),
         ({"p0": {"pin": [0, 0, 0]}}, r"table 'p0': pin \[0, 0, 0\] leaves no option; .* table_wise/fused has 1"),
-        ({"p0": {"with_tables": ["s0"]}}, "with names 's0', which is no other pooled table"),
+        ({"p0": {"with_tables": ["s0"]}}, "with names 's0', and only one of the two is pooled"),
         ({"p0": {"apart": ["p0"]}}, "apart names 'p0'"),
+        ({"p0": {"apart": ["s0"]}}, "apart names 's0', which is no other table that TorchRec shards"),
         ({"p0": {"apart": ["p1"], "with_tables": ["p1"]}}, "'p0' and 'p1' are to be apart and with one another"),
         (
             {"p0": {"forbid": ["fused", "data_parallel"]}},
@@ -383,7 +456,7 @@ def test_data_types_are_options_where_they_are_listed(tmp_path: Path) -> None:
 def test_what_is_of_other_tables_alone_says_so() -> None:
     with pytest.raises(JobError, match="how fast ranks reach it"):
         Problem(tables(2, 1, 0), cluster(host=None), 64, host_memory="1GiB")
-    with pytest.raises(JobError, match="the best plan of whole tables is of tables without pooling"):
+    with pytest.raises(JobError, match="whole tables is of tables in tiers of rows, and 'p0' is pooled"):
         whole_table_cost(Problem(tables(2, 1, 1), cluster(), 64))
 
 

@@ -77,7 +77,7 @@ def _overlapping(job: planner.Job, ran: planner.Plan, observed: executors.Observ
     """
     here, there = job.cluster, ran.cluster
     alike = (here.nodes, here.ranks_per_node) == (there.nodes, there.ranks_per_node)
-    if job.overlap is not None or job.pooled_tables or not alike:
+    if job.overlap is not None or job.is_whole_model or not alike:
         return job
     known, seen = costmodels.overlap_names(here), observed.overlap(ran)
     return replace(job, overlap={name: share for name, share in seen.items() if name in known})

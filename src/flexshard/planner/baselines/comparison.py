@@ -52,7 +52,7 @@ def compare(
     problem = Problem.of(tables, cluster, options)
     plan = solve(problem)
     added = {}
-    if not problem.pooled_tables:  # whose plan is one of whole tables
+    if not problem.is_whole_model:  # whose plan is one of whole tables
         added["whole_table"] = whole_table_cost(problem, time_limit_seconds=time_limit_seconds)
     if torchrec or (torchrec is None and torchrec_installed()):
         try:

@@ -238,7 +238,7 @@ def _with_pooled(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
         (option,) = options or costs.options(table, sharding_types=["table_wise"], compute_kernels=[kernel])
         placed.append((option, choice.ranks))
     pooled = pooled_cost(costs, placed, sum(costs.received_bytes(table) for table in problem.pooled_tables))
-    return pooled + price_choices(problem.without_pooled_tables(), others) if others else pooled
+    return pooled + price_choices(problem.of_rows(problem.sequence_tables), others) if others else pooled
 
 
 def _local(problem: Problem, choices: Sequence[TorchRecChoice], rates: LocalRates) -> tuple[float, float]:

@@ -36,7 +36,7 @@ def whole_table_cost(
         BudgetError: no such plan fits.
         SolverError: the solver found none in the time limit.
     """
-    problem = Problem.of(tables, cluster, options).refusing_pooled("the best plan of whole tables")
+    problem = Problem.of(tables, cluster, options).refusing_sharded("the best plan of whole tables")
     instance, of_mean = Variants(problem).fixed, replace(problem, memory="mean")
     return instance.cost(solve_whole_tables(instance, limit_of(of_mean, instance), time_limit_seconds))
 

@@ -74,7 +74,7 @@ def plan_compression(
     problem = Problem.of(tables, cluster, how)
     if problem.method != Optimal.name:
         raise JobError(f"tables are compressed with method 'optimal', the job has {problem.method.name!r}")
-    if problem.objective != "communication" and not problem.pooled_tables:
+    if problem.objective != "communication" and not problem.is_whole_model:
         raise JobError(
             f"tables are compressed for the least communication, the job's objective is {problem.objective!r}"
         )
@@ -86,7 +86,7 @@ def plan_compression(
         loss_limit = check_finite(loss_limit, "loss_limit", JobError)
         if loss_limit < 0:
             raise JobError(f"loss_limit must be at least 0, found {loss_limit}")
-    if problem.pooled_tables:
+    if problem.is_whole_model:
         return compress_pooled(problem, options, rates, loss_limit, hashed=hashed)
     if problem.index_dedup == "auto":
         problem = replace(problem, index_dedup=False)

@@ -1,4 +1,4 @@
-"""Which pooled tables become tensor trains: further options of theirs in the problem of the whole model."""
+"""Which tables of a whole model become tensor trains: further options of theirs in its problem."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from flexshard.planner.budget import Limit
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
 from flexshard.planner.compression.menu import check_options
 from flexshard.planner.constraints import TableConstraints
-from flexshard.planner.deciding import Decision, objective_seconds
+from flexshard.planner.deciding import objective_seconds
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.thresholds import allocate
 from flexshard.planner.solving import solve
 from flexshard.planner.whole_model.assembly import plan_decided
 from flexshard.planner.whole_model.joint import WholeDecision, decide_whole
@@ -32,16 +34,11 @@ def compress_pooled(
     *,
     hashed: bool,
 ) -> CompressionPlan:
-    """Choose sharding types, ranks and tensor trains of pooled tables at once, beside sequences in tiers of rows: the
-    shortest step within the budget. Arguments, and errors, as of :func:`plan_compression`.
+    """Choose sharding types, ranks, tiers of rows and tensor trains of all tables at once: the shortest step within the
+    budget. Arguments, and errors, as of :func:`plan_compression`.
     """
     check_options(problem.tables, options)
     for name, offered in options.items():
-        if offered and name not in {table.name for table in problem.pooled_tables}:
-            raise JobError(
-                f"table {name!r}: beside pooled tables, tables without pooling cannot be compressed; offer tensor"
-                " trains of pooled tables, or decide on the others by themselves"
-            )
         partners = [*problem.constraints.get(name, TableConstraints()).with_tables]
         partners += [other for other, one in problem.constraints.items() if name in one.with_tables]
         if offered and partners:
@@ -54,7 +51,7 @@ def compress_pooled(
     costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
     trains = {
         table.name: [_train(costs, table, option, rates, hashed=hashed) for option in options.get(table.name, ())]
-        for table in problem.pooled_tables
+        for table in problem.tables
     }
     try:
         decision = decide_whole(problem, trains, loss_limit)
@@ -73,18 +70,16 @@ def compress_pooled(
     seconds, lower = objective_seconds(problem, whole, dense), decision.lower_bound_seconds
     plan = _rest(decision, seconds)
     price = decision.prices.get(HBM, 0.0)
-    chosen = dict(zip((table.name for table in problem.pooled_tables), decision.pooled, strict=True))
+    chosen = {table.name: option for table, (option, _) in zip(decision.menus.tables, decision.pooled, strict=True)}
     return CompressionPlan(
         tables={
             table.name: _choice(
                 decision,
                 table,
-                chosen[table.name][0],
+                chosen.get(table.name),
                 list(zip(options.get(table.name, ()), trains[table.name], strict=True)),
                 price,
             )
-            if table.is_pooled
-            else _sequence(decision.sequences, table, price)
             for table in problem.tables
         },
         plan=plan,
@@ -108,7 +103,7 @@ def _rest(decision: WholeDecision, seconds: float) -> Plan | None:
     problem, menus = decision.problem, decision.menus
     sharded = [tuple(one for one in menu if not one.is_tensor_train) for menu in menus.options]
     menus = replace(menus, options=tuple(sharded))
-    tables = problem.pooled_tables
+    tables = menus.tables
     stays = [not option.is_tensor_train for option, _ in decision.pooled]
     if all(stays):
         return plan_decided(replace(decision, menus=menus))
@@ -123,7 +118,7 @@ def _rest(decision: WholeDecision, seconds: float) -> Plan | None:
         if decision.sequences is None:
             return None
         budget = Limit(left + problem.cluster.reserve_bytes, problem.budget.name)
-        return solve(replace(problem.without_pooled_tables(), budget=budget))
+        return solve(replace(decision.sequences.problem, budget=budget))
     kept = [index for index, stay in enumerate(stays) if stay]
     rest = replace(
         problem,
@@ -163,14 +158,14 @@ def _among(asked: TableConstraints, gone: set[str]) -> TableConstraints:
 def _choice(
     decision: WholeDecision,
     table: Table,
-    chosen: PooledOption,
+    chosen: PooledOption | None,
     trains: Sequence[tuple[TTOption, PooledOption]],
     price: float,
 ) -> TableChoice:
-    """A pooled table's options: the one that it has, or the best that is none of its tensor trains, and these."""
-    menu = decision.menus.options[decision.menus.tables.index(table)]
-    others = menu[: len(menu) - len(trains)]
-    costs = decision.menus.costs
+    """A table's options: the one that it has, or the best that is none of its tensor trains, and these. ``chosen`` is
+    None of a table in tiers of rows.
+    """
+    costs, tables = decision.menus.costs, decision.menus.tables
 
     def of(option: PooledOption, given: TTOption | None) -> TableOption:
         world = costs.cluster.world_size
@@ -181,24 +176,33 @@ def _choice(
         priced = whole + price * memory
         return TableOption(shape, memory, compute, whole - compute, option.loss, priced, sharding)
 
-    sharded = [of(option, None) for option in others]
-    best = min(range(len(others)), key=lambda index: sharded[index].priced_seconds)
-    own = next((index for index, option in enumerate(others) if option is chosen), best)
+    menu = decision.menus.options[tables.index(table)] if chosen is not None else ()
+    others = [option for option in menu if not option.is_tensor_train]
+    if others:
+        sharded = [of(option, None) for option in others]
+        best = min(range(len(others)), key=lambda index: sharded[index].priced_seconds)
+        stays = sharded[next((index for index, option in enumerate(others) if option is chosen), best)]
+    else:
+        stays = _tiers(decision, table, price)
     taken = next((1 + index for index, (_, option) in enumerate(trains) if option is chosen), 0)
     rest = tuple(of(option, given) for given, option in trains)
-    return TableChoice(table.name, table.rows, table.dim, (sharded[own], *rest), taken)
+    return TableChoice(table.name, table.rows, table.dim, (stays, *rest), taken)
 
 
-def _sequence(decided: Decision | None, table: Table, price: float) -> TableChoice:
-    """A table in tiers of rows."""
-    assert decided is not None
-    instance, allocation = decided.placement.instance, decided.placement.allocation
+def _tiers(decision: WholeDecision, table: Table, price: float) -> TableOption:
+    """A table in tiers of rows, as planned; or as it would be at the price of memory, where it is a tensor train."""
+    decided = decision.sequences
+    if decided is not None and table in decided.problem.tables:
+        instance, allocation = decided.placement.instance, decided.placement.allocation
+    else:
+        instance = Variants(decision.problem.of_rows([table])).fixed
+        levels = max(instance.level_subsets(decision.problem.tiers), key=len)
+        allocation, _ = allocate(instance, levels, price)
     index = [one.name for one in instance.tables].index(table.name)
     seconds, memory = (each[index] for each in instance.per_table(allocation))
     memory += instance.table_held_bytes[index]
-    rates, reads = decided.problem.rates, float(instance.total_reads[index])
+    rates, reads = decision.problem.rates, float(instance.total_reads[index])
     compute = 0.0
     if rates is not None:
         compute = reads * sum(own[1] + own[2] * table.row_bytes for own in rates.of(table))
-    option = TableOption(None, float(memory), compute, float(seconds), 0.0, float(seconds + compute + price * memory))
-    return TableChoice(table.name, table.rows, table.dim, (option,), 0)
+    return TableOption(None, float(memory), compute, float(seconds), 0.0, float(seconds + compute + price * memory))

@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingPlanner
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from flexshard import units
@@ -31,9 +31,9 @@ from flexshard.planner.torchrec.pooled_shardings import (
     left_pooled,
     pooled_collections,
     pooled_shardings,
-    table_constraints,
 )
 from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
+from flexshard.planner.torchrec.table_constraints import sequence_constraints, table_constraints
 from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
@@ -57,10 +57,11 @@ class FlexShardPlanner(ShardingPlanner):
             :class:`OptimalShardingPlanner` with what the plan leaves.
         torchrec_tables: tables of an ``EmbeddingCollection`` (by their own names, or with the module's full name
             before), or whole modules, that are left to that planner too.
-        constraints: TorchRec's, by table. Of a pooled table with a profile, sharding types, kernels, ``min_partition``
-            and the load factor of a cache are kept; where they say more, and where they name sharding types or kernels
-            of another table, it is left to that planner, which gets them all (a planner of yours in
-            ``torchrec_planner`` has its own).
+        constraints: TorchRec's, by table. Of a table with a profile, sharding types, kernels, ``min_partition`` and the
+            load factor of a cache are kept: one without pooling whose constraints name sharding types or kernels of
+            TorchRec's is sharded so, or stays in tiers where they name "flex_shard" too. Where they say more, and of
+            tables without a profile or beside a plan, it is left to that planner, which gets them all (a planner of
+            yours in ``torchrec_planner`` has its own).
         options: as for :func:`flexshard.solve`, with profiles; by default reduction is "auto" here, and the translation
             of ids is counted as on the device.
 
@@ -143,27 +144,33 @@ class FlexShardPlanner(ShardingPlanner):
             (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
         }
         pooled = pooled_collections(module, kinds)
-        left_out = left_tables(tables, self._torchrec_tables, self._constraints, pooled)
-        ours = {key: config for key, config in tables.items() if key not in left_out}
         given = self._plan is not None or self._problem is not None
+        profiled = () if given else {key for key in tables if key_of(*key, self._rankings.profiles) is not None}
+        left_out = left_tables(tables, self._torchrec_tables, self._constraints, pooled, profiled)
+        ours = {key: config for key, config in tables.items() if key not in left_out}
         left_bags = left_pooled(pooled, self._torchrec_tables, self._constraints, planned=given)
         if self._plan is None:
             self._plan = solve(self._problem or self._problem_of(ours, collections, kinds, pooled, left_bags))
         plan, result = self._plan, {}
         used = {key_of(*key, plan.tables) for key in left_out}
-        for fqn, part in collections.items():
-            configs = [config for config in part.embedding_configs() if (fqn, config.name) in ours]
-            shardings, named = self._shardings(fqn, configs, plan)
-            used |= named
-            result[fqn] = EmbeddingModuleShardingPlan(shardings)
-        bags, named = pooled_shardings(pooled, plan, left_bags)
+        sequences: dict[str, Sequence[BaseEmbeddingConfig]]
+        sequences = {fqn: part.embedding_configs() for fqn, part in collections.items()}
+        bags = {fqn: part.embedding_bag_configs() for fqn, part in pooled.items()}
+        whole, named = pooled_shardings({**sequences, **bags}, plan, {*left_out, *left_bags})
         used |= named
-        result |= {fqn: EmbeddingModuleShardingPlan(shardings) for fqn, shardings in bags.items()}
+        for fqn in collections:
+            sharded = whole.get(fqn, {})
+            rows = [config for key, config in ours.items() if key[0] == fqn and key[1] not in sharded]
+            shardings, named = self._shardings(fqn, rows, plan)
+            used |= named
+            result[fqn] = EmbeddingModuleShardingPlan({**shardings, **sharded})
+        result |= {fqn: EmbeddingModuleShardingPlan(whole[fqn]) for fqn in bags if fqn in whole}
         left = [name for name in (*plan.tables, *plan.pooled) if name not in used]
         if left:
-            kind = "EmbeddingBagCollection" if left[0] in plan.pooled else "EmbeddingCollection"
+            bag = left[0] in plan.pooled and plan.pooled[left[0]].pooling != "none"
+            kind = "EmbeddingBagCollection" if bag else "EmbeddingCollection"
             raise PlanError(f"the plan has table {left[0]!r}, which no {kind} of the model has; plan for this model")
-        planned = {fqn: set(shardings) for fqn, shardings in bags.items()}
+        planned = {fqn: set(whole[fqn]) for fqn in bags if fqn in whole}
         rest = model_of_the_rest(module, collections, left_out, set(kinds) - {EmbeddingCollection}, planned)
         if rest is not None:
             for fqn, shardings in self._others(rest, sharders, ours).items():
@@ -249,7 +256,8 @@ class FlexShardPlanner(ShardingPlanner):
                 pooling=bags[fqn, name].pooling.value.lower() if is_pooled else "none",
             )
             planned.append(table)
-            constraint = table_constraints(self._constraints.get(name)) if is_pooled else None
+            kept = table_constraints if is_pooled else sequence_constraints
+            constraint = kept(self._constraints.get(name))
             if constraint is not None and constraint != TableConstraints():
                 asked[table.name] = constraint
         if not planned:

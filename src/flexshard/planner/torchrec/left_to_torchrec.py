@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from flexshard.errors import PlanError
-from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD
+from flexshard.planner.torchrec.table_constraints import asks_for_torchrec, sequence_constraints
 
 __all__ = ["bag_part_of", "left_tables", "model_of_the_rest", "part_of"]
 
@@ -26,9 +26,11 @@ def left_tables(
     names: Collection[str],
     constraints: Mapping[str, ParameterConstraints],
     pooled: Mapping[str, EmbeddingBagCollection],
+    profiled: Collection[TableKey] = (),
 ) -> set[TableKey]:
-    """Tables (module, name) that TorchRec keeps: those named, those of modules named, and those whose constraints ask
-    for sharding types or kernels of TorchRec's.
+    """Tables (module, name) that another planner keeps: those named, those of modules named, and those whose
+    constraints ask for sharding types or kernels of TorchRec's, unless a plan is made for them (``profiled``) and our
+    costs know what they ask for.
 
     Raises:
         PlanError: a name that the model has not.
@@ -47,8 +49,9 @@ def left_tables(
         given = constraints.get(name)
         if given is None:
             continue
-        if (given.sharding_types or given.compute_kernels) and FLEX_SHARD not in (given.sharding_types or ()):
-            left.add((fqn, name))
+        if asks_for_torchrec(given):
+            if (fqn, name) not in profiled or sequence_constraints(given) is None:
+                left.add((fqn, name))
         elif (fqn, name) not in left:
             _name_what_decides_nothing(name, given)
     return left

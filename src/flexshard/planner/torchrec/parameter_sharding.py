@@ -7,11 +7,12 @@ from typing import Any
 
 from torchrec.distributed.types import ParameterSharding
 
+from flexshard.planner.constraints import TIERS
 from flexshard.planner.plan import TablePlan
 
 __all__ = ["FLEX_SHARD", "FlexShardParameterSharding"]
 
-FLEX_SHARD = "flex_shard"
+FLEX_SHARD = TIERS
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Pooled tables of a model: as a problem has them, and their part of a plan as TorchRec's sharders take it."""
+"""Tables of a model that TorchRec shards: their part of a plan as TorchRec's sharders take it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, Shard
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import CacheParams, ParameterSharding
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from flexshard.errors import PlanError
@@ -20,13 +19,10 @@ from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.planner.torchrec.model_tables import check_table
 from flexshard.planner.torchrec.rankings import key_of
+from flexshard.planner.torchrec.table_constraints import table_constraints
 from flexshard.planner.whole_tables import WholeTable
 
-__all__ = ["left_pooled", "parameter_sharding", "pooled_collections", "pooled_shardings", "table_constraints"]
-
-_SAID = ("sharding_types", "compute_kernels", "min_partition", "cache_params")
-# Of TorchRec's constraints, those that say what tables are read like, which profiles do here.
-_OF_PROFILES = ("pooling_factors", "num_poolings", "batch_sizes", "feature_names")
+__all__ = ["left_pooled", "parameter_sharding", "pooled_collections", "pooled_shardings"]
 
 
 def pooled_collections(module: nn.Module, kinds: Collection[type]) -> dict[str, EmbeddingBagCollection]:
@@ -34,23 +30,6 @@ def pooled_collections(module: nn.Module, kinds: Collection[type]) -> dict[str, 
     if EmbeddingBagCollection not in kinds:
         return {}
     return {fqn: part for fqn, part in module.named_modules() if type(part) is EmbeddingBagCollection}
-
-
-def table_constraints(given: ParameterConstraints | None) -> TableConstraints | None:
-    """TorchRec's constraints of a pooled table as ours; None where they ask for what our costs do not know."""
-    if given is None:
-        return TableConstraints()
-    default = ParameterConstraints()
-    told = {one.name for one in fields(given) if getattr(given, one.name) != getattr(default, one.name)}
-    if told - {*_SAID, *_OF_PROFILES}:
-        return None
-    cached = None if given.cache_params is None else given.cache_params.load_factor
-    return TableConstraints(
-        sharding_types=given.sharding_types,
-        compute_kernels=None if given.compute_kernels == ["fused"] else given.compute_kernels,  # as by default
-        min_partition=given.min_partition,
-        cache_load_factors=TableConstraints.cache_load_factors if cached is None else (cached,),
-    )
 
 
 def left_pooled(
@@ -74,10 +53,15 @@ def left_pooled(
 
 
 def pooled_shardings(
-    collections: Mapping[str, EmbeddingBagCollection], plan: Plan, left: Collection[tuple[str, str]] = ()
+    modules: Mapping[str, Sequence[BaseEmbeddingConfig]], plan: Plan, left: Collection[tuple[str, str]] = ()
 ) -> tuple[dict[str, dict[str, ParameterSharding]], set[str]]:
-    """Shardings of the pooled tables that a plan has, by module, but for those ``left`` to another planner; and which
-    of the plan's tables the model has.
+    """Shardings of the tables that TorchRec shards under a plan, by module, but for those ``left`` to another planner;
+    and which of the plan's tables the model has.
+
+    Args:
+        modules: tables of each collection.
+        plan: that may have them.
+        left: (module, table) of those that another planner keeps.
 
     Raises:
         PlanError: the plan is for other rows or dimensions, for kernels that need CUDA, or has tables that the model
@@ -85,9 +69,11 @@ def pooled_shardings(
     """
     found: dict[str, dict[str, ParameterSharding]] = {}
     used = set()
-    for fqn, collection in collections.items():
-        for config in collection.embedding_bag_configs():
-            name = key_of(fqn, config.name, plan.pooled)
+    for fqn, configs in modules.items():
+        for config in configs:
+            bags = isinstance(config, EmbeddingBagConfig)
+            alike = {name: table for name, table in plan.pooled.items() if (table.pooling != "none") is bags}
+            name = key_of(fqn, config.name, alike)
             if name is None:
                 continue
             used.add(name)
@@ -99,9 +85,9 @@ def pooled_shardings(
     return found, used
 
 
-def _check(name: str, table: PooledTablePlan, config: EmbeddingBagConfig) -> None:
+def _check(name: str, table: PooledTablePlan, config: BaseEmbeddingConfig) -> None:
     check_table(name, table, config)
-    has = config.pooling.value.lower()
+    has = config.pooling.value.lower() if isinstance(config, EmbeddingBagConfig) else "none"
     if table.pooling != has:
         raise PlanError(f"table {name!r}: the plan is for pooling {table.pooling}, the model has {has}; plan again")
 

@@ -25,7 +25,7 @@ _ALTERNATIVES = 3
 
 
 def plan_whole(problem: Problem) -> Plan:
-    """The plan of a problem that has pooled tables; raises as :func:`flexshard.solve`."""
+    """The plan of a problem some of whose tables TorchRec shards, or may; raises as :func:`flexshard.solve`."""
     return plan_decided(decide_whole(problem))
 
 
@@ -51,7 +51,7 @@ def plan_decided(decision: WholeDecision) -> Plan:
         job_digest=job_digest(problem.tables, problem.cluster, settings),
         pooled={
             table.name: _table_plan(decision, index, table, *choice)
-            for index, (table, choice) in enumerate(zip(problem.pooled_tables, decision.pooled, strict=True))
+            for index, (table, choice) in enumerate(zip(decision.menus.tables, decision.pooled, strict=True))
         },
         pooled_predicted=pooled,
     )
@@ -133,8 +133,8 @@ def _baselines(decision: WholeDecision, planned: Cost) -> dict[str, Cost]:
     baselines of the others; the paper's, whose tables are not pooled, beside row-wise ones. What does not fit is listed
     all the same. ``planned`` is the cost of the pooled tables as the plan has them.
     """
-    problem, costs, received = decision.problem, decision.menus.costs, decision.menus.received_bytes
-    tables, world = problem.pooled_tables, problem.cluster.world_size
+    costs, received, tables = decision.menus.costs, decision.menus.received_bytes, decision.menus.tables
+    world = costs.cluster.world_size
 
     def cost_of(choices: Sequence[Choice]) -> Cost:
         return pooled_cost(costs, choices, received)

@@ -43,7 +43,7 @@ class Sequences:
     """The sequences' best placements within any limit, each found once."""
 
     def __init__(self, problem: Problem, until: float) -> None:
-        self.problem, self.variants, self._until = problem, Variants(problem), until
+        self.problem, self.variants, self.until = problem, Variants(problem), until
         self._known: dict[float, Column] = {}
 
     def row_wise_bytes(self) -> float:
@@ -67,7 +67,7 @@ class Sequences:
         if limit not in self._known:
             solve = self._step if self.problem.objective == "step" else self._communication
             # What takes longest is to prove the last millionth of one placement.
-            with ended_at(self._until, _MOST_WORK):
+            with ended_at(self.until, _MOST_WORK):
                 self._known[limit] = Column(limit, *solve(limit))
         return self._known[limit]
 

@@ -35,7 +35,7 @@ def whole_frontier(problem: Problem) -> ParetoCurve:
     seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + 3)
     each = replace(problem, objective="communication", step=None, timeout_seconds=seconds)
 
-    plan_of = plan_whole if problem.pooled_tables else plan_with_caches
+    plan_of = plan_whole if problem.is_whole_model else plan_with_caches
 
     def within(nbytes: float) -> Plan:
         return plan_of(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))

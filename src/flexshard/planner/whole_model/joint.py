@@ -1,4 +1,4 @@
-"""A whole model under our costs and one memory limit: pooled tables' shards and sequences' tiers in one problem.
+"""A whole model under our costs and one memory limit: shards of TorchRec's tables and tiers of rows in one problem.
 
 Every rank has the same of the sequences' tiers, so that all sequences together are one more table of the master
 problem, whose options are their best placements within so many bytes. These are found where they matter: where the
@@ -7,15 +7,18 @@ sequences' time, and a bound of the pooled tables' in the memory that is left, a
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from flexshard.costmodels import PooledCosts, PooledOption
-from flexshard.errors import BudgetError, JobError
+from flexshard.errors import BudgetError, FlexShardError, JobError
 from flexshard.planner.budget import Budget
+from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.deciding import Decision, checked_limit, decide
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
@@ -23,7 +26,8 @@ from flexshard.planner.whole_model.columns import Bound, Column, Sequences, firs
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
 from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
 from flexshard.planner.whole_model.menus import Menus, Option, Spread, undominated
-from flexshard.planner.whole_model.pooled_menus import HBM, Choice, PooledMenus, pooled_menus
+from flexshard.planner.whole_model.pooled_menus import HBM, Choice, PooledMenus, pooled_menus, table_options
+from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
 __all__ = ["WholeDecision", "decide_whole"]
@@ -32,6 +36,7 @@ SEQUENCES = "(tables without pooling)"
 _FOR_COLUMNS = 0.4  # of the time, for the first placements of the sequences
 _SHARE = 0.5  # of what is left, for plans; the rest is for the bound, and for further placements
 _ROUNDS = 4  # of further placements
+_MOST_UNDECIDED = 6  # tables that may be in tiers or not, each choice of which is a problem of its own
 _AT_LEAST = 5.0  # seconds for the placement that is taken, whatever is left
 
 
@@ -54,10 +59,10 @@ class WholeDecision:
     Attributes:
         problem: what was asked for.
         limit_bytes: per rank, of everything.
-        menus: of the pooled tables.
-        pooled: an option and ranks for each pooled table, in the problem's order.
+        menus: of the tables that are not in tiers of rows.
+        pooled: an option and ranks for each of them, in the menus' order.
         sequences: of the other tables; None where there are none.
-        row_wise: an option and ranks for each pooled table where all are cut by rows, as "neutral" has it.
+        row_wise: an option and ranks for each of the former where all are cut by rows, as "neutral" has it.
         lower_bound_seconds: no plan takes less than this, dense work included.
         prices: of a byte in each kind of memory of every rank, by name.
     """
@@ -73,29 +78,51 @@ class WholeDecision:
 
 
 def decide_whole(
-    problem: Problem, others: Mapping[str, Sequence[PooledOption]] | None = None, loss_limit: float | None = None
+    problem: Problem, trains: Mapping[str, Sequence[PooledOption]] | None = None, loss_limit: float | None = None
 ) -> WholeDecision:
-    """Choose and place; raises as :func:`flexshard.solve`. ``others`` and ``loss_limit`` as of :func:`pooled_menus`."""
-    until = time.monotonic() + problem.timeout_seconds
-    sequences = Sequences(problem.without_pooled_tables(), until) if problem.sequence_tables else None
-    costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
-    row_wise, needed = _row_wise(problem, costs)
-    limit = checked_limit(problem, needed + (0.0 if sequences is None else sequences.row_wise_bytes()))
-    tables = problem.pooled_tables
-    pooled = pooled_menus(
-        tables,
-        costs,
-        problem.constraints,
-        hbm_bytes=limit,
-        host_bytes=problem.host_memory,
-        others=others,
-        loss_limit=loss_limit,
-    )
-    menus, found, lower, column = _searched(problem, sequences, pooled, until)
+    """Choose and place.
+
+    Where tables without pooling may be in tiers of rows or be something else, each choice of those that are in tiers is
+    a problem of its own; those whose bound is above the best plan so far are not looked at more closely.
+
+    Args:
+        problem: to solve.
+        trains: tensor trains that tables may become, by name.
+        loss_limit: of all options chosen together; None for any.
+
+    Raises:
+        JobError, BudgetError: as :func:`flexshard.solve`.
+    """
+    trains, until = trains or {}, time.monotonic() + problem.timeout_seconds
+    cases = _Cases(problem, trains, loss_limit, until)
+    best: tuple[float, _Case, Assignment, Menus, Column | None] | None = None
+    lower, errors = np.inf, list[FlexShardError]()
+    waiting = cases.all()
+    for number, case in enumerate(waiting):
+        bound = case.bound if number else 0.0  # of one alone there is nothing to rule out
+        late = best is not None and time.monotonic() >= until
+        if best is not None and (late or bound >= best[0] * (1 - problem.gap)):
+            lower = min(lower, bound)
+            continue
+        now = time.monotonic()
+        try:
+            menus, found, least, column = _searched(
+                problem, case.sequences, case.pooled, now + max(until - now, 0.0) / (len(waiting) - number)
+            )
+        except (BudgetError, JobError) as error:
+            errors.append(error)
+            continue
+        lower = min(lower, least)
+        if best is None or found.rating < best[0]:
+            best = found.rating, case, found, menus, column
+    if best is None:
+        raise min(errors, key=lambda one: one.least_bytes if isinstance(one, BudgetError) else np.inf)
+    rating, case, found, menus, column = best
     chosen = None
-    if sequences is not None and column is not None:
+    if case.sequences is not None and column is not None:
         with ended_at(max(until, time.monotonic() + _AT_LEAST)):
-            chosen = decide(replace(sequences.problem, budget=_Exactly(column.limit, problem.budget.name)))
+            chosen = decide(replace(case.sequences.problem, budget=_Exactly(column.limit, problem.budget.name)))
+    pooled = case.pooled
     count = len(pooled.menus.tables)
     real = undominated(menus)
     prices = dict(zip(real.kinds, lagrangian_bound(real).per_byte.tolist(), strict=True))
@@ -103,14 +130,107 @@ def decide_whole(
         prices[HBM] = max(prices.get(HBM, 0.0), chosen.placement.price)
     return WholeDecision(
         problem,
-        limit,
+        cases.limit,
         pooled,
         tuple(pooled.chosen(found.choice[:count], found.ranks[:count])),
         chosen,
-        tuple(row_wise),
-        min(lower, found.rating),
+        tuple(_row_wise(cases.costs, pooled.tables)[0]),
+        min(lower, rating),
         prices,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """Which tables are in tiers, and which are not.
+
+    Attributes:
+        problem: of all.
+        pooled: menus of those that TorchRec shards, or that become tensor trains.
+        sequences: the others; None where there are none.
+    """
+
+    problem: Problem
+    pooled: PooledMenus
+    sequences: Sequences | None
+
+    @cached_property
+    def bound(self) -> float:
+        """No plan takes less; infinite where nothing fits, 0 where there is no time to know."""
+        menus = _with_dense(self.pooled.menus, self.problem)
+        real = undominated(menus)
+        if not all(real.options):
+            return np.inf
+        bound = lagrangian_bound(real).bound
+        if self.sequences is None:
+            return bound
+        if time.monotonic() >= self.sequences.until:
+            return 0.0
+        try:
+            return bound + self.sequences.within(float(menus.capacity[menus.kinds.index(HBM)].max())).lower_bound
+        except BudgetError:
+            return np.inf
+
+
+class _Cases:
+    """What the tables may be, and the limit of their memory."""
+
+    def __init__(
+        self, problem: Problem, trains: Mapping[str, Sequence[PooledOption]], loss_limit: float | None, until: float
+    ) -> None:
+        self._problem, self._loss_limit, self._until = problem, loss_limit, until
+        self.costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
+        self._sharded = {table.name for table in problem.sharded_tables}
+        choose = {table.name for table in problem.undecided_tables} | {name for name in trains if trains[name]}
+        self._undecided = [table.name for table in problem.tables if table.name in choose - self._sharded]
+        if len(self._undecided) > _MOST_UNDECIDED:
+            raise JobError(
+                f"{len(self._undecided)} tables without pooling may be in tiers of rows or not, such as"
+                f" {self._undecided[0]!r}; at most {_MOST_UNDECIDED} can be decided on at once: decide on others by"
+                " constraints, or offer fewer tensor trains"
+            )
+        host = problem.host_memory is not None
+        asked = {table.name: problem.constraints.get(table.name, TableConstraints()) for table in problem.tables}
+        self._offered = {
+            table.name: [
+                *(
+                    table_options(table, self.costs, asked[table.name], host=host)
+                    if table.name in self._sharded or asked[table.name].torchrec_types
+                    else ()
+                ),
+                *trains.get(table.name, ()),
+            ]
+            for table in problem.tables
+        }
+        _, needed = _row_wise(self.costs, problem.sharded_tables)
+        self._first = self._sequences(())
+        self.limit = checked_limit(problem, needed + (0.0 if self._first is None else self._first.row_wise_bytes()))
+
+    def all(self) -> list[_Case]:
+        """Every choice of the tables that are not in tiers, few of them first."""
+        return [
+            self._case(names)
+            for number in range(len(self._undecided) + 1)
+            for names in itertools.combinations(self._undecided, number)
+        ]
+
+    def _sequences(self, names: Sequence[str]) -> Sequences | None:
+        """Those in tiers where some of the undecided ones are not."""
+        rows = [table for table in self._problem.tables if table.name not in {*self._sharded, *names}]
+        return Sequences(self._problem.of_rows(rows), self._until) if rows else None
+
+    def _case(self, names: Sequence[str]) -> _Case:
+        problem = self._problem
+        menus = pooled_menus(
+            [table for table in problem.tables if table.name in {*self._sharded, *names}],
+            self.costs,
+            problem.constraints,
+            self._offered,
+            hbm_bytes=self.limit,
+            host_bytes=problem.host_memory,
+            loss_limit=self._loss_limit,
+        )
+        return _Case(problem, menus, self._sequences(names) if names else self._first)
 
 
 def _searched(
@@ -151,23 +271,23 @@ def _searched(
     return menus, found, lower, column
 
 
-def _row_wise(problem: Problem, costs: PooledCosts) -> tuple[list[Choice], float]:
-    """Every pooled table row-wise over all ranks, and the memory of the fullest of them; tables of means, which are not
+def _row_wise(costs: PooledCosts, tables: Sequence[Table]) -> tuple[list[Choice], float]:
+    """Every table row-wise over all ranks, and the memory of the fullest of them; tables of means, which are not
     cut by rows, whole on the ranks that hold least.
     """
-    everywhere = tuple(range(problem.cluster.world_size))
+    everywhere = tuple(range(costs.cluster.world_size))
     found: dict[str, Choice] = {}
     held = np.zeros(len(everywhere))
     for cut in (True, False):
         kind = "row_wise" if cut and len(everywhere) > 1 else "table_wise"
-        for table in problem.pooled_tables:
-            if (table.pooling == "sum") is cut:
+        for table in tables:
+            if (table.pooling != "mean") is cut:
                 (option,) = costs.options(table, sharding_types=[kind])
                 ranks = everywhere if option.shards > 1 else (int(held.argmin()),)
                 held[list(ranks)] += option.static_bytes + option.dynamic_bytes
                 found[table.name] = option, ranks
-    received = sum(costs.received_bytes(table) for table in problem.pooled_tables)
-    return [found[table.name] for table in problem.pooled_tables], float(held.max()) + received
+    received = sum(costs.received_bytes(table) for table in tables)
+    return [found[table.name] for table in tables], float(held.max()) + received
 
 
 def _alike(menus: Menus, name: str, seconds: float, nbytes: float = 0.0, source: int = 0) -> Option:

@@ -1,4 +1,4 @@
-"""Pooled tables under our costs as menus of the master problem, with what is asked of them."""
+"""Tables that TorchRec shards under our costs as menus of the master problem, with what is asked of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, PooledCosts, PooledOption
+from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, SHARED_CALLS, PooledCosts, PooledOption
 from flexshard.errors import JobError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.solver.instance import memory_limit
 from flexshard.planner.whole_model.menus import Menus, Option, Spread
 from flexshard.tables import Table
 
-__all__ = ["Choice", "PooledMenus", "pooled_menus"]
+__all__ = ["HBM", "HOST", "Choice", "PooledMenus", "pooled_menus", "table_options"]
 
 FloatArray = npt.NDArray[np.float64]
 Choice = tuple[PooledOption, tuple[int, ...]]  # an option, and the rank of each shard
@@ -76,31 +76,29 @@ def pooled_menus(
     tables: Sequence[Table],
     costs: PooledCosts,
     constraints: Mapping[str, TableConstraints],
+    offered: Mapping[str, Sequence[PooledOption]],
     *,
     hbm_bytes: float,
     host_bytes: float | None,
-    others: Mapping[str, Sequence[PooledOption]] | None = None,
     loss_limit: float | None = None,
 ) -> PooledMenus:
-    """Menus of pooled tables.
+    """Menus of tables that TorchRec shards.
 
     Args:
-        tables: pooled ones.
+        tables: them.
         costs: of the cluster.
         constraints: by table.
+        offered: of each table all options that constraints leave it; see :func:`table_options`. Tensor trains last, of
+            which the constraints on company and ranks are not.
         hbm_bytes: that they may take of a rank's memory in all.
         host_bytes: of host memory per rank; None where there is none.
-        others: further options of a table, which constraints do not look at.
         loss_limit: of all options chosen together; None for any.
 
     Raises:
         JobError: constraints leave a table no option.
     """
     asked = [constraints.get(table.name, TableConstraints()) for table in tables]
-    options = [
-        [*_options(table, costs, one, host=host_bytes is not None), *(others or {}).get(table.name, ())]
-        for table, one in zip(tables, asked, strict=True)
-    ]
+    options = [list(offered[table.name]) for table in tables]
     positions = {table.name: index for index, table in enumerate(tables)}
     groups = _groups(asked, positions)
     apart = sorted({tuple(sorted((index, positions[other]))) for index, one in enumerate(asked) for other in one.apart})
@@ -148,7 +146,7 @@ def pooled_menus(
         ranks_per_host=costs.cluster.ranks_per_node,
         loads=POOLED_LOADS,
         sharing=tuple(costs.sharing(load) for load in POOLED_LOADS),
-        charges=tuple(costs.latency(one) for one in POOLED_TYPES),
+        charges=tuple(costs.latency(one) for one in SHARED_CALLS),
     )
     return PooledMenus(
         costs,
@@ -161,11 +159,11 @@ def pooled_menus(
     )
 
 
-def _options(table: Table, costs: PooledCosts, asked: TableConstraints, *, host: bool) -> list[PooledOption]:
-    """What a table may be by itself.
+def table_options(table: Table, costs: PooledCosts, asked: TableConstraints, *, host: bool) -> list[PooledOption]:
+    """What a table may be by itself where TorchRec shards it; ``host`` is whether there is host memory.
 
     Raises:
-        JobError: nothing.
+        JobError: constraints leave nothing.
     """
 
     def under(asked: TableConstraints) -> list[PooledOption]:
@@ -174,7 +172,7 @@ def _options(table: Table, costs: PooledCosts, asked: TableConstraints, *, host:
             for dtype in dict.fromkeys(asked.dtypes or (table.dtype,))
             for option in costs.options(
                 replace(table, dtype=dtype),
-                sharding_types=POOLED_TYPES if asked.sharding_types is None else asked.sharding_types,
+                sharding_types=POOLED_TYPES if asked.sharding_types is None else asked.torchrec_types,
                 compute_kernels=asked.kernels(host_memory=host),
                 min_partition=asked.min_partition,
                 cache_load_factors=asked.cache_load_factors,
@@ -194,7 +192,8 @@ def _options(table: Table, costs: PooledCosts, asked: TableConstraints, *, host:
             f"table {table.name!r}: {named} leave{'s' if len(without or given) == 1 else ''} no way of sharding its"
             f" {table.rows:,} rows of {table.dim} on {costs.cluster.world_size} ranks; allow others"
         )
-    for name in given:
+    # Of tables without pooling, types decide that their rows are not in tiers.
+    for name in given if table.is_pooled else [name for name in given if name != "sharding_types"]:
         other = under(replace(asked, **{name: getattr(default, name)}))
         if [(*_key(one), one.sizes) for one in other] == [(*_key(one), one.sizes) for one in found]:
             warnings.warn(f"table {table.name!r}: constraint {name} decides nothing", UserWarning, stacklevel=2)
@@ -269,7 +268,7 @@ def _menu_option(
         world = costs.cluster.world_size
         perf, memory = (np.array([np.bincount(pin, row, world) for row in each]) for each in (perf, memory))
         spread = Spread.EVERY_RANK
-    return Option(first.name, spread, perf, memory, source, POOLED_TYPES.index(first.sharding_type))
+    return Option(first.name, spread, perf, memory, source, SHARED_CALLS.index(first.shared_calls))
 
 
 def _needed(menus: Menus, *, host: bool) -> Menus:

@@ -1,0 +1,193 @@
+"""Shards of a table under one of TorchRec's sharding types: how it is cut, and what each of them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels.local_rates import LocalRates
+from flexshard.costmodels.pooled_options import (
+    FLOAT_BYTES,
+    SEQUENCE,
+    Channel,
+    PooledOption,
+    features_of,
+    module_of,
+    ways_of_rows,
+)
+from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table
+from flexshard.topologies import Cluster
+
+__all__ = ["Shards", "column_width", "cuts_of"]
+
+FloatArray = npt.NDArray[np.float64]
+Cut = tuple[int, int, int, int]  # rows, columns, first row, first column
+
+_ID_BYTES = 8  # TorchRec's ids and lengths
+_CACHE_INDEX_BYTES = 4  # per row of a cached table, in the rank's memory
+_LEAST_COLUMNS = 128  # of a column shard, unless the table says otherwise
+
+
+def column_width(dim: int, least: int | None = None) -> int:
+    """Columns of a column shard, as TorchRec cuts a table: the least divisor of D that is a multiple of four and at
+    least ``least`` (128 by default); D where there is none.
+    """
+    bound = _LEAST_COLUMNS if least is None else least
+    return next((width for width in range(bound, dim) if dim % width == 0 and width % 4 == 0), dim)
+
+
+def cuts_of(cluster: Cluster, sharding_type: str, table: Table, width: int) -> list[Cut] | None:
+    """Each shard of a table in columns of ``width``; None where the type is another one under a name of
+    its own: columns that are not cut, rows of a node where there is but one.
+    """
+    world, node, one_node = cluster.world_size, cluster.ranks_per_node, cluster.nodes == 1
+    columns = list(range(0, table.dim, width))
+    if sharding_type == "data_parallel":
+        return [(table.rows, table.dim, 0, 0)] * world
+    if sharding_type == "table_wise":
+        return [(table.rows, table.dim, 0, 0)]
+    if sharding_type == "row_wise":
+        return list(_row_blocks(table.rows, world, table.dim, 0)) if world > 1 else None
+    if sharding_type == "column_wise":
+        return [(table.rows, width, 0, first) for first in columns] if len(columns) > 1 else None
+    if one_node or node == 1:
+        return None
+    if sharding_type == "table_row_wise":
+        return list(_row_blocks(table.rows, node, table.dim, 0))
+    if len(columns) == 1:
+        return None
+    if sharding_type == "table_column_wise":
+        return [(table.rows, width, 0, first) for first in columns]
+    return [block for first in columns for block in _row_blocks(table.rows, node, width, first)]
+
+
+def _row_blocks(rows: int, count: int, width: int, column: int) -> Iterator[Cut]:
+    """Blocks of rows as TorchRec cuts them: all of the same size but the last ones."""
+    block = ceil(rows / count)
+    for number in range(count):
+        first = min(number * block, rows)
+        yield min(block, rows - first), width, first, column
+
+
+class Shards:
+    """Shards of a table under one sharding type: what kernels do not change."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        batch_size: int,
+        rates: LocalRates | None,
+        table: Table,
+        sharding_type: str,
+        cuts: Sequence[Cut],
+    ) -> None:
+        self._cluster, self._batch_size, self._rates = cluster, batch_size, rates
+        self._table, self._type = table, sharding_type
+        self._cuts = np.array(cuts, np.int64)
+        self.rows, self.columns = self._cuts[:, 0].astype(np.float64), self._cuts[:, 1].astype(np.float64)
+
+    @property
+    def _asking(self) -> int:
+        """Ranks whose ids a shard is looked up by."""
+        return 1 if self._type == "data_parallel" else self._cluster.world_size
+
+    @cached_property
+    def _weights(self) -> FloatArray:
+        """Bytes of weights."""
+        nbytes: FloatArray = self.rows * self.columns * DATA_TYPES[self._table.dtype].nbytes
+        return nbytes
+
+    @cached_property
+    def _state(self) -> FloatArray:
+        """Bytes of optimizer state; each column shard has the numbers that are per row."""
+        optimizer = OPTIMIZERS[self._table.optimizer]
+        nbytes: FloatArray = self.rows * np.array([optimizer.state_bytes(int(d)) for d in self.columns])
+        return nbytes
+
+    @cached_property
+    def _ids(self) -> FloatArray:
+        """Ids looked up, of all ranks that ask; rows are taken to be read alike, wherever they are cut."""
+        table = self._table
+        ids: FloatArray = self._asking * table.lookups(self._batch_size) * self.rows / table.rows
+        return ids
+
+    @cached_property
+    def _sums(self) -> FloatArray:
+        """Bytes of the sums, or without pooling of the rows, that a shard's owner has for all ranks' samples."""
+        table = self._table
+        if not table.is_pooled:
+            rows: FloatArray = self._ids * self.columns * FLOAT_BYTES
+            return rows
+        sums: FloatArray = self._asking * table.distinct_samples(self._batch_size) * features_of(table) * self.columns
+        return sums * FLOAT_BYTES
+
+    def _moved(self) -> dict[Channel, FloatArray]:
+        table, cluster, shards = self._table, self._cluster, len(self.rows)
+        if cluster.world_size == 1:
+            return {}
+        if self._type == "data_parallel":
+            gradients = float(table.rows) * table.row_bytes  # DDP reduces them in the weights' type
+            return {("all_reduce", 1, f"{module_of(table)} replicas"): np.full(shards, gradients)}
+        lengths = cluster.world_size * table.distinct_samples(self._batch_size) * features_of(table)
+        moved: dict[Channel, FloatArray] = {
+            ("all_to_all", cluster.world_size, f"{module_of(table)} ids"): _ID_BYTES * (self._ids + lengths)
+        }
+        inside = cluster.ranks_per_node if self._type in ("table_row_wise", "grid_shard") else 1
+        for channel in ways_of_rows(cluster, self._type if table.is_pooled else SEQUENCE + self._type):
+            # What a node has reduced, its ranks share to send.
+            reduced = channel[1] == cluster.world_size and inside > 1
+            moved[channel] = self._sums / inside if reduced else self._sums
+        return moved
+
+    def option(self, kernel: str, cached: float | None = None) -> PooledOption:
+        """With a kernel, and the share of the table's rows that it caches."""
+        table, replicated = self._table, self._type == "data_parallel"
+        moved, host = self._moved(), np.zeros(len(self.rows))
+        static = self._weights + self._state
+        if replicated:
+            static = np.full(len(self.rows), table.kappa_replicated * table.rows * table.row_bytes)
+        elif kernel == "dense":
+            static = static + self.rows * self.columns * DATA_TYPES[table.dtype].gradient_bytes
+        elif kernel != "fused":
+            host = static
+            missed, static = 1.0, np.zeros(len(self.rows))
+            if cached is not None:
+                missed -= table.profile.covered(ceil(cached * table.rows))
+                static = cached * self._weights + _CACHE_INDEX_BYTES * self.rows
+            crossing = missed * self._ids * self.columns * DATA_TYPES[table.dtype].nbytes
+            moved |= {("host", 1, "pooled host reads"): crossing, ("host", 1, "pooled host writes"): crossing}
+        return PooledOption(
+            sharding_type=self._type,
+            compute_kernel=kernel,
+            sizes=tuple((int(rows), int(columns)) for rows, columns, _, _ in self._cuts.tolist()),
+            offsets=tuple((int(row), int(column)) for _, _, row, column in self._cuts.tolist()),
+            moved=moved,
+            local_seconds=self._local(sweeps=replicated or kernel == "dense"),
+            static_bytes=static,
+            dynamic_bytes=np.zeros(len(self.rows)) if replicated else _ID_BYTES * self._ids + self._sums,
+            host_bytes=host,
+            ids=self._ids,
+            cache_load_factor=cached,
+            dtype=table.dtype,
+            is_sequence=not table.is_pooled,
+        )
+
+    def _local(self, *, sweeps: bool) -> FloatArray:
+        """Seconds of lookups and of updates."""
+        table, rates = self._table, self._rates
+        if rates is None:
+            return np.zeros((2, len(self.rows)))
+        width = self.columns * DATA_TYPES[table.dtype].nbytes
+        per_id = [own[1] + own[2] * width for own in rates.of(table)]
+        measured = rates.measured(table)
+        if measured is not None and table.is_pooled:
+            whole = sum(own[1] + own[2] * table.row_bytes for own in rates.of(table))
+            per_id = [one * (measured.pooled[1] / whole if whole else 0.0) for one in per_id]
+        look_up, update = (self._ids * one for one in per_id)
+        if sweeps:
+            update = update + rates.sweep * self._weights
+        return np.stack([look_up, update])
