@@ -39,8 +39,8 @@ class Settings:
         dense_seconds: of a step besides its embeddings; None where it is not known.
         rates: of lookups and updates, where they were given.
         host_memory: bytes of host memory per rank that tables might take.
-        gap: proven, that was asked for where there are pooled tables.
-        constraints: what was asked of pooled tables, in words.
+        gap: proven, that was asked for where TorchRec shards tables, or may.
+        constraints: what was asked of tables, in words.
     """
 
     batch_size: int
@@ -204,7 +204,8 @@ class Plan:
         memory_price_seconds_per_gib: exposed time that one more GiB would save at the margin.
         next_gib_seconds: the same of the best plan with one GiB more; None for method "paper".
         job_digest: SHA-256 of the tables, profiles, cluster and settings that the plan was made from.
-        pooled: pooled tables by name, in the order given; ``tables`` has the others.
+        pooled: tables that TorchRec shards by name, in the order given: pooled ones, and others that constraints or the
+            search took out of the tiers of rows; ``tables`` has the rest.
         pooled_predicted: the part of ``predicted`` that is theirs; None where there are none.
     """
 
@@ -236,19 +237,20 @@ class Plan:
             known = list(self.tables) if isinstance(name, str) and name in self.pooled else [*self.tables, *self.pooled]
             shown = ", ".join(known[:20]) + (f", ... ({len(known)} in all)" if len(known) > 20 else "")
             if isinstance(name, str) and name in self.pooled:
-                raise PlanError(f"table {name!r} of the plan is pooled; without pooling it has {shown or 'none'}")
+                kind = "sharded by TorchRec" if self.pooled[name].pooling == "none" else "pooled"
+                raise PlanError(f"table {name!r} of the plan is {kind}; in tiers of rows it has {shown or 'none'}")
             raise PlanError(f"the plan has no table {name!r}; it has {shown}")
         return self.tables[name]
 
-    def refusing_pooled(self, what: str) -> Plan:
-        """This plan, for what looks at tables without pooling alone.
+    def refusing_sharded(self, what: str) -> Plan:
+        """This plan, for what looks at tables in tiers of rows alone.
 
         Raises:
-            PlanError: some are pooled; names ``what``.
+            PlanError: TorchRec shards some; names ``what``.
         """
-        if self.pooled:
-            first = next(iter(self.pooled))
-            raise PlanError(f"{what} is of tables without pooling, and the plan has {first!r}, which is pooled")
+        for name, table in self.pooled.items():
+            kind = "is sharded by TorchRec" if table.pooling == "none" else "is pooled"
+            raise PlanError(f"{what} is of tables in tiers of rows, and the plan has {name!r}, which {kind}")
         return self
 
     @property
@@ -291,7 +293,7 @@ class Plan:
         return plan
 
     def to_frame(self) -> Any:
-        """An Arrow table with a row per tier of each table, and one per shard of pooled tables: ``table``,
+        """An Arrow table with a row per tier of each table, and one per shard of TorchRec's: ``table``,
         ``strategy``, ``group_size``, ``rows``, ``first_row``, ``covered`` and ``rank``, null where they do not apply;
         ``.to_pandas()`` makes a pandas one.
         """

@@ -1,4 +1,4 @@
-"""What a plan says of a pooled table: how it is sharded, where each shard lies, and what else it could be."""
+"""What a plan says of a table that TorchRec shards: how, where each shard lies, and what else it could be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PooledAlternative", "PooledShard", "PooledTablePlan"]
 
 @dataclass(frozen=True)
 class PooledShard:
-    """A shard of a pooled table on its rank.
+    """A shard of such a table on its rank.
 
     Attributes:
         rank: that holds it.
@@ -57,7 +57,7 @@ class PooledAlternative:
 
 @dataclass(frozen=True)
 class PooledTablePlan:
-    """A pooled table of a plan.
+    """A table of a plan that TorchRec shards.
 
     Attributes:
         name, rows, dim, dtype, optimizer, features, pooling, dedup_factor: as in :class:`Table`; ``dtype`` is that of

@@ -125,7 +125,7 @@ def replan(
         ProfileError: a profile that cannot be read, or that is a histogram.
         BudgetError: with the newer profiles nothing fits.
     """
-    plan.refusing_pooled("planning again with newer profiles")
+    plan.refusing_sharded("planning again with newer profiles")
     if plan.settings.host_memory is not None:
         raise PlanError(
             "planning again with newer profiles is of rows in ranks' memory, and the plan may keep some on the host;"

@@ -21,15 +21,15 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def plot_ranks(plan: Plan, path: PathLike) -> None:
-    """How long pooled tables keep every rank busy in a step, and what it holds, stacked by table. Tables without
-    pooling, of which every rank has the same, are one band.
+    """How long tables that TorchRec shards keep every rank busy in a step, and what it holds, stacked by table. Those
+    in tiers of rows, of which every rank has the same, are one band.
 
     Raises:
-        PlanError: the plan has no pooled table, so that all ranks have the same.
+        PlanError: TorchRec shards none, so that all ranks have the same.
         OutputError: the picture could not be written.
     """
     if plan.pooled_predicted is None:
-        raise PlanError("the plan has no pooled table: every rank has the same of the others, up to a row")
+        raise PlanError("TorchRec shards no table of the plan: every rank has the same of the others, up to a row")
     seconds, memory = _bands(plan)
     scale, unit = memory_unit(max(float(sum(memory.values()).max()), 1.0))  # type: ignore[union-attr]
     names = list(dict.fromkeys([*seconds, *memory]))
@@ -92,7 +92,7 @@ def _bands(plan: Plan) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
     named = sorted(weight, key=lambda name: (-weight[name], name))[: len(COLORS)]
     found = []
     for values, rest in zip((seconds, memory), others, strict=True):
-        bands: dict[str, FloatArray] = {"without pooling": rest} if plan.tables else {}
+        bands: dict[str, FloatArray] = {"tiers of rows": rest} if plan.tables else {}
         bands |= {name: values[name] for name in named}
         left = [one for name, one in values.items() if name not in named]
         if left:
@@ -100,5 +100,5 @@ def _bands(plan: Plan) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
         found.append(bands)
     received = pooled.memory_bytes - max(float(np.sum(list(memory.values()), axis=0).max()), 0.0)
     if received > 1:
-        found[1]["sums received"] = np.full(world, received)
+        found[1]["received"] = np.full(world, received)
     return found[0], found[1]

@@ -134,8 +134,9 @@ def _tables(plan: Plan) -> str:
     parts = [_tiered(plan, name) for name in list(plan.tables)[:_MOST_TABLES]]
     for name, pooled in list(plan.pooled.items())[: max(_MOST_TABLES - len(parts), 0)]:
         shards = f"{len(pooled.shards)} shard{'s' if len(pooled.shards) > 1 else ''}"
+        kind = "without pooling" if pooled.pooling == "none" else "pooled"
         said = (
-            f"{pooled.rows:,} rows of {pooled.dim} numbers, pooled: {escape(spoken(pooled.sharding_type))} in {shards}."
+            f"{pooled.rows:,} rows of {pooled.dim} numbers, {kind}: {escape(spoken(pooled.sharding_type))} in {shards}."
         )
         parts.append(f"<h3>{escape(name)}</h3>{paragraph(said)}{_why(plan, name)}")
     more = len(plan.tables) + len(plan.pooled) - len(parts)
@@ -190,7 +191,7 @@ def _ranks(plan: Plan) -> str:
         for rank, own in enumerate(held_by[:_MOST_RANKS])
     ]
     note = paragraph(f"The first {_MOST_RANKS} of {world:,} ranks.") if world > _MOST_RANKS else ""
-    return legend(labels) + bars(rows, what="Memory of pooled tables per rank") + note
+    return legend(labels) + bars(rows, what="Memory of tables that TorchRec shards per rank") + note
 
 
 def _calls(plan: Plan) -> str:

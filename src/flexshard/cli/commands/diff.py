@@ -37,7 +37,7 @@ def diff_command(
         grid.add_row(move.table, *ends, positions, f"{move.rows:,}", units.format_bytes(move.nbytes))
     for pooled in changes.pooled:
         sides = ["-" if side is None else f"{side[0]} on {_ranks(side[1])}" for side in (pooled.source, pooled.target)]
-        grid.add_row(pooled.table, *sides, "pooled", "", units.format_bytes(pooled.nbytes))
+        grid.add_row(pooled.table, *sides, "by TorchRec", "", units.format_bytes(pooled.nbytes))
     note = "".join(
         f"\n{name}: the two plans order rows by different profiles, so equal positions may be other rows."
         for name in changes.reranked

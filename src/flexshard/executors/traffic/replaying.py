@@ -104,7 +104,7 @@ def replay(
         PlanError: a ranking is missing, or is not the plan's.
         DataError: an id outside its table, or a rank outside the cluster.
     """
-    plan.refusing_pooled("a replay")
+    plan.refusing_sharded("a replay")
     groups = [_Group(plan, tables, rankings) for tables in together(plan, collections)]
     counted: list[list[_Counts]] = []
     for step in steps:

@@ -21,8 +21,8 @@ from flexshard.planner.budget import Difference
 from flexshard.planner.compression.bound import dual_bound, price_of
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
 from flexshard.planner.compression.menu import ChoiceProblem, choice_problem, feasible_subsets
-from flexshard.planner.compression.pooled import compress_pooled
 from flexshard.planner.compression.program import Choice, best_choice
+from flexshard.planner.compression.whole_model import compress_whole
 from flexshard.planner.deciding import limit_of
 from flexshard.planner.methods import Optimal
 from flexshard.planner.plan import Plan
@@ -52,8 +52,8 @@ def plan_compression(
 
     A step is the lookups of all tables, with backward and update, and exposed communication. Where options of a table
     differ in rank alone, the least rank is the fastest and the smallest: offer ranks that you accept, or give their
-    losses and a limit. Where tables are pooled, they are the ones that may be compressed: with how each is sharded, and
-    the other tables' tiers, in one problem, for the shortest step as its objective "step" has it.
+    losses and a limit. Where TorchRec shards tables, or the objective is "step", how each is sharded and the others'
+    tiers come from the same problem, for the shortest step, and at most six tables without pooling may be compressed.
 
     Args:
         tables, cluster, how: a :class:`Problem`, or the tables, cluster and options of one, as for :func:`solve`.
@@ -63,7 +63,7 @@ def plan_compression(
         rates: of the machine, from ``flexshard calibrate``.
         loss_limit: most that the losses of all chosen options may add up to.
         hashed: rows of compressed tables are in arbitrary order; by default in order of how often they are read.
-        time_limit_seconds: for each program; with pooled tables the problem's ``timeout_seconds`` counts.
+        time_limit_seconds: for each program; in a whole model the problem's ``timeout_seconds`` counts.
 
     Raises:
         JobError: an option of a table that is not there, or of another shape than its table; a method other than
@@ -74,10 +74,6 @@ def plan_compression(
     problem = Problem.of(tables, cluster, how)
     if problem.method != Optimal.name:
         raise JobError(f"tables are compressed with method 'optimal', the job has {problem.method.name!r}")
-    if problem.objective != "communication" and not problem.is_whole_model:
-        raise JobError(
-            f"tables are compressed for the least communication, the job's objective is {problem.objective!r}"
-        )
     if problem.memory != "mean":
         raise JobError(f"tables are compressed within a budget of the mean memory, the job bounds {problem.memory!r}")
     if check_finite(time_limit_seconds, "time_limit_seconds", JobError) <= 0:
@@ -86,8 +82,8 @@ def plan_compression(
         loss_limit = check_finite(loss_limit, "loss_limit", JobError)
         if loss_limit < 0:
             raise JobError(f"loss_limit must be at least 0, found {loss_limit}")
-    if problem.is_whole_model:
-        return compress_pooled(problem, options, rates, loss_limit, hashed=hashed)
+    if problem.is_whole_model or problem.objective == "step":
+        return compress_whole(problem, options, rates, loss_limit, hashed=hashed)
     if problem.index_dedup == "auto":
         problem = replace(problem, index_dedup=False)
     instance = Variants(problem).fixed

@@ -80,7 +80,9 @@ def _heading(plan: Plan) -> Text:
 def _tables(plan: Plan) -> str:
     if not plan.pooled:
         return f"{len(plan.tables)} table(s)"
-    return f"{len(plan.pooled)} pooled table(s)" + (f" and {len(plan.tables)} without pooling" if plan.tables else "")
+    pooled = sum(table.pooling != "none" for table in plan.pooled.values())
+    others = len(plan.tables) + len(plan.pooled) - pooled
+    return f"{pooled} pooled table(s)" + (f" and {others} without pooling" if others else "")
 
 
 def _once(plan: Plan) -> str:

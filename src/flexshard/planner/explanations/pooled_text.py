@@ -1,4 +1,4 @@
-"""Pooled tables of a plan in words: where they are, why, and what else they could be."""
+"""Tables of a plan that TorchRec shards in words: where they are, why, and what else they could be."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flexshard._internal import Grid, new_grid
 from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledAlternative, PooledTablePlan
 
-__all__ = ["PooledExplanation", "explain_pooled", "pooled_grid", "ranks_in_words"]
+__all__ = ["PooledExplanation", "asked_of", "explain_pooled", "pooled_grid", "ranks_in_words"]
 
 _MOST_TABLES, _RANKS_NAMED = 40, 6
 
 
 @dataclass(frozen=True)
 class PooledExplanation:
-    """Why a pooled table is sharded as it is.
+    """Why a table that TorchRec shards is sharded as it is.
 
     Attributes:
         table: the table's part of the plan.
@@ -35,10 +35,12 @@ class PooledExplanation:
 
 
 def pooled_grid(plan: Plan) -> Grid:
-    """How pooled tables are sharded, and where."""
+    """How tables are sharded that are not in tiers of rows, and where."""
     numbers = ("shards", "memory of a rank", "busy")
     texts = ["table", "sharding type", "kernel", "ranks"]
-    grid = new_grid("How pooled tables are sharded", texts, numbers, ("shards", "busy", "kernel"))
+    pooled = all(table.pooling != "none" for table in plan.pooled.values())
+    title = "How pooled tables are sharded" if pooled else "How TorchRec shards tables"
+    grid = new_grid(title, texts, numbers, ("shards", "busy", "kernel"))
     for table in list(plan.pooled.values())[:_MOST_TABLES]:
         grid.add_row(
             table.name,
@@ -59,14 +61,14 @@ def pooled_grid(plan: Plan) -> Grid:
 
 
 def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
-    """Explain a pooled table from the plan alone."""
+    """Explain such a table from the plan alone."""
     world = plan.cluster.world_size
     shards = len(table.shards)
     widest = max(table.shards, key=lambda shard: shard.seconds)
     lines = [
         (
-            f"{table.name}: {table.rows:,} rows x {table.dim} {table.dtype}, {table.optimizer}, {table.pooling} of"
-            f" L = {table.avg_length:.4g} rows per sample"
+            f"{table.name}: {table.rows:,} rows x {table.dim} {table.dtype}, {table.optimizer},"
+            f" {'' if table.pooling == 'none' else f'{table.pooling} of '}L = {table.avg_length:.4g} rows per sample"
         ),
         "",
         (
@@ -98,9 +100,14 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
         if price
         else "Memory is not scarce: at the bound's prices another byte saves nothing."
     )
-    asked = [one for one in plan.settings.constraints if one.startswith(f"{table.name}: ")]
-    lines += [f"Asked of it: {one.removeprefix(f'{table.name}: ')}." for one in asked]
+    lines += asked_of(plan, table.name)
     return PooledExplanation(table, price, "\n".join(lines))
+
+
+def asked_of(plan: Plan, table: str) -> list[str]:
+    """Constraints of a table in a sentence, if there are any."""
+    asked = [one for one in plan.settings.constraints if one.startswith(f"{table}: ")]
+    return [f"Asked of it: {one.removeprefix(f'{table}: ')}." for one in asked]
 
 
 def ranks_in_words(ranks: tuple[int, ...], world: int) -> str:
@@ -134,7 +141,7 @@ def _company(plan: Plan, table: PooledTablePlan) -> list[str]:
     busy = sum(shard.seconds for one in plan.pooled.values() for shard in one.shards if shard.rank == rank)
     named = ", ".join(others[:_RANKS_NAMED]) + (", ..." if len(others) > _RANKS_NAMED else "")
     beside = f" beside {named}" if others else ", alone of all whole tables"
-    return [f"  On rank {rank}{beside}; pooled tables keep it busy for {units.format_seconds(busy)} in all."]
+    return [f"  On rank {rank}{beside}; TorchRec's tables keep it busy for {units.format_seconds(busy)} in all."]
 
 
 def _alternative(one: PooledAlternative) -> str:

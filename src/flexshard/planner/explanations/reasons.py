@@ -23,7 +23,7 @@ from flexshard.costmodels import (
 )
 from flexshard.errors import PlanError
 from flexshard.planner.explanations.plan_text import cache_line, table_heading, worth_of_memory
-from flexshard.planner.explanations.pooled_text import PooledExplanation, explain_pooled
+from flexshard.planner.explanations.pooled_text import PooledExplanation, asked_of, explain_pooled
 from flexshard.planner.plan import Alternative, Plan, TablePlan, Tier
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.problem import Problem
@@ -113,7 +113,8 @@ def explain(plan: Plan | Problem, name: str | None = None) -> TableExplanation |
     table = plan.table(name)
     boundaries = _boundaries(plan, table)
     saved = None if plan.next_gib_seconds is None else plan.objective_seconds(plan.predicted) - plan.next_gib_seconds
-    text = "\n".join([table_heading(table), "", *_tier_lines(plan, table, boundaries), "", *_rest(plan, table, saved)])
+    lines = [table_heading(table), "", *_tier_lines(plan, table, boundaries), "", *_rest(plan, table, saved)]
+    text = "\n".join([*lines, *asked_of(plan, table.name)])
     return TableExplanation(table, boundaries, plan.memory_price_seconds_per_gib, saved, text)
 
 

@@ -23,10 +23,10 @@ from flexshard.planner.whole_model.joint import WholeDecision, decide_whole
 from flexshard.planner.whole_model.pooled_menus import HBM
 from flexshard.tables import Table
 
-__all__ = ["compress_pooled"]
+__all__ = ["compress_whole"]
 
 
-def compress_pooled(
+def compress_whole(
     problem: Problem,
     options: Mapping[str, Sequence[TTOption]],
     rates: TTRates,

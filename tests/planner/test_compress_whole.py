@@ -207,11 +207,11 @@ def test_the_bound_of_those_that_stay_holds_without_the_others() -> None:
 
 
 @pytest.mark.parametrize("seed", first(3, range(8)))
-@pytest.mark.parametrize("loss_limit", [None, 0.2])
-def test_sequences_become_tensor_trains_beside_pooled_tables(seed: int, loss_limit: float | None) -> None:
-    """Against each choice of what two sequences become, one by one."""
-    first_one, second, third = tables(3, seed)
-    pooled, sequences = [first_one], [replace(one, pooling="none") for one in (second, third)]
+@pytest.mark.parametrize(("loss_limit", "beside"), [(None, 1), (0.2, 1), (None, 0)])
+def test_sequences_become_tensor_trains(seed: int, loss_limit: float | None, beside: int) -> None:
+    """Beside pooled tables or none: against each choice of what two sequences become, one by one."""
+    pooled = tables(beside, seed)
+    sequences = [replace(one, pooling="none") for one in tables(3, seed)[1:]]
     where, step = cluster(), StepWork(0.0, RATES.local)
     options = offered(sequences, [4, 8])
     neutral = solve([*pooled, *sequences], where, batch_size=BATCH).settings.budget_bytes
@@ -233,11 +233,13 @@ def test_sequences_become_tensor_trains_beside_pooled_tables(seed: int, loss_lim
         rest = [*pooled, *(table for table, number in zip(sequences, choice, strict=True) if number is None)]
         if left <= 0 or loss > (np.inf if loss_limit is None else loss_limit * (1 + 1e-9)):
             continue
-        try:
-            plan = solve(rest, where, batch_size=BATCH, budget=f"{left!r} B", step=step, gap=1e-6)
-        except BudgetError:
-            continue
-        best = min(best, seconds + plan.objective_seconds(plan.predicted))
+        if rest:
+            try:
+                plan = solve(rest, where, batch_size=BATCH, budget=f"{left!r} B", step=step, gap=1e-6)
+            except BudgetError:
+                continue
+            seconds += plan.objective_seconds(plan.predicted)
+        best = min(best, seconds)
 
     def decide() -> CompressionPlan:
         return plan_compression(
@@ -248,6 +250,7 @@ def test_sequences_become_tensor_trains_beside_pooled_tables(seed: int, loss_lim
             batch_size=BATCH,
             budget=f"{limit!r} B",
             loss_limit=loss_limit,
+            step=step,
             gap=1e-5,
         )
 
