@@ -82,6 +82,7 @@ class RowMoves:
         self._newer = np.zeros(oracle.slots, np.bool_)  # than the host's
         self._waiting: deque[AnnouncedBatch] = deque()
         self._under_way: deque[AnnouncedBatch] = deque()
+        self._refused: AnnouncedBatch | None = None  # for want of room, since when nothing has left
         self.failure: CacheError | None = None
 
     # -- on the steps' thread
@@ -196,8 +197,11 @@ class RowMoves:
             self._retire()
             batch = self._waiting[0]
             if not batch.dropped:
+                if batch is self._refused:
+                    return
                 admission = self._oracle.admit(batch.ids)
                 if admission is None:
+                    self._refused = batch
                     return
                 batch.admission = admission
                 self._move(admission)
@@ -208,6 +212,7 @@ class RowMoves:
     def _retire(self) -> None:
         while self._under_way and (self._under_way[0].over or self._under_way[0].dropped):
             self._under_way.popleft()
+            self._refused = None
             gone = self._oracle.retire()
             self._write_back(gone.rows, gone.slots)
 
