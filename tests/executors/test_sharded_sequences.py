@@ -16,7 +16,6 @@ ASKED = {
     "goods": ["column_wise"],
     "shops": ["table_wise"],
     "users": ["row_wise", "flex_shard"],
-    "days": ["data_parallel"],
 }
 
 

@@ -182,10 +182,6 @@ def test_sequences_that_are_asked_to_be_whole() -> None:
     table, how = planner.solved.pooled["s"], dict(result.plan["history"])["s"]
     assert (table.pooling, how.sharding_type, how.compute_kernel) == ("none", "table_wise", "fused")
     assert how.ranks == [shard.rank for shard in table.shards]
-    kernels = {"s": ParameterConstraints(compute_kernels=["dense"])}
-    _, planner = planned(Model(), PROFILES, constraints=kernels)
-    assert planner.solved is not None
-    assert planner.solved.pooled["s"].compute_kernel == "dense"
     either = {"s": ParameterConstraints(sharding_types=["flex_shard", "table_wise"])}
     result, planner = planned(Model(), PROFILES, constraints=either)
     assert planner.solved is not None
@@ -193,3 +189,33 @@ def test_sequences_that_are_asked_to_be_whole() -> None:
     # What TorchRec has for pooled tables alone leaves nothing, which its own planner is told.
     with pytest.raises(RuntimeError, match=r"No available sharding type and compute kernel combination .* for s"):
         planned(Model(), PROFILES, constraints={"s": ParameterConstraints(sharding_types=["grid_shard"])})
+
+
+@pytest.mark.filterwarnings("ignore:table 's'. its constraints say stochastic_rounding")
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ({"sharding_types": ["flex_shard", "grid_shard"]}, "flex_shard"),
+        ({"sharding_types": ["flex_shard", "column_wise"]}, "flex_shard"),  # 16 columns are not cut
+        ({"sharding_types": ["column_wise"]}, "column_wise"),
+        ({"sharding_types": ["data_parallel"]}, "data_parallel"),
+        ({"compute_kernels": ["fused", "fused_uvm"], "sharding_types": ["table_wise"]}, "table_wise"),
+        ({"sharding_types": ["flex_shard", "table_wise"], "stochastic_rounding": True}, "flex_shard"),
+    ],
+)
+def test_what_a_plan_cannot_keep_is_left_or_in_tiers(asked: dict[str, Any], kind: str) -> None:
+    result, _ = planned(Model(), PROFILES, constraints={"s": ParameterConstraints(**asked)})
+    assert dict(result.plan["history"])["s"].sharding_type == kind
+
+
+def test_a_plan_is_carried_out_again_and_where_tiers_are_allowed() -> None:
+    either = {"s": ParameterConstraints(sharding_types=["flex_shard", "table_wise"])}
+    first, planner = planned(Model(), PROFILES, constraints=either)
+    again = planner.plan(Model(), SHARDERS)
+    kinds = [dict(one.plan["history"])["s"].sharding_type for one in (first, again)]
+    assert kinds == ["flex_shard"] * 2
+    given = FlexShardPlanner(planner.solved, profiles=PROFILES, constraints=either).plan(Model(), SHARDERS)
+    assert dict(given.plan["history"])["s"].sharding_type == "flex_shard"
+    table_wise = {"s": ParameterConstraints(sharding_types=["table_wise"])}
+    result, planner = planned(Model(), PROFILES, constraints=table_wise)
+    assert planner.plan(Model(), SHARDERS).plan["history"]["s"].ranks == result.plan["history"]["s"].ranks

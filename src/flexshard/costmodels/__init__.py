@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         SHARED_CALLS as SHARED_CALLS,
         PooledOption as PooledOption,
     )
+    from flexshard.costmodels.pooled_shards import column_width as column_width
     from flexshard.costmodels.pooled_totals import pooled_cost as pooled_cost
     from flexshard.costmodels.replica_reduction import (
         gathered_bytes as gathered_bytes,
@@ -157,6 +158,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "SHARED_CALLS",
             "PooledOption",
         ],
+        "pooled_shards": ["column_width"],
         "pooled_totals": ["pooled_cost"],
         "replica_reduction": ["gathered_bytes", "row_reduction_seconds", "touched_rows"],
         "row_cost_lines": ["Breakpoints", "RowLines", "breakpoints", "normalized_costs", "row_lines"],

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from flexshard._internal import check_finite, check_int
-from flexshard.costmodels import POOLED_KERNELS, POOLED_TYPES, SEQUENCE_TYPES
+from flexshard.costmodels import POOLED_KERNELS, POOLED_TYPES
 from flexshard.errors import JobError
 from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
-__all__ = ["TIERS", "TableConstraints", "check_constraints", "is_sharded"]
+__all__ = ["SEQUENCE_SHARDINGS", "TIERS", "TableConstraints", "check_constraints", "is_sharded"]
 
 TIERS = "flex_shard"  # tiers of rows, as a sharding type
+# Of tables without pooling. TorchRec cannot run copies of them on CPUs, nor the dense kernel; tiers have copies.
+SEQUENCE_SHARDINGS = ("table_wise", "column_wise", "row_wise")
 _CACHED = 0.2  # TorchRec's share of rows that a cache holds
 _NAMES = ("sharding_types", "compute_kernels", "dtypes", "forbid", "with_tables", "apart")
 _NOT_EMPTY = ("sharding_types", "compute_kernels", "dtypes", "cache_load_factors")
@@ -162,16 +164,18 @@ def _check_types(where: str, table: Table, asked: TableConstraints) -> None:
         if TIERS in (asked.sharding_types or ()):
             raise JobError(f"{where}: {TIERS!r} is of tables without pooling, and it is pooled; leave it out")
         return
-    other = next((one for one in types if one not in SEQUENCE_TYPES), None)
+    other = next((one for one in types if one not in SEQUENCE_SHARDINGS), None)
     if other is not None:
         raise JobError(
-            f"{where}: TorchRec has no {other!r} for tables without pooling; there are {', '.join(SEQUENCE_TYPES)}, and"
-            f" {TIERS!r}"
+            f"{where}: tables without pooling are not planned as {other!r}; there are {', '.join(SEQUENCE_SHARDINGS)},"
+            f" and {TIERS!r}, which has copies of rows"
         )
+    if "dense" in (asked.compute_kernels or ()):
+        raise JobError(f"{where}: kernel 'dense' is not planned for tables without pooling; take 'fused'")
     if not types and asked != TableConstraints():
         raise JobError(
             f"{where} decide nothing, since its rows are placed one by one; leave them out, or name sharding_types for"
-            f" TorchRec to shard it ({', '.join(SEQUENCE_TYPES)})"
+            f" TorchRec to shard it ({', '.join(SEQUENCE_SHARDINGS)})"
         )
 
 

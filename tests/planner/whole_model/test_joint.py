@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, Problem, Table, TableConstraints, compare, diff, explain, solve
-from flexshard.costmodels import SEQUENCE_TYPES, PooledCosts, StepWork, pooled_cost, step_seconds
+from flexshard.costmodels import PooledCosts, StepWork, pooled_cost, step_seconds
 from flexshard.errors import BudgetError, JobError, PlanError
 from flexshard.planner import load_job, pareto, whole_table_cost
+from flexshard.planner.constraints import SEQUENCE_SHARDINGS
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model import columns, joint
 from flexshard.topologies import CollectiveRate, Level
@@ -60,6 +61,8 @@ def best_of_all(problem: Problem) -> float:
     for table in problem.tables:
         ways.append([])
         for option in costs.options(table):
+            if option.is_sequence and option.sharding_type not in SEQUENCE_SHARDINGS:
+                continue
             if option.sharding_type in ("data_parallel", "row_wise"):
                 places = [tuple(range(world))]
             elif option.sharding_type == "table_row_wise":
@@ -87,7 +90,7 @@ def test_plans_of_shards_are_the_best_of_all(seed: int, sequences: int) -> None:
     shape = ((2, 2), (1, 3), (2, 1))[seed % 3]
     many = 3 if shape == (2, 1) else 2
     budget = ("neutral", "+200KiB", "+5MiB")[seed // 3 % 3]
-    own, constraints = tables(seed, many - sequences, sequences), {"s0": TableConstraints(SEQUENCE_TYPES)}
+    own, constraints = tables(seed, many - sequences, sequences), {"s0": TableConstraints(SEQUENCE_SHARDINGS)}
     asked = constraints if sequences else {}
     problem = Problem(own, cluster(*shape), 64, budget=budget, step=step, gap=1e-6, constraints=asked)
     plan = solve(problem)
@@ -175,6 +178,15 @@ def test_a_sequence_goes_where_there_is_room() -> None:
     assert roomy.lower_bound_seconds <= roomy.predicted.exposed_seconds
 
 
+def test_a_table_that_leaves_tiers_moves_once() -> None:
+    own = tables(2, 1, 1)
+    whole = {"s0": TableConstraints(sharding_types=["table_wise"])}
+    plans = [solve(own, cluster(), batch_size=64, budget="50MiB", constraints=asked) for asked in ({}, whole)]
+    nbytes = own[1].rows * own[1].row_bytes
+    assert diff(*plans).nbytes == nbytes
+    assert diff(*plans[::-1]).nbytes == nbytes
+
+
 def test_tiers_or_shards_without_pooled_tables() -> None:
     own = tables(2, 0, 2)
     alone = solve(own, cluster(), batch_size=64)
@@ -241,7 +253,12 @@ def test_column_widths_that_are_asked_for() -> None:
     [
         ({"no": {}}, "constraints of table 'no': there is no such table; there are p0"),
         ({"s0": {"pin": [1]}}, "constraints of table 's0' decide nothing, since its rows are placed one by one"),
-        ({"s0": {"sharding_types": ["grid_shard"]}}, "TorchRec has no 'grid_shard' for tables without pooling"),
+        ({"s0": {"sharding_types": ["grid_shard"]}}, "tables without pooling are not planned as 'grid_shard'"),
+        ({"s0": {"sharding_types": ["data_parallel"]}}, "tables without pooling are not planned as 'data_parallel'"),
+        (
+            {"s0": {"sharding_types": ["table_wise"], "compute_kernels": ["dense"]}},
+            "kernel 'dense' is not planned for tables without pooling",
+        ),
         ({"p0": {"sharding_types": ["flex_shard"]}}, "'flex_shard' is of tables without pooling, and it is pooled"),
         (
             {"s0": {"sharding_types": ["flex_shard", "table_wise"], "apart": ["p0"]}},

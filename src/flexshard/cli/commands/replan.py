@@ -27,7 +27,7 @@ def replan_command(
 
     Example: flexshard replan plan.json tuesday.profile.parquet
     """
-    loaded = planner.Plan.load(plan)
+    loaded = planner.Plan.load(plan).refusing_sharded("planning again with newer profiles")
     files = {}
     for text in profiles:
         name, equals, file = text.partition("=")

@@ -35,7 +35,7 @@ _TOGETHER = {"all_to_all": _ROWS, "all_reduce": ("replicas",), "all_gather": ("t
 def _of_rows(plan: Plan) -> list[Collective]:
     """What our sharder runs, and observes: not what TorchRec's do for pooled tables."""
     ours = (one for one in plan.predicted.collectives if one.kind != "host")  # which an observer does not see
-    return [one for one in ours if not one.content.startswith("pooled ")]
+    return [one for one in ours if not one.content.startswith(("pooled ", "sequence "))]
 
 
 def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None = None) -> dict[Key, float]:
@@ -146,7 +146,7 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
         row_wise: an observation of the same model under row-wise sharding, ours or TorchRec's.
 
     Raises:
-        DataError: the observation is of another plan or number of ranks.
+        DataError: the observation is of another plan or number of ranks, or the plan has no table in tiers of rows.
     """
     check_observed(plan, observed)
     if row_wise is not None and row_wise.world_size != observed.world_size:
@@ -154,6 +154,8 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
             f"row-wise sharding was observed on {row_wise.world_size} ranks, the plan on {observed.world_size}; observe"
             " both on the same"
         )
+    if not plan.tables:
+        raise DataError("every table of the plan is sharded by TorchRec, of whose collectives nothing is compared")
     return _compared(plan, observed, row_wise)
 
 

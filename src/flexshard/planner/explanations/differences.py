@@ -98,8 +98,10 @@ class PlanDiff:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that move."""
-        return sum(move.nbytes for move in self.moves) + sum(move.nbytes for move in self.pooled)
+        """Bytes of weights that move; of tables that leave tiers for shards of TorchRec's, or come from them, once."""
+        sharded = {move.table for move in self.pooled}
+        rows = sum(move.nbytes for move in self.moves if move.table not in sharded or move.target is not None)
+        return rows + sum(move.nbytes for move in self.pooled)
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:

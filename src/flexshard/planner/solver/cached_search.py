@@ -130,6 +130,8 @@ def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) 
 def are_few(sides: Sequence[Side], levels: IntArray) -> bool:
     """Whether every option that there is, row by row, is tried."""
     tiers, numbers = int(levels.size), sides[0].instance.num_rows.tolist()
+    if len(numbers) > _FEW_TABLES:
+        return False  # of many, options of one tier alone would be few, too
     placements = sum(comb(rows + tiers - 1, tiers - 1) for rows in numbers)
     return placements * (len(_batches(sides, levels)) + 1) * len(sides) <= _ALL_OPTIONS
 

@@ -89,6 +89,7 @@ class FlexShardPlanner(ShardingPlanner):
             known = {table.name: table.profile for table in plan.tables} | known
         self._plan = plan if isinstance(plan, Plan) else None
         self._problem = plan if isinstance(plan, Problem) else None
+        self._given = self._plan is not None
         self._cluster, self._options = cluster, options
         self._rankings = Rankings(known, base)
         self._dedup_factors = dict(dedup_factors or {})
@@ -144,9 +145,9 @@ class FlexShardPlanner(ShardingPlanner):
             (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
         }
         pooled = pooled_collections(module, kinds)
-        given = self._plan is not None or self._problem is not None
-        profiled = () if given else {key for key in tables if key_of(*key, self._rankings.profiles) is not None}
-        left_out = left_tables(tables, self._torchrec_tables, self._constraints, pooled, profiled)
+        given = self._given or self._problem is not None
+        kept = () if given else self._planned_as_asked(tables)
+        left_out = left_tables(tables, self._torchrec_tables, self._constraints, pooled, kept)
         ours = {key: config for key, config in tables.items() if key not in left_out}
         left_bags = left_pooled(pooled, self._torchrec_tables, self._constraints, planned=given)
         if self._plan is None:
@@ -176,6 +177,22 @@ class FlexShardPlanner(ShardingPlanner):
             for fqn, shardings in self._others(rest, sharders, ours).items():
                 result.setdefault(fqn, type(shardings)()).update(shardings)
         return ShardingPlan(result)
+
+    def _asked(self, name: str, config: BaseEmbeddingConfig) -> TableConstraints | None:
+        """What a plan that is made here keeps of a sequence's constraints; None where it could not."""
+        assert self._cluster is not None
+        host = self._options.get("host_memory") is not None
+        given = self._constraints.get(name)
+        return sequence_constraints(given, config.embedding_dim, self._cluster.world_size, host_memory=host)
+
+    def _planned_as_asked(self, tables: Mapping[tuple[str, str], EmbeddingConfig]) -> set[tuple[str, str]]:
+        """Tables with profiles whose constraints a plan can keep, so that TorchRec shards them under it, or may."""
+        return {
+            key
+            for key, config in tables.items()
+            if key_of(*key, self._rankings.profiles) is not None
+            and (self._asked(key[1], config) or TableConstraints()).torchrec_types
+        }
 
     def shardings_of(self, fqn: str, configs: Sequence[EmbeddingConfig]) -> dict[str, FlexShardParameterSharding]:
         """Shardings of one collection's tables under the plan, with their rankings.
@@ -256,8 +273,7 @@ class FlexShardPlanner(ShardingPlanner):
                 pooling=bags[fqn, name].pooling.value.lower() if is_pooled else "none",
             )
             planned.append(table)
-            kept = table_constraints if is_pooled else sequence_constraints
-            constraint = kept(self._constraints.get(name))
+            constraint = table_constraints(self._constraints.get(name)) if is_pooled else self._asked(name, config)
             if constraint is not None and constraint != TableConstraints():
                 asked[table.name] = constraint
         if not planned:

@@ -14,7 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from flexshard.errors import PlanError
-from flexshard.planner.torchrec.table_constraints import asks_for_torchrec, sequence_constraints
+from flexshard.planner.constraints import TIERS
+from flexshard.planner.torchrec.table_constraints import asks_for_torchrec
 
 __all__ = ["bag_part_of", "left_tables", "model_of_the_rest", "part_of"]
 
@@ -26,11 +27,11 @@ def left_tables(
     names: Collection[str],
     constraints: Mapping[str, ParameterConstraints],
     pooled: Mapping[str, EmbeddingBagCollection],
-    profiled: Collection[TableKey] = (),
+    planned: Collection[TableKey] = (),
 ) -> set[TableKey]:
     """Tables (module, name) that another planner keeps: those named, those of modules named, and those whose
-    constraints ask for sharding types or kernels of TorchRec's, unless a plan is made for them (``profiled``) and our
-    costs know what they ask for.
+    constraints ask for sharding types or kernels of TorchRec's and do not allow tiers, unless a plan is made for them
+    that keeps the constraints (``planned``).
 
     Raises:
         PlanError: a name that the model has not.
@@ -49,8 +50,8 @@ def left_tables(
         given = constraints.get(name)
         if given is None:
             continue
-        if asks_for_torchrec(given):
-            if (fqn, name) not in profiled or sequence_constraints(given) is None:
+        if asks_for_torchrec(given) and ((fqn, name) in planned or TIERS not in (given.sharding_types or ())):
+            if (fqn, name) not in planned:
                 left.add((fqn, name))
         elif (fqn, name) not in left:
             _name_what_decides_nothing(name, given)

@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from flexshard.costmodels import SEQUENCE_TYPES
-from flexshard.planner.constraints import TIERS, TableConstraints
+from flexshard.costmodels import column_width
+from flexshard.errors import JobError
+from flexshard.planner.constraints import SEQUENCE_SHARDINGS, TIERS, TableConstraints
 
 __all__ = ["asks_for_torchrec", "sequence_constraints", "table_constraints"]
 
@@ -39,14 +40,30 @@ def asks_for_torchrec(given: ParameterConstraints) -> bool:
     return any(one != TIERS for one in types) or bool(given.compute_kernels and not types)
 
 
-def sequence_constraints(given: ParameterConstraints | None) -> TableConstraints | None:
-    """The same of a table without pooling. Types that TorchRec has for pooled tables alone it passes over, too; None
-    where none is left, and where constraints ask for what our costs do not know.
+def sequence_constraints(
+    given: ParameterConstraints | None, dim: int, world_size: int, *, host_memory: bool
+) -> TableConstraints | None:
+    """The same of a table without pooling, of ``dim`` columns, on so many ranks. Types that we do not plan for it, and
+    those that would not cut it, are passed over, and kernels with UVM where there is no host memory. Where nothing is
+    left, or constraints ask for what our costs do not know: tiers, if they are allowed; None otherwise.
     """
     if given is None or not asks_for_torchrec(given):
         return TableConstraints()
-    asked = table_constraints(given)
+    tiers = TIERS in (given.sharding_types or ())
+    nothing = TableConstraints() if tiers else None
+    try:
+        asked = table_constraints(given)
+    except JobError:
+        return nothing
     if asked is None:
-        return None
-    types = [one for one in asked.sharding_types or SEQUENCE_TYPES if one in (*SEQUENCE_TYPES, TIERS)]
-    return replace(asked, sharding_types=types) if types else None
+        return nothing
+    cut = {"column_wise": column_width(dim, asked.min_partition) < dim, "row_wise": world_size > 1}
+    listed = given.sharding_types or SEQUENCE_SHARDINGS
+    types = [one for one in listed if one in SEQUENCE_SHARDINGS and cut.get(one, True)]
+    kernels = asked.compute_kernels
+    if kernels is not None and not host_memory:
+        kernels = [one for one in kernels if not one.startswith("fused_uvm")]
+    if not types or (kernels is not None and (not kernels or "dense" in kernels)):
+        return nothing
+    kernels = None if kernels == ["fused"] else kernels  # as by default
+    return replace(asked, sharding_types=[*types, *([TIERS] if tiers else [])], compute_kernels=kernels)

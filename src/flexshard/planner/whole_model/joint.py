@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -191,17 +192,14 @@ class _Cases:
             )
         host = problem.host_memory is not None
         asked = {table.name: problem.constraints.get(table.name, TableConstraints()) for table in problem.tables}
-        self._offered = {
-            table.name: [
-                *(
-                    table_options(table, self.costs, asked[table.name], host=host)
-                    if table.name in self._sharded or asked[table.name].torchrec_types
-                    else ()
-                ),
-                *trains.get(table.name, ()),
-            ]
-            for table in problem.tables
-        }
+        self._offered = {}
+        for table in problem.tables:
+            options: list[PooledOption] = []
+            if table.name in self._sharded or asked[table.name].torchrec_types:
+                with suppress(*(() if table.name in self._sharded else (JobError,))):  # or else it has tiers alone
+                    options = table_options(table, self.costs, asked[table.name], host=host)
+            self._offered[table.name] = [*options, *trains.get(table.name, ())]
+        self._undecided = [name for name in self._undecided if self._offered[name]]
         _, needed = _row_wise(self.costs, problem.sharded_tables)
         self._first = self._sequences(())
         self.limit = checked_limit(problem, needed + (0.0 if self._first is None else self._first.row_wise_bytes()))
