@@ -435,3 +435,19 @@ def test_caches_that_run_fetch_what_the_plan_says(order: Literal["file", "shuffl
             oracle.retire()
     assert np.mean(fetched[steps // 4 :]) / 4 == pytest.approx(cache.fetched, rel=0.1)
     assert cache.held_scale == pytest.approx(1.0, rel=0.05) if order == "shuffled" else cache.held_scale < 0.8
+
+
+def test_options_of_many_tables_are_not_tried_one_by_one() -> None:
+    """Where all rows are in one tier there are few of them, but as many to look up as tables and batches."""
+    profile = flexshard.AccessProfile.from_counts(np.arange(3, 0, -1), 10)
+    rate = CollectiveRate(1e-5, 1e9)
+    cluster = Cluster("c", 2, 1, 1e9, 0.0, (Level(1, None, rate), Level(2, rate, None)), host_bytes_per_s=1e9)
+
+    def few(number: int) -> bool:
+        tables = [flexshard.Table(f"t{index}", 3, 4, profile) for index in range(number)]
+        instance = Variants(Problem(tables, cluster, 8, host_memory="1GiB", index_dedup=False)).plain
+        side = type("side", (), {"instance": instance, "caches": type("caches", (), {"batches": BATCHES})})
+        return cached_search.are_few([side], np.array([1]))  # type: ignore[list-item]
+
+    assert few(60)
+    assert not few(61)
