@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,26 @@ def every_choice(
     return best
 
 
+def decided(
+    given: list[Table], where: Cluster, limit: float, best: float, close: float, **how: Any
+) -> CompressionPlan | None:
+    """The decision within a limit, which takes what the best one does; None where there is none, and it is refused."""
+
+    def decide() -> CompressionPlan:
+        return plan_compression(given, where, rates=RATES, batch_size=BATCH, budget=f"{limit!r} B", **how)
+
+    if np.isinf(best):
+        with pytest.raises((BudgetError, SolverError)):
+            decide()
+        return None
+    found = decide()
+    assert found.step_seconds == pytest.approx(best, rel=close)
+    assert found.lower_bound_seconds <= best * (1 + 1e-9)
+    assert found.memory_bytes <= limit * (1 + 1e-9)
+    assert how["loss_limit"] is None or found.loss <= how["loss_limit"] * (1 + 1e-9)
+    return found
+
+
 @pytest.mark.parametrize("seed", first(3, range(8)))
 @pytest.mark.parametrize("loss_limit", [None, 0.3])
 def test_no_choice_is_better(seed: int, loss_limit: float | None, tmp_path: Path) -> None:
@@ -89,27 +110,10 @@ def test_no_choice_is_better(seed: int, loss_limit: float | None, tmp_path: Path
     limit = neutral * (0.25, 0.5, 0.8, 1.5)[seed % 4]
     best = every_choice(given, options, limit, where, np.inf if loss_limit is None else loss_limit)
 
-    def decide() -> CompressionPlan:
-        return plan_compression(
-            given,
-            where,
-            options=options,
-            rates=RATES,
-            batch_size=BATCH,
-            budget=f"{limit!r} B",
-            loss_limit=loss_limit,
-            gap=1e-6,
-        )
-
-    if np.isinf(best):
-        with pytest.raises((BudgetError, SolverError)):
-            decide()
+    how = {"options": options, "loss_limit": loss_limit, "gap": 1e-6}
+    found = decided(given, where, limit, best, 1e-5, **how)
+    if found is None:
         return
-    found = decide()
-    assert found.step_seconds == pytest.approx(best, rel=1e-5)
-    assert found.lower_bound_seconds <= best * (1 + 1e-9)
-    assert found.memory_bytes <= limit * (1 + 1e-9)
-    assert loss_limit is None or found.loss <= loss_limit * (1 + 1e-9)
     assert found.plan is None or set(found.plan.pooled) == {t.name for t in given} - set(found.shapes)
     if found.plan is not None:
         assert found.plan.lower_bound_seconds <= found.plan.objective_seconds(found.plan.predicted)
@@ -241,28 +245,10 @@ def test_sequences_become_tensor_trains(seed: int, loss_limit: float | None, bes
             seconds += plan.objective_seconds(plan.predicted)
         best = min(best, seconds)
 
-    def decide() -> CompressionPlan:
-        return plan_compression(
-            [*pooled, *sequences],
-            where,
-            options=options,
-            rates=RATES,
-            batch_size=BATCH,
-            budget=f"{limit!r} B",
-            loss_limit=loss_limit,
-            step=step,
-            gap=1e-5,
-        )
-
-    if np.isinf(best):
-        with pytest.raises((BudgetError, SolverError)):
-            decide()
+    how = {"options": options, "loss_limit": loss_limit, "step": step, "gap": 1e-5}
+    found = decided([*pooled, *sequences], where, limit, best, 1e-4, **how)
+    if found is None:
         return
-    found = decide()
-    assert found.step_seconds == pytest.approx(best, rel=1e-4)
-    assert found.lower_bound_seconds <= best * (1 + 1e-9)
-    assert found.memory_bytes <= limit * (1 + 1e-9)
-    assert found.loss <= (np.inf if loss_limit is None else loss_limit * (1 + 1e-9))
     assert set(found.tables) == {table.name for table in (*pooled, *sequences)}
     for table in sequences:
         choice_of = found.tables[table.name]

@@ -48,11 +48,10 @@ def left_tables(
         )
     for fqn, name in known:
         given = constraints.get(name)
-        if given is None:
+        if given is None or (fqn, name) in planned:
             continue
-        if asks_for_torchrec(given) and ((fqn, name) in planned or TIERS not in (given.sharding_types or ())):
-            if (fqn, name) not in planned:
-                left.add((fqn, name))
+        if asks_for_torchrec(given) and TIERS not in (given.sharding_types or ()):
+            left.add((fqn, name))
         elif (fqn, name) not in left:
             _name_what_decides_nothing(name, given)
     return left

@@ -69,11 +69,13 @@ def pooled_shardings(
     """
     found: dict[str, dict[str, ParameterSharding]] = {}
     used = set()
+    # By whether they are pooled: a bag and a sequence may have one name.
+    tables = {
+        bags: {n: one for n, one in plan.pooled.items() if (one.pooling != "none") is bags} for bags in (True, False)
+    }
     for fqn, configs in modules.items():
         for config in configs:
-            bags = isinstance(config, EmbeddingBagConfig)
-            alike = {name: table for name, table in plan.pooled.items() if (table.pooling != "none") is bags}
-            name = key_of(fqn, config.name, alike)
+            name = key_of(fqn, config.name, tables[isinstance(config, EmbeddingBagConfig)])
             if name is None:
                 continue
             used.add(name)
