@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -33,7 +33,9 @@ class FusedStore(RowStore):
         location = EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST
         self._dtype = dtype
         precision = DATA_TYPES[str(dtype).removeprefix("torch.")].fbgemm
-        given = {name: value for name, value in spec.fused_params.items() if name != "output_dtype"}
+        # Ids were checked before they became slots.
+        given = {"bounds_check_mode": BoundsCheckMode.NONE} | dict(spec.fused_params)
+        given.pop("output_dtype", None)
         self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
             [(slots, dim, location, ComputeDevice.CUDA if cuda else ComputeDevice.CPU)],
             pooling_mode=PoolingMode.NONE if cuda or spec.step_options.weight_decay else PoolingMode.SUM,
