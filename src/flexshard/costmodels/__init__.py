@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flexshard.costmodels.frames import (
         Frame as Frame,
         bundles as bundles,
+        class_runs as class_runs,
         expected_padding as expected_padding,
         segment_bytes as segment_bytes,
     )
@@ -126,7 +127,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "cost": ["Collective", "CollectiveKind", "Cost", "QUANTILE"],
-        "frames": ["Frame", "bundles", "expected_padding", "segment_bytes"],
+        "frames": ["Frame", "bundles", "class_runs", "expected_padding", "segment_bytes"],
         "fullest_rank": [
             "BATCH_SHARES",
             "Loads",

@@ -15,7 +15,7 @@ from math import gcd, lcm
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Frame", "bundles", "expected_padding", "segment_bytes"]
+__all__ = ["Frame", "bundles", "class_runs", "expected_padding", "segment_bytes"]
 
 IntArray = npt.NDArray[np.int64]
 # A segment is padded to the least common multiple of its rows' bytes, which powers of two keep at that of the widest.
@@ -80,10 +80,20 @@ class Frame:
         return len(self.row_bytes) == 1
 
     @property
+    def uniform(self) -> bool:
+        """Whether the buffer is rows of one width and nothing else."""
+        return len(set(self.row_bytes)) == 1
+
+    @cached_property
     def first_rows(self) -> IntArray:
         """First row of each segment's class in the class's view; shape (S, K)."""
         rows: IntArray = self._offsets[0] // np.array(self.row_bytes)
         return rows
+
+    @cached_property
+    def runs(self) -> list[tuple[list[int], list[int]]]:
+        """Of each class, where its run of each segment begins in its view, and how many rows that has."""
+        return class_runs(self.first_rows, self.counts)
 
     def part(self, segments: slice) -> Frame:
         """Of some segments, in a buffer of their own: each begins where its offsets do not depend on those before."""
@@ -92,6 +102,13 @@ class Frame:
         start = ends[segments.start]
         part.__dict__["_offsets"] = first[segments] - start, ends[segments.start : segments.stop + 1] - start
         return part
+
+
+def class_runs(first: IntArray, counts: IntArray) -> list[tuple[list[int], list[int]]]:
+    """Of each class, the first of each segment and how many there are; both of shape (S, K)."""
+    firsts: list[list[int]] = first.T.tolist()
+    numbers: list[list[int]] = counts.T.tolist()
+    return list(zip(firsts, numbers, strict=True))
 
 
 def segment_bytes(counts: IntArray, row_bytes: Sequence[int]) -> IntArray:

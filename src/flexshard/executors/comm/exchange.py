@@ -76,6 +76,7 @@ class Exchange:
         self._answers: list[RowsBuffer] = []
         self._gradients: list[list[RowsBuffer]] = []
         self._arrivals: list[list[Arrival]] = []
+        self._index: list[torch.Tensor] = []
         self._trained: list[int] = []
         self._touched: dict[int, TouchedCounts] = {}
         self._most: HostCopy | None = None
@@ -206,6 +207,9 @@ class Exchange:
             for arrival in arrivals:
                 arrival.take()
         index = self._index_in(self._answers)
+        forward, backward = self._context.forward.plain, self._context.backward.plain
+        if not host_waits_for(self._device) and forward.row_bytes == backward.row_bytes:
+            self._index = index  # gradients lie as the rows do; devices have no memory to spare for it
         result: list[Any] = [None] * len(index)
         for answers in self._answers:
             used_here(answers.buffer)
@@ -220,11 +224,14 @@ class Exchange:
         index, counts = self._batch.index, self._splits.sent
         if counts.shape[1] == 1:
             return [index]
+        lookups = list(self._batch.lookups)
+        if len(rows) == 1 and rows[0].frame.uniform and np.array_equal(rows[0].frame.counts, counts):
+            return list(index.split(lookups))  # rows lie as their ids do
         first = np.empty_like(counts)
         for part in rows:
             first[:, part.classes] = part.frame.first_rows
         place = spread_on(first, counts, self._device)
-        return list(place.index_select(0, index).split(list(self._batch.lookups)))
+        return list(place.index_select(0, index).split(lookups))
 
     def _send(self, level: int, content: str, wire: Wire, held: RowsBuffer, target: RowsBuffer) -> Arrival:
         """Send rows, in the wire's form, to where ``target`` is filled with them."""
@@ -247,7 +254,8 @@ class Exchange:
             RowsBuffer.make(wire.plain, bundle, splits.sent * has, self._device, zero=self._batch.shared)
             for bundle in self._context.bundles
         ]
-        index = self._index_in(sent)
+        index = self._index if self._index and has.all() else self._index_in(sent)
+        self._index = []
         for rows in sent:
             for one in rows.classes:
                 if not has[one]:

@@ -10,14 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexshard._internal import spread_on
-from flexshard.costmodels import Frame
+from flexshard._internal import host_waits_for, spread_on
+from flexshard.costmodels import Frame, class_runs
 from flexshard.executors.comm.collectives import PendingCollective
 from flexshard.executors.comm.wire import Wire
 
 __all__ = ["Arrival", "RowsBuffer", "buffer_of", "of_classes", "send_rows"]
 
 IntArray = npt.NDArray[np.int64]
+# So many runs are copied one by one on CPUs, which is faster than row by row by their places.
+_FEW_RUNS = 16
 
 
 def of_classes(values: torch.Tensor, counts: IntArray) -> list[torch.Tensor]:
@@ -27,7 +29,22 @@ def of_classes(values: torch.Tensor, counts: IntArray) -> list[torch.Tensor]:
     if counts.shape[1] == 1:
         return [values]
     first = (np.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
+    if _are_few(counts, values.device):
+        return [_joined(values, *runs) for runs in class_runs(first, counts)]
     return list(values.index_select(0, spread_on(first.T, counts.T, values.device)).split(_totals(counts)))
+
+
+def _are_few(counts: IntArray, device: torch.device) -> bool:
+    """Whether each class's runs, one a segment, are better copied one by one."""
+    return len(counts) <= _FEW_RUNS and not host_waits_for(device)
+
+
+def _joined(values: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Runs one after the other, not copied where there is one alone."""
+    runs = [values[start : start + length] for start, length in zip(starts, lengths, strict=True) if length]
+    if len(runs) < 2:
+        return runs[0] if runs else values[:0]
+    return torch.cat(runs)
 
 
 def _totals(counts: IntArray) -> list[int]:
@@ -77,20 +94,35 @@ class RowsBuffer:
         return rows.view(-1, width // dtype.itemsize)
 
     def get(self, index: int) -> torch.Tensor:
-        """Rows of a class, segment after segment."""
+        """Rows of a class, segment after segment; of the buffer itself where they lie so in it."""
         view = self.view(index)
-        return view if self.frame.packed else view.index_select(0, self._positions(index))
+        if self.frame.packed:
+            return view
+        if self._are_few:
+            return _joined(view, *self._runs(index))
+        return view.index_select(0, self._positions(index))
 
     def put(self, index: int, rows: torch.Tensor) -> None:
         """Set rows of a class, segment after segment."""
         if self.frame.packed:
             self.view(index).copy_(rows)
+        elif self._are_few:
+            view, (starts, lengths) = self.view(index), self._runs(index)
+            for start, run in zip(starts, rows.split(lengths), strict=True):
+                view[start : start + len(run)].copy_(run)
         else:
             self.view(index).index_copy_(0, self._positions(index), rows)
 
     def places(self, index: int, which: torch.Tensor) -> torch.Tensor:
         """Of some rows of a class (numbers of :meth:`get`'s) in :meth:`view`."""
         return which if self.frame.packed else self._positions(index).index_select(0, which)
+
+    @property
+    def _are_few(self) -> bool:
+        return _are_few(self.frame.counts, self.buffer.device)
+
+    def _runs(self, index: int) -> tuple[list[int], list[int]]:
+        return self.frame.runs[self.classes.index(index)]
 
     def _positions(self, index: int) -> torch.Tensor:
         return self._all_positions[self.classes.index(index)]
