@@ -16,7 +16,7 @@ from flexshard.costmodels import lookahead_reads
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner import Plan, Problem
 from flexshard.planner.solver import cached_rows, cached_search
-from flexshard.planner.solver.cached_rows import BATCHES, SLACK
+from flexshard.planner.solver.cached_sums import BATCHES, SLACK
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance
 from flexshard.topologies import Cluster, CollectiveRate, Level

@@ -286,6 +286,18 @@ def test_explanation_of_boundaries(plan: Plan) -> None:
         explain(plan, "x")
 
 
+def test_a_budget_that_much_more_memory_would_beat_is_not_said_to_be_loose(paper_cluster: Cluster) -> None:
+    counts = np.maximum(1, 1e5 / np.arange(1, 100_001) ** 0.5).astype(np.int64)
+    table = Table("key", 100_000, 64, AccessProfile.from_counts(counts, num_samples=int(counts.sum())))
+    tight = solve([table], paper_cluster, batch_size=512)
+    assert tight.memory_price_seconds_per_gib == 0
+    assert any(not other.fits and other.priced_seconds < 0 for other in tight.tables["key"].alternatives)
+    assert "Much more would, as the choices beyond the budget show." in explain(tight, "key").text
+    assert "does not bind" not in explain(tight, "key").text
+    roomy = solve([table], paper_cluster, batch_size=512, budget="30GiB")
+    assert "The budget does not bind" in explain(roomy, "key").text
+
+
 def test_alternatives_cost_what_they_say(paper_cluster: Cluster) -> None:
     table = items()
     plan = solve([table], paper_cluster, batch_size=4096)

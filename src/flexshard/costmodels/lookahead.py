@@ -26,6 +26,7 @@ __all__ = [
     "LookaheadReads",
     "cached_share",
     "distinct_of_stretches",
+    "log_unread",
     "longest_lookahead",
     "lookahead_reads",
     "lookahead_reads_of_stretches",
@@ -151,12 +152,18 @@ def read_chance(profile: AccessProfile, samples: float) -> FloatArray:
     return np.asarray(expected_distinct(profile.sample_share, number))
 
 
-def cached_share(q: FloatArray, batches: float) -> tuple[FloatArray, FloatArray]:
+def log_unread(q: FloatArray) -> FloatArray:
+    """log(1 - q), where a row is read with probability q."""
+    return np.asarray(np.log1p(-np.minimum(q, 1.0 - 2**-53)))
+
+
+def cached_share(q: FloatArray, batches: float, unread: FloatArray | None = None) -> tuple[FloatArray, FloatArray]:
     """Of a row that a batch reads with probability q (any shape) and that stays in a cache for so many batches from
     one that reads it, that one included: the share of time that it is there, 1 - (1-q)^n; and how often a batch
-    fetches it, q (1-q)^(n-1). With a lookahead of ℒ, n is at least ℒ + 1.
+    fetches it, q (1-q)^(n-1). With a lookahead of ℒ, n is at least ℒ + 1. ``unread``: :func:`log_unread` of q, where
+    it is known already.
     """
-    unread = np.log1p(-np.minimum(q, 1.0 - 2**-53))  # of one batch
+    unread = log_unread(q) if unread is None else unread
     return np.asarray(-np.expm1(batches * unread)), np.asarray(q * np.exp((batches - 1) * unread))
 
 

@@ -17,8 +17,9 @@ from flexshard.planner.digest import job_digest
 from flexshard.planner.plan import Plan, TableCache, TablePlan
 from flexshard.planner.problem import Problem
 from flexshard.planner.reductions import cost_with_reductions
-from flexshard.planner.solver.cached_rows import CachedSums, Options, Side, options_of
+from flexshard.planner.solver.cached_rows import Options, Side, options_of
 from flexshard.planner.solver.cached_search import Limits, are_few, bound_at, choose_cached, least_hbm_bytes
+from flexshard.planner.solver.cached_sums import CachedSums
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.tables import Table
 

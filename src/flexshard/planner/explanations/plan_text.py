@@ -10,7 +10,7 @@ from flexshard._internal import Grid, as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.explanations.pooled_text import pooled_grid
 from flexshard.planner.plan import Plan, TablePlan, Tier
-from flexshard.planner.solver.cached_rows import BATCHES
+from flexshard.planner.solver.cached_sums import BATCHES
 
 __all__ = [
     "cache_line",

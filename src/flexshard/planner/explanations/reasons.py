@@ -27,7 +27,7 @@ from flexshard.planner.explanations.pooled_text import PooledExplanation, asked_
 from flexshard.planner.plan import Alternative, Plan, TablePlan, Tier
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.problem import Problem
-from flexshard.planner.solver.cached_rows import SLACK
+from flexshard.planner.solver.cached_sums import SLACK
 from flexshard.planner.solving import solve
 from flexshard.tables import expected_distinct
 
@@ -180,7 +180,13 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
     if table.cache is not None:
         lines.append(cache_line(plan, table))
     if plan.settings.method == "optimal" and plan.memory_price_seconds_per_gib == 0:
-        lines.append("The budget does not bind: tiers end where the next one takes less time, whatever its memory.")
+        beyond = any(not other.fits and other.priced_seconds < 0 for other in table.alternatives)
+        lines.append(
+            "A little more memory would save nothing: tiers end where the next one takes less time, whatever its"
+            " memory. Much more would, as the choices beyond the budget show."
+            if beyond
+            else "The budget does not bind: tiers end where the next one takes less time, whatever its memory."
+        )
     elif plan.settings.method == "optimal":
         lines.append(
             f"A GiB of memory counts as {units.format_seconds(plan.memory_price_seconds_per_gib)} here: at that price"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.planner.solver.cached_rows import CachedSums, Cuts, Options, Side, options_of
+from flexshard.planner.solver.cached_rows import Options, Side, options_of
+from flexshard.planner.solver.cached_sums import CachedSums, Cuts, Prices, least_of
 from flexshard.planner.solver.instance import Allocation
 from flexshard.planner.solver.thresholds import allocate, thresholds
 
@@ -18,7 +20,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def cheapest(
-    sides: Sequence[Side], levels: IntArray, prices: tuple[float, float, float], batches: Sequence[int], cuts: Cuts
+    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, everywhere: bool
 ) -> tuple[Options, FloatArray]:
     """Of every table, looked up in each way, the best option without a cache, and with one, at prices of a second, of a
     byte of a rank's memory and of one of its host's; and what they cost so, shape (N,).
@@ -28,7 +30,7 @@ def cheapest(
         levels: indices of the levels that may be used, ascending.
         prices: the first is 1, or 0 to count memory alone.
         batches: for which rows may stay; none where the last level is not the row-wise one, which caches are of.
-        cuts: where the last tier may begin, if its rows are behind a cache.
+        everywhere: whether the last tier may begin behind every count, if its rows are behind a cache, or behind some.
     """
     weight, price, host_price = prices
     tables = np.arange(len(sides[0].instance.tables))
@@ -36,7 +38,9 @@ def cheapest(
     for side in sides:
         plain, _ = allocate(side.instance, levels, price if weight else np.inf)
         found.append(options_of(side, tables, plain, np.zeros_like(tables)))
-    for side, (number, cut) in zip(sides, _best_cuts(sides, levels, prices, batches, cuts), strict=False):
+    for side, (number, cut) in zip(
+        sides, _best_cuts(sides, levels, prices, batches, everywhere=everywhere), strict=False
+    ):
         found.append(options_of(side, tables, _cut(side, levels, price if weight else np.inf, cut), number))
     both = Options.joined(found)
     return both, weight * both.seconds + price * both.hbm_bytes + host_price * both.host_bytes
@@ -56,57 +60,113 @@ def _cut(side: Side, levels: IntArray, price: float, cut: IntArray) -> Allocatio
 
 
 def _best_cuts(
-    sides: Sequence[Side], levels: IntArray, prices: tuple[float, float, float], batches: Sequence[int], cuts: Cuts
+    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, everywhere: bool
 ) -> list[tuple[IntArray, IntArray]]:
     """For how many batches each table's rows stay at these prices, and how many rows have copies; shape (T,) each, for
     each side. Empty where there are no caches to choose from.
     """
-    caches, (weight, price, _) = sides[0].caches, prices
     if not batches:
         return []
-    tables, ends = cuts.starts.size, cuts.starts + cuts.sizes - 1
-    gains = [_gain_of_caches(side, levels, prices, cuts) for side in sides]
-    best, number = np.full((len(sides), tables), np.inf), np.zeros((len(sides), tables), np.int64)
-    for stays in batches:
-        held, moved = caches.sums_at(cuts, stays)
-        behind = price * held
-        behind += weight * moved
-        for index, gain in enumerate(gains):
-            value = behind[ends]
-            if gain is not None:
-                value = value + np.minimum(np.minimum.reduceat(gain - behind, cuts.starts), 0.0)
-            better = value < best[index]
-            best[index] = np.where(better, value, best[index])
-            number[index] = np.where(better, stays, number[index])
-    return [
-        (chosen, _rows_ahead(caches, gain, chosen, (price, weight), cuts))
-        for chosen, gain in zip(number, gains, strict=True)
-    ]
+    caches = sides[0].caches
+    cuts = caches.some_cuts
+    behind = [_behind(caches, cuts, stays, prices) for stays in batches]
+    found = []
+    for side in sides:
+        gain = _gain_of_caches(side, levels, prices, cuts)
+        best = _Best.nothing(cuts.sizes.size)
+        for stays, each in zip(batches, behind, strict=True):
+            best.take(stays, each[cuts.ends], None if gain is None else gain - each, cuts)
+        if everywhere and gain is not None:
+            _look_between(side, levels, prices, dict(zip(batches, behind, strict=True)), gain, best)
+        found.append((best.stays, np.where(best.count < 0, 0, caches.instance.cum_rows[np.maximum(best.count, 0)])))
+    return found
 
 
-def _rows_ahead(
-    caches: CachedSums,
-    gain: FloatArray | None,
-    number: IntArray,
-    units: tuple[float, float],
-    cuts: Cuts,
-) -> IntArray:
-    """Rows that had better have copies where those behind them stay in a cache for so many batches; shape (T,)."""
-    if gain is None:
-        return np.zeros(number.size, np.int64)
-    moved = gain.copy()
-    for stays in np.unique(number).tolist():
-        mine = np.flatnonzero(np.repeat(number == stays, cuts.sizes))
-        for unit, sums in zip(units, caches.sums_at(cuts, stays), strict=True):
-            moved[mine] -= unit * sums[mine]
-    least = np.minimum.reduceat(moved, cuts.starts)
-    at = np.flatnonzero(moved == np.repeat(least, cuts.sizes))
-    first = at[np.searchsorted(at, cuts.starts)]
-    ahead = caches.instance.cum_rows[cuts.counts][first]
-    return np.where(least < 0, ahead, 0)
+def _behind(caches: CachedSums, cuts: Cuts, stays: int, prices: Prices) -> FloatArray:
+    """What places and fetches of the rows up to some counts cost; shape (P,)."""
+    (weight, price, _), (held, moved) = prices, caches.sums_at(cuts, stays)
+    return np.asarray(price * held + weight * moved)
 
 
-def _gain_of_caches(side: Side, levels: IntArray, prices: tuple[float, float, float], cuts: Cuts) -> FloatArray | None:
+@dataclass(eq=False)
+class _Best:
+    """The best choice of every table so far.
+
+    Attributes:
+        value: what it costs more than a cache of which places and fetches cost nothing; shape (T,).
+        stays: for how many batches rows stay; shape (T,).
+        count: the last one with copies, -1 for none; shape (T,).
+    """
+
+    value: FloatArray
+    stays: IntArray
+    count: IntArray
+
+    @classmethod
+    def nothing(cls, tables: int) -> _Best:
+        return cls(np.full(tables, np.inf), np.zeros(tables, np.int64), np.full(tables, -1))
+
+    def take(self, stays: int, behind: FloatArray, change: FloatArray | None, cuts: Cuts) -> None:
+        """Let rows stay for so many batches where that is better.
+
+        Args:
+            stays: them.
+            behind: what places and fetches of all rows of a table cost; shape (T,).
+            change: what it costs more to have copies of the rows up to some counts; shape (P,). None where there are
+                no copies.
+            cuts: these counts.
+        """
+        least, count = np.zeros(behind.size), np.full(behind.size, -1)
+        if change is not None:
+            least, count = least_of(change, cuts)
+        value = behind + np.minimum(least, 0.0)
+        better = value < self.value
+        self.value = np.where(better, value, self.value)
+        self.stays = np.where(better, stays, self.stays)
+        self.count = np.where(better, np.where(least < 0, count, -1), self.count)
+
+
+def _look_between(
+    side: Side, levels: IntArray, prices: Prices, behind: Mapping[int, FloatArray], gain: FloatArray, best: _Best
+) -> None:
+    """Look at the counts between those that were looked at, where one of them may be better: in intervals in which
+    copies of one more row may cost more or less, and that are not too dear whatever these rows cost.
+    """
+    caches, cuts = side.caches, side.caches.some_cuts
+    intervals, table = caches.intervals, caches.intervals.table
+    low, high = intervals.gains(side.instance, levels, _tier_ends(side, levels, prices), prices)
+    nbytes, _ = side.sums_at(cuts)
+    nbytes = nbytes - cuts.before(nbytes)
+    several = intervals.last > intervals.first
+    live = {}
+    for stays, each in behind.items():
+        least, most = intervals.places_and_fetches(stays, prices)
+        falls, rises = low < most, high > least
+        bound = each[cuts.ends][table] + cuts.before(gain - each) + np.minimum(low - most, 0.0) * nbytes
+        live[stays] = several & falls & rises & (bound < best.value[table])
+    union = np.logical_or.reduce(list(live.values()))
+    if not union.any():
+        return
+    every, sizes = intervals.cuts(union), (intervals.last - intervals.first)[union]
+    gain_between = _gain_of_caches(side, levels, prices, every)
+    assert gain_between is not None
+    for stays, mask in live.items():
+        if mask.any():
+            between = intervals.cuts(mask)
+            change = gain_between[np.repeat(mask[union], sizes)] - _behind(caches, between, stays, prices)
+            best.take(stays, behind[stays][cuts.ends], change, between)
+
+
+def _tier_ends(side: Side, levels: IntArray, prices: Prices) -> IntArray:
+    """How many counts of each table are in the tiers of copies up to each but the last, if all rows have copies; shape
+    (T, M - 1).
+    """
+    weight, price, _ = prices
+    marks = thresholds(side.instance, levels[:-1], price if weight else np.inf)[side.instance.table_class]
+    return side.instance.groups_at_least(marks)
+
+
+def _gain_of_caches(side: Side, levels: IntArray, prices: Prices, cuts: Cuts) -> FloatArray | None:
     """What the rows of a table up to some counts cost more with copies than behind a cache, but for its places and
     fetches; shape (P,). None where there are no copies.
     """
@@ -124,10 +184,9 @@ def _gain_of_caches(side: Side, levels: IntArray, prices: tuple[float, float, fl
         ]
         return np.asarray(cuts.each(fixed) * nbytes + cuts.each(per_read) * reads)
 
-    marks = thresholds(instance, copies, price if weight else np.inf)[instance.table_class]
-    groups = instance.groups_at_least(marks)
+    groups = _tier_ends(side, levels, prices)
     gain = -cost(last, host_price * instance.memory_fixed[:, last], nbytes, reads)
-    all_bytes, all_reads = side.sums_at(side.caches.every_cut)
+    all_bytes, all_reads = side.sums
     before_bytes, before_reads = np.zeros(1), np.zeros(1)
     for index, level in enumerate(copies.tolist()):
         if index < copies.size - 1:  # sums grow with the counts, so those up to the tier's end are the lesser of both

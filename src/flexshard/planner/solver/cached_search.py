@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from flexshard.planner.solver.cached_cuts import cheapest
 from flexshard.planner.solver.cached_program import Chosen, Room, best_mixture, best_of_each
-from flexshard.planner.solver.cached_rows import Cuts, Options, Side, options_of
+from flexshard.planner.solver.cached_rows import Options, Side, options_of
 from flexshard.planner.solver.instance import Instance
 
 __all__ = ["CachedChoice", "Limits", "are_few", "bound_at", "choose_cached", "least_hbm_bytes"]
@@ -21,7 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _ROUNDS, _NEAR, _CLOSE = 40, 1e-4, 1e-5
-_HALVINGS, _WIDER = 14, 30.0
+_HALVINGS, _WIDER = 10, 30.0
 _ALL_OPTIONS = 40_000  # up to so many, every option there is is tried
 _FEW_TABLES, _STEPS = 60, 7
 _SOME = 1e-9
@@ -77,8 +77,8 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
 
 def bound_at(sides: Sequence[Side], levels: IntArray, limits: Limits, prices: tuple[float, float]) -> float:
     """No choice of these levels takes less, whatever the prices, without latencies."""
-    batches, cuts = _batches(sides, levels), sides[0].caches.every_cut
-    _, bound = _cheapest_of_all(sides, levels, limits, (1.0, *prices), batches, cuts)
+    batches = _batches(sides, levels)
+    _, bound = _cheapest_of_all(sides, levels, limits, (1.0, *prices), batches, everywhere=True)
     return bound
 
 
@@ -93,11 +93,12 @@ def _cheapest_of_all(
     limits: Limits,
     prices: tuple[float, float, float],
     batches: Sequence[int],
-    cuts: Cuts,
+    *,
+    everywhere: bool,
 ) -> tuple[Options, float]:
     """The best option of every table at some prices, and their Lagrangian bound."""
     instance = sides[0].instance
-    both, values = cheapest(sides, levels, prices, batches, cuts)
+    both, values = cheapest(sides, levels, prices, batches, everywhere=everywhere)
     order = np.lexsort((values, both.table))
     first = order[np.searchsorted(both.table[order], np.arange(len(instance.tables)))]
     room = limits.room(instance)
@@ -108,8 +109,7 @@ def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) 
     """Least memory per rank of what fits its host's memory; where that is short, tables that save most per byte of it
     are kept there.
     """
-    cuts = sides[0].caches.every_cut
-    both, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1], cuts)
+    both, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1], everywhere=True)
     count = len(sides[0].instance.tables)
     without, behind = np.full(count, np.inf), np.full(count, np.inf)
     needed = np.zeros(count)
@@ -156,18 +156,20 @@ def _every_option(sides: Sequence[Side], levels: IntArray) -> Options | None:
 
 def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple[Options, float]:
     """Options that some prices ask for, and the highest bound of these prices."""
-    every, caches, room = _batches(sides, levels), sides[0].caches, limits.room(sides[0].instance)
+    every, room = _batches(sides, levels), limits.room(sides[0].instance)
 
-    def at(prices: tuple[float, float, float], batches: Sequence[int], cuts: Cuts) -> tuple[Options, float]:
-        return _cheapest_of_all(sides, levels, limits, prices, batches, cuts)
+    def at(
+        prices: tuple[float, float, float], batches: Sequence[int] = every, *, everywhere: bool
+    ) -> tuple[Options, float]:
+        return _cheapest_of_all(sides, levels, limits, prices, batches, everywhere=everywhere)
 
-    parts = [at(prices, every[:1], caches.every_cut)[0] for prices in _EXTREMES]
+    parts = [at(prices, every[:1], everywhere=True)[0] for prices in _EXTREMES]
     # Without a price of the host's memory first: one that the budget is just met at, among some of the options.
     price = float(parts[0].seconds.sum()) / max(limits.hbm_bytes, 1.0)
     low, high = 0.0, np.inf
     ends: dict[bool, Options] = {}
     for _ in range(_HALVINGS):
-        options, _ = at((1.0, price, 0.0), every, caches.some_cuts)
+        options, _ = at((1.0, price, 0.0), everywhere=False)
         fits = float(options.hbm_bytes.sum()) <= room.hbm_bytes
         ends[fits] = options
         low, high = (low, price) if fits else (price, high)
@@ -177,18 +179,18 @@ def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple
         mixture = best_mixture(pool, room)
         value, prices = mixture.seconds, (1.0, *mixture.prices)
         # Most rounds look at some cuts; what bounds all plans looks at all.
-        options, near_bound = at(prices, every, caches.some_cuts)
+        options, near_bound = at(prices, everywhere=False)
         size = pool.table.size
         pool = Options.joined([pool, options]).distinct()
         if pool.table.size > size and near_bound < value - _NEAR * abs(value):
             continue
-        options, bound = at(prices, every, caches.every_cut)
+        options, bound = at(prices, everywhere=True)
         best, size = max(best, bound), pool.table.size
         pool = Options.joined([pool, options]).distinct()
         if best >= value - _CLOSE * abs(value) or pool.table.size == size:
             break
     else:
-        best = max(best, at((1.0, *best_mixture(pool, room).prices), every, caches.every_cut)[1])
+        best = max(best, at((1.0, *best_mixture(pool, room).prices), everywhere=True)[1])
     return pool, best
 
 

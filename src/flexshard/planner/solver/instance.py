@@ -41,6 +41,7 @@ _CONTENTS = ("ids", "embeddings", "gradients")
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Allocation = npt.NDArray[np.int64]
+Numbers = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +66,7 @@ class Instance:
         cum_rows: rows of the table up to and including each count; shape (K,).
         cum_units: accesses up to and including each count, as whole numbers so that differences are exact (of
             deduplicated tables, w itself); shape (K,).
-        unit_reads: w per unit of each table; shape (T,).
-        table_held_bytes: static memory of a rank for each table in every placement of its rows; shape (T,).
+        unit_reads: w per unit. table_held_bytes: static memory of a rank in every placement; of each table, (T,) each.
         rates: of lookups and updates, where they count.
         whole_steps: whether costs are of steps, each call of which waits for its own fullest rank.
         most_reads: w above which a row may not be at a level; shape (T, G), or None.
@@ -95,7 +95,7 @@ class Instance:
     starts: IntArray
     reads: FloatArray
     cum_rows: IntArray
-    cum_units: npt.NDArray[np.int64] | FloatArray
+    cum_units: Numbers
     unit_reads: FloatArray
     table_held_bytes: FloatArray
     rates: LocalRates | None = None
@@ -107,7 +107,7 @@ class Instance:
 
     def groups_at_least(self, thresholds: FloatArray) -> IntArray:
         """How many counts of each table have w of at least a threshold; thresholds and result of shape (T, M)."""
-        return self._search(self.reads, thresholds, above=True)
+        return self._search(self.reads, thresholds, slice(None), above=True)
 
     def of_groups(self, groups: IntArray) -> tuple[IntArray, npt.NDArray[Any]]:
         """Rows and units of each table's hottest counts; shape (T, M) each."""
@@ -126,17 +126,17 @@ class Instance:
         """Sum of w of each table; shape (T,)."""
         return np.asarray(self.total_units * self.unit_reads, np.float64)
 
-    def groups_within(self, rows: IntArray) -> IntArray:
-        """How many counts of each table the hottest rows have in full; rows and result of shape (T, M)."""
-        return self._search(self.cum_rows, rows, above=False)
+    def groups_within(self, rows: IntArray, tables: IntArray | None = None) -> IntArray:
+        """How many counts of tables (T of them) the hottest rows have in full; rows and result of shape (T, M)."""
+        return self._search(self.cum_rows, rows, slice(None) if tables is None else tables, above=False)
 
-    def _search(self, values: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic], *, above: bool) -> IntArray:
+    def _search(self, values: Numbers, wanted: Numbers, tables: slice | IntArray, *, above: bool) -> IntArray:
         """How many leading values of each table are >= (``above``) or <= what is wanted: one binary search for all."""
         sought = np.ascontiguousarray(wanted.T)  # tables last: numpy's inner loops are as long as the last axis
-        before = self.starts[:-1] - 1
+        before = self.starts[:-1][tables] - 1
         last = np.broadcast_to(before, sought.shape)  # that is known to be as wanted
         for step in self._search_steps:
-            middle = last + step
+            middle = last + step[tables]
             at = values.take(middle)
             last = np.where((at >= sought) if above else (at <= sought), middle, last)
         return np.ascontiguousarray((last - before).T)

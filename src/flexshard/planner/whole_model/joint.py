@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ import numpy as np
 from flexshard.costmodels import PooledCosts, PooledOption
 from flexshard.errors import BudgetError, FlexShardError, JobError
 from flexshard.planner.budget import Budget
-from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.constraints import TIERS, TableConstraints
 from flexshard.planner.deciding import Decision, checked_limit, decide
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
@@ -33,7 +33,7 @@ from flexshard.topologies import Cluster
 
 __all__ = ["WholeDecision", "decide_whole"]
 
-SEQUENCES = "(tables without pooling)"
+_NAMED = 3  # of the tables in tiers, where nothing fits
 _FOR_COLUMNS = 0.4  # of the time, for the first placements of the sequences
 _SHARE = 0.5  # of what is left, for plans; the rest is for the bound, and for further placements
 _ROUNDS = 4  # of further placements
@@ -183,23 +183,27 @@ class _Cases:
         self.costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
         self._sharded = {table.name for table in problem.sharded_tables}
         choose = {table.name for table in problem.undecided_tables} | {name for name in trains if trains[name]}
-        self._undecided = [table.name for table in problem.tables if table.name in choose - self._sharded]
+        host = problem.host_memory is not None
+        asked = {table.name: problem.constraints.get(table.name, TableConstraints()) for table in problem.tables}
+        self._offered = {}
+        for table in problem.tables:
+            options: list[PooledOption] = []
+            if table.name in self._sharded:
+                options = table_options(table, self.costs, asked[table.name], host=host)
+            elif asked[table.name].torchrec_types:
+                try:
+                    options = table_options(table, self.costs, asked[table.name], host=host)
+                except JobError as error:
+                    warnings.warn(f"{error}; its rows are in tiers ({TIERS!r})", UserWarning, stacklevel=2)
+            self._offered[table.name] = [*options, *trains.get(table.name, ())]
+        undecided = [table.name for table in problem.tables if table.name in choose - self._sharded]
+        self._undecided = [name for name in undecided if self._offered[name]]
         if len(self._undecided) > _MOST_UNDECIDED:
             raise JobError(
                 f"{len(self._undecided)} tables without pooling may be in tiers of rows or not, such as"
                 f" {self._undecided[0]!r}; at most {_MOST_UNDECIDED} can be decided on at once: decide on others by"
                 " constraints, or offer fewer tensor trains"
             )
-        host = problem.host_memory is not None
-        asked = {table.name: problem.constraints.get(table.name, TableConstraints()) for table in problem.tables}
-        self._offered = {}
-        for table in problem.tables:
-            options: list[PooledOption] = []
-            if table.name in self._sharded or asked[table.name].torchrec_types:
-                with suppress(*(() if table.name in self._sharded else (JobError,))):  # or else it has tiers alone
-                    options = table_options(table, self.costs, asked[table.name], host=host)
-            self._offered[table.name] = [*options, *trains.get(table.name, ())]
-        self._undecided = [name for name in self._undecided if self._offered[name]]
         _, needed = _row_wise(self.costs, problem.sharded_tables)
         self._first = self._sequences(())
         self.limit = checked_limit(problem, needed + (0.0 if self._first is None else self._first.row_wise_bytes()))
@@ -254,7 +258,7 @@ def _searched(
     place, lower = len(pooled.menus.tables), 0.0
     best: tuple[Menus, Assignment, Column] | None = None
     for _ in range(_ROUNDS):
-        menus = _with_dense(_with_sequences(pooled.menus, columns), problem)
+        menus = _with_dense(_with_sequences(pooled.menus, columns, sequences.problem.tables), problem)
         found = best_of(menus, _SHARE)
         if best is None or found.rating < best[1].rating:
             best = menus, found, columns[found.choice[place]]
@@ -299,10 +303,12 @@ def _with_table(menus: Menus, name: str, options: Sequence[Option]) -> Menus:
     return replace(menus, tables=(*menus.tables, name), options=(*menus.options, tuple(options)))
 
 
-def _with_sequences(menus: Menus, columns: Sequence[Column]) -> Menus:
-    """The menus with all sequences as one more table."""
+def _with_sequences(menus: Menus, columns: Sequence[Column], tables: Sequence[Table]) -> Menus:
+    """The menus with all sequences as one more table, named by the first of them."""
+    names = [table.name for table in tables]
+    named = [*names[:_NAMED], *([f"{len(names) - _NAMED} more"] if len(names) > _NAMED else [])]
     tiers = [_alike(menus, "tiers", one.seconds, one.memory, source) for source, one in enumerate(columns)]
-    return _with_table(menus, SEQUENCES, tiers)
+    return _with_table(menus, f"{' + '.join(named)} (in tiers of rows)", tiers)
 
 
 def _with_dense(menus: Menus, problem: Problem) -> Menus:

@@ -1,0 +1,358 @@
+"""What caches hold and fetch of tables' rows, summed over the counts behind which their last tiers may begin.
+
+In most intervals of counts one more row ahead of a cache is for the better, or for the worse, throughout: so the best
+count is found without looking at every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from flexshard.costmodels import cached_share, log_unread
+from flexshard.planner.solver.instance import Instance
+
+__all__ = ["BATCHES", "SLACK", "CachedSums", "Cuts", "Intervals", "Prices", "Range", "least_of"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Range = tuple[FloatArray, FloatArray]
+Prices = tuple[float, float, float]  # of a second, of a byte of a rank's memory, and of one of its host's
+
+# Batches for which rows may stay, that which reads them included: at least two are known besides it.
+BATCHES = (3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513, 1_025, 4_097, 16_385)
+_SOME_CUTS = 96
+_AT_ONCE = 1 << 16
+SLACK = 1.05  # places of a cache over those that are expected to be taken: batches differ
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """Counts of every table behind which its last tier may begin.
+
+    Attributes:
+        counts: indices of counts, table by table; shape (P,).
+        starts: where each table's begin among them; shape (T,).
+        sizes: how many each table has; shape (T,).
+    """
+
+    counts: IntArray
+    starts: IntArray
+    sizes: IntArray
+
+    @cached_property
+    def ends(self) -> IntArray:
+        """Where each table's last one is, if it has any; shape (T,)."""
+        return self.starts + self.sizes - 1
+
+    @cached_property
+    def table(self) -> IntArray:
+        """Whose count each is; shape (P,)."""
+        return np.repeat(np.arange(self.sizes.size), self.sizes)
+
+    def within(self, values: FloatArray) -> FloatArray:
+        """Cumulative sums within each table, few counts of which there are; shape (P,)."""
+        place = np.arange(values.size) - self.starts[self.table]
+        rows = np.zeros((self.sizes.size, int(self.sizes.max(initial=0))))
+        rows[self.table, place] = values
+        return np.asarray(np.cumsum(rows, axis=1)[self.table, place])
+
+    def before(self, sums: FloatArray) -> FloatArray:
+        """Of sums up to each count, those up to the one before; shape (P,), where every table has some."""
+        before = np.roll(sums, 1)
+        before[self.starts] = 0.0
+        return before
+
+    def each(self, of_tables: FloatArray) -> FloatArray | float:
+        """A number of each table for each of its counts; one number if tables are alike."""
+        if np.all(of_tables == of_tables[0]):
+            return float(of_tables[0])
+        return np.repeat(of_tables, self.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedSums:
+    """Tables, and what caches hold and fetch of their rows.
+
+    Attributes:
+        instance: the tables; its last level is row-wise.
+        chances: q of the rows of each count, that a batch of all ranks reads them; shape (K,).
+        host_bytes_per_s: of the link between a rank and its host.
+        samples: of a batch of all ranks, by table; shape (T,).
+        stretches: of each table, how many distinct rows so many consecutive samples read; None where samples come in
+            any order, or that is not known.
+        batches: for which rows may stay.
+    """
+
+    instance: Instance
+    chances: FloatArray
+    host_bytes_per_s: float
+    samples: FloatArray
+    stretches: tuple[Callable[[float], float] | None, ...]
+    batches: tuple[int, ...] = BATCHES
+
+    @cached_property
+    def row_host_bytes(self) -> FloatArray:
+        """Weights and states of a rank's share of one row of each table; shape (T,)."""
+        return self.instance.row_bytes * self.instance.table_memory_fixed[:, -1]
+
+    @cached_property
+    def fetch_seconds(self) -> FloatArray:
+        """Time of one fetched row of each table that all ranks share, which is written back, too; shape (T,)."""
+        return self.row_host_bytes * self._seconds_per_byte
+
+    @property
+    def _seconds_per_byte(self) -> float:
+        """Of rows that come and go again."""
+        return 2.0 / self.host_bytes_per_s
+
+    def of_rows(self, batches: float, counts: slice | IntArray = slice(None)) -> tuple[FloatArray, FloatArray]:
+        """Places, and fetches per step, of one row of each count."""
+        tables = self.instance.table_of_count[counts] if any(self.stretches) else None
+        return self.of_chances(batches, self.chances[counts], tables, self._unread[counts])
+
+    def of_chances(
+        self,
+        batches: float,
+        chances: FloatArray,
+        tables: IntArray | None = None,
+        unread: FloatArray | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """The same of rows that a batch reads with these chances, shape (n,), of these tables where any has bursts;
+        ``unread`` as :func:`flexshard.costmodels.cached_share` has it.
+        """
+        cached, fetched = cached_share(chances, batches, unread)
+        if any(self.stretches):
+            scales = self.scales(batches)[:, tables]
+            cached, fetched = cached * scales[0], np.minimum(fetched * scales[1], chances)
+        return np.minimum(SLACK * cached, 1.0), fetched
+
+    def scales(self, batches: float) -> FloatArray:
+        """By how much what a cache holds and fetches of each table differs from what popularity alone says, since rows
+        are read in bursts; shape (2, T).
+        """
+        if batches not in self._scales:
+            found, instance = np.ones((2, len(self.stretches))), self.instance
+            shares = cached_share(self.chances, batches, self._unread)
+            alone = np.array([np.add.reduceat(instance.rows_of_count * one, instance.starts[:-1]) for one in shares])
+            for table, of in enumerate(self.stretches):
+                if of is not None and np.all(alone[:, table] > 0):
+                    held = of(batches * self.samples[table])
+                    new = held - of((batches - 1) * self.samples[table]) if batches > 1 else held
+                    found[:, table] = np.array([held, new]) / alone[:, table]
+            self._scales[batches] = found
+        return self._scales[batches]
+
+    @cached_property
+    def _unread(self) -> FloatArray:
+        return log_unread(self.chances)
+
+    @cached_property
+    def _scales(self) -> dict[float, FloatArray]:
+        return {}
+
+    @cached_property
+    def some_cuts(self) -> Cuts:
+        """Some of each table, closer together where rows are read often."""
+        parts, sizes = [], np.diff(self.instance.starts)
+        for start, size in zip(self.instance.starts[:-1].tolist(), sizes.tolist(), strict=True):
+            ranks = (
+                np.unique(np.geomspace(1, size, _SOME_CUTS).astype(np.int64))
+                if size > _SOME_CUTS
+                else range(1, size + 1)
+            )
+            parts.append(start - 1 + np.asarray(ranks, np.int64))
+        chosen = np.array([part.size for part in parts])
+        return Cuts(np.concatenate(parts), np.cumsum(chosen) - chosen, chosen)
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """The counts between those of ``some_cuts``."""
+        return Intervals(self)
+
+    @cached_property
+    def _sums(self) -> dict[int, Range]:
+        return {}
+
+    @cached_property
+    def _bytes(self) -> FloatArray:
+        """Of the rows of each count, if all had places; shape (K,)."""
+        sizes = np.diff(self.instance.starts)
+        return np.asarray(self.instance.rows_of_count * np.repeat(self.row_host_bytes, sizes), np.float64)
+
+    def _of_counts(self, batches: int, counts: slice | IntArray) -> Range:
+        """Bytes of a rank's places, and seconds of its fetches, of the rows of some counts; shape (n,) each."""
+        nbytes, (places, fetched) = self._bytes[counts], self.of_rows(batches, counts)
+        return nbytes * places, nbytes * fetched * self._seconds_per_byte
+
+    def sums(self, batches: int) -> Range:
+        """Bytes of a rank's places, and seconds of its fetches, for the rows up to and including each of ``some_cuts``
+        of its table; shape (P,) each.
+        """
+        if batches not in self._sums:
+            first, cuts, parts = self.intervals.first, self.some_cuts, []
+            for start, end in _stretches(first, int(self.instance.starts[-1])):  # as much as a processor's cache holds
+                of = slice(int(first[start]), int(first[end]) if end < first.size else None)
+                inside = first[start:end] - of.start
+                parts.append([np.add.reduceat(each, inside) for each in self._of_counts(batches, of)])
+            held, moved = (np.concatenate(each) for each in zip(*parts, strict=True))
+            self._sums[batches] = cuts.within(held), cuts.within(moved)
+        return self._sums[batches]
+
+    def sums_at(self, cuts: Cuts, batches: int) -> Range:
+        """The same for those up to some counts: ``some_cuts``, or all between some of them; shape (P,) each."""
+        if cuts is self.some_cuts:
+            return self.sums(batches)
+        starts = np.flatnonzero(np.diff(cuts.counts, prepend=-2) != 1)
+        interval = np.searchsorted(self.intervals.last, cuts.counts[starts])
+        sizes = np.diff(starts, append=cuts.counts.size)
+        found = []
+        for each, sums in zip(self._of_counts(batches, cuts.counts), self.sums(batches), strict=True):
+            run = np.cumsum(each)
+            ahead = self.some_cuts.before(sums)[interval] - (run[starts] - each[starts])
+            found.append(run + np.repeat(ahead, sizes))
+        return found[0], found[1]
+
+    def sums_of_rows(self, batches: int, table: IntArray, counts: IntArray) -> Range:
+        """The same for the rows of so many counts of tables; arguments and results of shape (N,)."""
+        intervals, at = self.intervals, self.instance.starts[table] + counts - 1
+        interval = np.searchsorted(intervals.last, np.maximum(at, 0))
+        whole = (counts == 0) | (at == intervals.last[interval])
+        part = np.flatnonzero(~whole)
+        first = intervals.first[interval[part]]
+        sizes = at[part] - first + 1
+        inner, starts = runs(first, sizes), np.cumsum(sizes) - sizes
+        found = []
+        for each, sums in zip(self._of_counts(batches, inner), self.sums(batches), strict=True):
+            result = np.where(counts > 0, sums[interval], 0.0)
+            if part.size:
+                result[part] = self.some_cuts.before(sums)[interval[part]] + np.add.reduceat(each, starts)
+            found.append(result)
+        return found[0], found[1]
+
+
+def _stretches(first: IntArray, size: int) -> list[tuple[int, int]]:
+    """Intervals that begin at these counts of so many, in stretches of about :data:`_AT_ONCE` counts."""
+    edges = np.unique([*np.searchsorted(first, np.arange(0, size, _AT_ONCE)), first.size])
+    return list(pairwise(edges.tolist()))
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """The counts of every table up to and including one of :attr:`CachedSums.some_cuts`, from behind the one before it
+    on; P of them.
+
+    Attributes:
+        caches: of the tables.
+    """
+
+    caches: CachedSums
+
+    @cached_property
+    def last(self) -> IntArray:
+        """The last count of each; shape (P,)."""
+        return np.asarray(self.caches.some_cuts.counts, np.int64)
+
+    @cached_property
+    def first(self) -> IntArray:
+        """The first count of each; shape (P,)."""
+        first = np.roll(self.last, 1) + 1
+        first[self.caches.some_cuts.starts] = self.caches.instance.starts[:-1]
+        return first
+
+    @property
+    def table(self) -> IntArray:
+        """Whose counts they are; shape (P,)."""
+        return self.caches.some_cuts.table
+
+    @cached_property
+    def _chances(self) -> Range:
+        """The least and the most that a batch reads a row with; shape (P,) each."""
+        chances = self.caches.chances
+        return np.minimum.reduceat(chances, self.first), np.maximum.reduceat(chances, self.first)
+
+    @cached_property
+    def _shares(self) -> dict[int, tuple[Range, Range]]:
+        return {}
+
+    def shares(self, batches: int) -> tuple[Range, Range]:
+        """The least and the most of a row's places, and of its fetches, where rows stay for so many batches."""
+        if batches not in self._shares:
+            of, (low, high) = self.caches.of_chances, self._chances
+            (least_places, least), (most_places, most) = of(batches, low, self.table), of(batches, high, self.table)
+            # Rows are fetched most that a batch reads with a chance of 1 in so many batches.
+            peak = np.full(low.size, 1.0 / batches)
+            within = (low < peak) & (peak < high)
+            at_peak = cached_share(peak, batches)[1]
+            if any(self.caches.stretches):
+                at_peak = np.minimum(at_peak * self.caches.scales(batches)[1, self.table], high)
+            most_fetched = np.maximum(np.maximum(least, most), np.where(within, at_peak, 0.0))
+            self._shares[batches] = (least_places, most_places), (np.minimum(least, most), most_fetched)
+        return self._shares[batches]
+
+    def gains(self, instance: Instance, levels: IntArray, groups: IntArray, prices: Prices) -> Range:
+        """The least and the most that a byte of rows costs more with copies than behind a cache, but for its places and
+        fetches; shape (P,) each.
+
+        Args:
+            instance: the tables, as they are looked up.
+            levels: indices of the levels that may be used; the last has caches.
+            groups: how many counts of each table have copies at each of the others but the last, or more; (T, M - 1).
+            prices: of a second, of a byte of a rank's memory, and of one of its host's.
+        """
+        copies, last = levels[:-1], int(levels[-1])
+        weight, price, host_price = prices
+        most_reads, least_reads = instance.reads[self.first], instance.reads[self.last]  # they descend
+        position = [counts - instance.starts[self.table] for counts in (self.first, self.last)]
+        ahead, behind = (np.sum(groups[self.table] <= at[:, None], axis=1) for at in position)
+        low, high = np.full(self.table.size, np.inf), np.full(self.table.size, -np.inf)
+        for index, level in enumerate(copies.tolist()):
+            fixed = weight * (instance.comm_fixed[:, level] - instance.comm_fixed[:, last])
+            fixed = fixed + price * instance.memory_fixed[:, level] - host_price * instance.memory_fixed[:, last]
+            per_read = weight * (instance.comm_per_read[:, level] - instance.comm_per_read[:, last])
+            per_read = per_read + price * (instance.memory_per_read[level] - instance.memory_per_read[last])
+            slope, constant = (each[instance.table_class][self.table] for each in (per_read, fixed))
+            ends = constant + slope * least_reads, constant + slope * most_reads
+            inside = (ahead <= index) & (index <= behind)
+            low = np.where(inside, np.minimum(low, np.minimum(*ends)), low)
+            high = np.where(inside, np.maximum(high, np.maximum(*ends)), high)
+        return low, high
+
+    def places_and_fetches(self, batches: int, prices: Prices) -> Range:
+        """The least and the most that a byte of rows behind a cache costs for its places and fetches; (P,) each."""
+        weight, price, _ = prices
+        held = self.caches.instance.table_memory_fixed[self.table, -1]
+        (least, most), (least_fetched, most_fetched) = self.shares(batches)
+        fetch = weight * 2.0 / self.caches.host_bytes_per_s
+        return held * (price * least + fetch * least_fetched), held * (price * most + fetch * most_fetched)
+
+    def cuts(self, which: npt.NDArray[np.bool_]) -> Cuts:
+        """The counts of some of them but the last of each, which is one of ``some_cuts``; ``which`` of shape (P,)."""
+        first, sizes = self.first[which], (self.last - self.first)[which]
+        counts = runs(first, sizes)
+        tables = len(self.caches.instance.tables)
+        each = np.bincount(self.table[which], weights=sizes, minlength=tables).astype(np.int64)
+        return Cuts(counts, np.cumsum(each) - each, each)
+
+
+def least_of(values: FloatArray, cuts: Cuts) -> tuple[FloatArray, IntArray]:
+    """The least value of each table, infinite where it has none, and the first count with it; shape (T,) each."""
+    least, count = np.full(cuts.sizes.size, np.inf), np.zeros(cuts.sizes.size, np.int64)
+    some = cuts.sizes > 0
+    starts = cuts.starts[some]
+    if starts.size:
+        least[some] = np.minimum.reduceat(values, starts)
+        at = np.flatnonzero(values == np.repeat(least[some], cuts.sizes[some]))
+        count[some] = cuts.counts[at[np.searchsorted(at, starts)]]
+    return least, count
+
+
+def runs(first: IntArray, sizes: IntArray) -> IntArray:
+    """``first, first + 1, ...``, so many of each, one after the other."""
+    ends = np.cumsum(sizes)
+    return np.asarray(np.repeat(first - (ends - sizes), sizes) + np.arange(int(sizes.sum())), np.int64)

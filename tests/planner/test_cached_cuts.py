@@ -1,0 +1,116 @@
+"""Where tables are cut, from intervals of counts: against every count there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import flexshard
+from flexshard.planner import Problem
+from flexshard.planner.caching import _sides
+from flexshard.planner.solver import cached_cuts
+from flexshard.planner.solver.cached_rows import Side
+from flexshard.planner.solver.cached_sums import CachedSums, Cuts, Prices
+from flexshard.planner.solver.deduplication import Variants
+from tests.planner.test_caching import cluster_of
+from tests.slow import first
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def sides_of(seed: int, *, bursts: bool) -> list[Side]:
+    """Tables of more counts than are looked at first, some few, some with rows that are never read."""
+    generator = np.random.default_rng(seed)
+    tables = []
+    for index in range(4):
+        size = int(generator.choice([3, 150, 900]))
+        counts = np.sort(generator.choice(40_000, size, replace=False) + 1)[::-1] ** generator.uniform(0.5, 1.5)
+        counts = np.unique(counts.astype(np.int64))[::-1]
+        repeats = generator.integers(1, 4, counts.size)
+        every = np.repeat(counts, repeats)
+        rows = every.size + int(generator.integers(0, 50))
+        samples = int(every.max() * generator.uniform(1.0, 30.0))
+        profile = flexshard.AccessProfile.from_counts(every, num_samples=samples, num_rows=rows)
+        tables.append(flexshard.Table(f"t{index}", rows, int(generator.choice([4, 16])), profile))
+    batch = int(generator.choice([64, 1024, 16_384]))
+    problem = Problem(tables, cluster_of(), batch, host_memory="1GiB", index_dedup="auto")
+    sides = _sides(problem, Variants(problem))
+    if bursts:  # caches hold fewer rows than popularity alone says, by a share of each table's own
+
+        def held(stretch: float) -> float:
+            return float(min(stretch, 100.0) ** 0.9)
+
+        old = sides[0].caches
+        caches = CachedSums(old.instance, old.chances, old.host_bytes_per_s, old.samples, (held, None, held, held))
+        sides = [Side(side.instance, side.once, side.extra_seconds, caches) for side in sides]
+    return sides
+
+
+def costs(side: Side, levels: IntArray, prices: Prices, batches: Sequence[int]) -> list[dict[int, FloatArray]]:
+    """Of each table, by batches for which rows stay, what it costs to have copies of no row, and of those up to and
+    including each count.
+    """
+    caches, instance = side.caches, side.instance
+    starts = instance.starts
+    gain = cached_cuts._gain_of_caches(side, levels, prices, Cuts(np.arange(starts[-1]), starts[:-1], np.diff(starts)))
+    found: list[dict[int, FloatArray]] = [{} for _ in instance.tables]
+    for stays in batches:
+        places, fetched = caches.of_rows(stays)
+        for table, (start, end) in enumerate(pairwise(starts)):
+            of = slice(start, end)
+            held = np.cumsum(instance.rows_of_count[of] * places[of]) * caches.row_host_bytes[table]
+            moved = np.cumsum(instance.rows_of_count[of] * fetched[of]) * caches.fetch_seconds[table]
+            behind = prices[1] * held + prices[0] * moved
+            changes = np.array([0.0]) if gain is None else np.append(0.0, gain[of] - behind)
+            found[table][stays] = behind[-1] + changes
+    return found
+
+
+@pytest.mark.parametrize("bursts", [False, True])
+@pytest.mark.parametrize("seed", first(3, range(60)))
+def test_no_count_is_better_than_those_that_are_found(seed: int, *, bursts: bool) -> None:
+    sides = sides_of(seed, bursts=bursts)
+    instance, generator, compared = sides[0].instance, np.random.default_rng(seed), 0
+    for levels in instance.level_subsets(3):
+        if levels[-1] != instance.group_sizes.size - 1:
+            continue
+        for _ in range(8):
+            prices = (1.0, 10 ** generator.uniform(-14, -7), float(generator.choice([0.0, 1e-13, 1e-10])))
+            prices = (0.0, 1.0, prices[2]) if generator.random() < 0.1 else prices
+            batches = sides[0].caches.batches
+            found = cached_cuts._best_cuts(sides, levels, prices, batches, everywhere=True)
+            for side, (number, ahead) in zip(sides, found, strict=True):
+                starts = instance.starts
+                for table, every in enumerate(costs(side, levels, prices, batches)):
+                    rows = np.append(0, instance.cum_rows[starts[table] : starts[table + 1]])
+                    taken = every[int(number[table])][int(np.searchsorted(rows, ahead[table]))]
+                    least = min(float(values.min()) for values in every.values())
+                    size = max(float(np.abs(values).max()) for values in every.values())
+                    assert taken <= least + 1e-11 * size
+                compared += np.count_nonzero((ahead > 0) & (ahead < instance.num_rows))
+    assert compared  # with copies of some rows, and others behind a cache
+
+
+@pytest.mark.parametrize("bursts", [False, True])
+def test_sums_of_any_rows(*, bursts: bool) -> None:
+    side = sides_of(1, bursts=bursts)[0]
+    caches, instance = side.caches, side.instance
+    generator = np.random.default_rng(0)
+    sizes = np.diff(instance.starts)
+    table = generator.integers(0, sizes.size, 500)
+    counts = generator.integers(0, sizes[table] + 1)
+    for stays in (1, 4, 1025):
+        places, fetched = caches.of_rows(stays)
+        found = caches.sums_of_rows(stays, table, counts)
+        units = (caches.row_host_bytes, caches.fetch_seconds)
+        for sums, each, unit in zip(found, (places, fetched), units, strict=True):
+            expected = [
+                float((instance.rows_of_count * each)[start : start + number].sum() * unit[of])
+                for of, start, number in zip(table, instance.starts[table], counts, strict=True)
+            ]
+            assert sums == pytest.approx(expected, rel=1e-12)
