@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import flexshard
+from flexshard.errors import BudgetError
 from flexshard.planner import Problem
 from flexshard.planner.caching import _sides
 from flexshard.planner.solver import cached_cuts
@@ -114,3 +116,28 @@ def test_sums_of_any_rows(*, bursts: bool) -> None:
                 for of, start, number in zip(table, instance.starts[table], counts, strict=True)
             ]
             assert sums == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [9, 10, 39, 40, 44])
+def test_a_small_table_of_which_popularity_alone_would_fetch_nothing(batch_size: int) -> None:
+    generator = np.random.default_rng(1)
+    ids = np.arange(200_000) * 20 // 200_000 * 20 + np.minimum((20 * generator.random(200_000) ** 2).astype(int), 19)
+    table = flexshard.Table("t", 400, 16, flexshard.AccessProfile.from_ids(ids, num_rows=400))
+    for budget in ("30 KiB", "60 KiB", "200 KiB"):
+        with suppress(BudgetError):
+            plan = flexshard.solve([table], cluster_of(), batch_size=batch_size, budget=budget, host_memory="1 MiB")
+            assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds
+
+
+@pytest.mark.parametrize("seed", first(3, range(30)))
+def test_what_rows_cost_is_within_its_interval(seed: int) -> None:
+    def growing(stretch: float) -> float:  # rows go on being new, however many were read
+        return float(stretch)
+
+    old = sides_of(seed, bursts=False)[0].caches
+    for stretches in ((None,) * 4, (growing, None, growing, growing)):
+        caches = CachedSums(old.instance, old.chances, old.host_bytes_per_s, old.samples, stretches)
+        for stays in caches.batches:
+            for (low, high), each in zip(caches.intervals.shares(stays), caches.of_rows(stays), strict=True):
+                assert (np.minimum.reduceat(each, caches.intervals.first) >= low * (1 - 1e-12)).all()
+                assert (np.maximum.reduceat(each, caches.intervals.first) <= high * (1 + 1e-12)).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from flexshard import AccessProfile, Cluster, Table, solve
 from flexshard.costmodels import StepWork
-from flexshard.planner import Problem, explain
+from flexshard.planner import REDUCTIONS, Problem, explain, pareto
 from flexshard.planner.reductions import Auto, cost_with_reductions
 from flexshard.planner.solver import deduplication
 from flexshard.planner.solver.deduplication import Variants
@@ -95,6 +96,21 @@ def test_tiers_are_chosen_for_what_gathering_takes(index_dedup: bool | str, step
         assert plan.lower_bound_seconds <= plan.objective_seconds(plan.predicted)
     assert plans["auto"].lower_bound_seconds <= took["auto"] <= 1.1 * plans["auto"].lower_bound_seconds
     assert plans["auto"].lower_bound_seconds < dense.lower_bound_seconds, "it holds for more placements"
+
+
+def test_the_frontier_gathers_where_that_takes_less() -> None:
+    how = {"batch_size": 16, "reduction": "auto", "index_dedup": False}
+    problem = Problem([zipf()], cluster_of(3e9, nodes=2), **how)
+    curve = pareto(problem.tables, problem.cluster, **how)
+    dense = pareto(replace(problem, reduction=REDUCTIONS["dense"]))
+    gained = 0
+    for point in curve.points:
+        assert point.lower_bound_seconds is not None
+        assert point.lower_bound_seconds <= point.exposed_seconds
+        within = [one.exposed_seconds for one in dense.points if one.memory_bytes <= point.memory_bytes]
+        assert point.exposed_seconds <= min(within, default=np.inf) * (1 + CLOSE)
+        gained += point.exposed_seconds < 0.9 * min(within, default=0.0)
+    assert gained
 
 
 def test_with_pooled_tables() -> None:

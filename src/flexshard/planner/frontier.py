@@ -19,11 +19,13 @@ from flexshard._internal import check_int
 from flexshard.errors import JobError
 from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
 from flexshard.planner.problem import FrontierOptions, Problem
+from flexshard.planner.reductions import Dense
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.published import solve_published
 from flexshard.planner.solver.thresholds import allocate, crossing_prices
+from flexshard.planner.solving import solve
 from flexshard.planner.whole_model.frontier import whole_frontier
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
@@ -45,13 +47,13 @@ def pareto(
     """The frontier of memory per rank against exposed communication; a problem's budget and method are not looked at.
 
     With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's. Where tables are pooled, or
-    may take the host's memory, the points are plans at a dozen budgets, each with its bound; of pooled tables they take
-    the problem's ``timeout_seconds`` all together.
+    may take the host's memory, or gradients of copies may be gathered (``reduction``), the points are plans at a dozen
+    budgets, each with its bound; of pooled tables they take the problem's ``timeout_seconds`` all together.
 
     Args:
         tables: a :class:`Problem`; or the tables of one.
-        cluster, options: with tables: ``batch_size``, and ``tiers``, ``overlap``, ``index_dedup`` and ``translation``
-            as for :func:`solve`.
+        cluster, options: with tables: ``batch_size``, and ``tiers``, ``overlap``, ``index_dedup``, ``reduction`` and
+            ``translation`` as for :func:`solve`.
         prices: most prices of memory to visit per pair of levels.
 
     Raises:
@@ -59,8 +61,8 @@ def pareto(
         BudgetError: pooled tables do not fit the cluster's memory.
     """
     problem = Problem.of(tables, cluster, options, takes=FrontierOptions.__annotations__)
-    if problem.is_whole_model or problem.host_memory is not None:
-        return whole_frontier(problem)
+    if problem.is_whole_model or problem.host_memory is not None or problem.reduction.name != Dense.name:
+        return whole_frontier(problem, solve)
     tiers, world = problem.tiers, problem.cluster.world_size
     prices = check_int(prices, "prices", JobError)
     variants = Variants(replace(problem, objective="communication", step=None))

@@ -18,7 +18,7 @@ __all__ = ["MarginalCurve", "marginal_curve"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_TAKES = [name for name in FrontierOptions.__annotations__ if name != "host_memory"]
+_TAKES = [name for name in FrontierOptions.__annotations__ if name not in ("host_memory", "reduction")]
 
 
 @dataclass(frozen=True, eq=False)

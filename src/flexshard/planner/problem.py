@@ -40,6 +40,7 @@ class FrontierOptions(TypedDict, total=False):
     overlap: OverlapLike
     index_dedup: bool | Literal["auto"]
     index_dedup_seconds_per_id: float
+    reduction: str | Reduction
     translation: str | Translation
     host_memory: str | float | None
 
@@ -49,7 +50,6 @@ class PlannerOptions(FrontierOptions, total=False):
 
     budget: BudgetLike
     method: str | Method
-    reduction: str | Reduction
     memory: Literal["mean", "p99.9"]
     sample_order: Literal["file", "shuffled"]
     objective: Literal["communication", "step"] | None

@@ -28,6 +28,7 @@ Prices = tuple[float, float, float]  # of a second, of a byte of a rank's memory
 BATCHES = (3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513, 1_025, 4_097, 16_385)
 _SOME_CUTS = 96
 _AT_ONCE = 1 << 16
+_SOME = 1e-250  # of rows that are held or fetched; less is rounding
 SLACK = 1.05  # places of a cache over those that are expected to be taken: batches differ
 
 
@@ -141,7 +142,7 @@ class CachedSums:
             shares = cached_share(self.chances, batches, self._unread)
             alone = np.array([np.add.reduceat(instance.rows_of_count * one, instance.starts[:-1]) for one in shares])
             for table, of in enumerate(self.stretches):
-                if of is not None and np.all(alone[:, table] > 0):
+                if of is not None and np.all(alone[:, table] > _SOME):
                     held = of(batches * self.samples[table])
                     new = held - of((batches - 1) * self.samples[table]) if batches > 1 else held
                     found[:, table] = np.array([held, new]) / alone[:, table]
@@ -283,15 +284,18 @@ class Intervals:
     def shares(self, batches: int) -> tuple[Range, Range]:
         """The least and the most of a row's places, and of its fetches, where rows stay for so many batches."""
         if batches not in self._shares:
-            of, (low, high) = self.caches.of_chances, self._chances
-            (least_places, least), (most_places, most) = of(batches, low, self.table), of(batches, high, self.table)
-            # Rows are fetched most that a batch reads with a chance of 1 in so many batches.
-            peak = np.full(low.size, 1.0 / batches)
-            within = (low < peak) & (peak < high)
-            at_peak = cached_share(peak, batches)[1]
+            low, high = self._chances
+            (least_places, least), (most_places, most) = (
+                self.caches.of_chances(batches, chances, self.table) for chances in (low, high)
+            )
+            # Rows are fetched most that a batch reads with a chance of 1 in so many batches, or where they have bursts,
+            # with a greater one, but never more often than they are read.
+            at_ends, peak = [cached_share(chances, batches)[1] for chances in (low, high)], 1.0 / batches
+            within = np.where((low < peak) & (peak < high), cached_share(np.array([peak]), batches)[1], 0.0)
+            most_fetched = np.maximum(np.maximum(*at_ends), within)
             if any(self.caches.stretches):
-                at_peak = np.minimum(at_peak * self.caches.scales(batches)[1, self.table], high)
-            most_fetched = np.maximum(np.maximum(least, most), np.where(within, at_peak, 0.0))
+                most_fetched = most_fetched * self.caches.scales(batches)[1, self.table]
+            most_fetched = np.minimum(most_fetched, high)
             self._shares[batches] = (least_places, most_places), (np.minimum(least, most), most_fetched)
         return self._shares[batches]
 

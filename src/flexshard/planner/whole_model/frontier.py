@@ -1,10 +1,11 @@
-"""The frontier of a whole model, or of tables that may be behind caches: plans within budgets between the least that
-fits and the most that helps.
+"""The frontier of a whole model, of tables that may be behind caches, or whose copies may be gathered: plans within
+budgets between the least that fits and the most that helps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,11 +14,9 @@ import numpy as np
 from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError
 from flexshard.planner.budget import Limit, Neutral
-from flexshard.planner.caching import plan_with_caches
 from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
-from flexshard.planner.whole_model.assembly import plan_whole
 
 __all__ = ["whole_frontier"]
 
@@ -25,8 +24,12 @@ _POINTS, _HALVINGS = 10, 5  # budgets between the ends, and steps to find the lo
 _BASELINES = {"row_wise": "row_wise", "data_parallel": "full_replication", "table_wise": "table_wise"}
 
 
-def whole_frontier(problem: Problem) -> ParetoCurve:
+def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> ParetoCurve:
     """Plans of least communication; a problem's budget is not looked at, and its time is that of all plans together.
+
+    Args:
+        problem: of which everything else counts.
+        plan_of: what plans it.
 
     Raises:
         BudgetError: nothing fits the cluster's memory.
@@ -34,8 +37,6 @@ def whole_frontier(problem: Problem) -> ParetoCurve:
     cluster = problem.cluster
     seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + 3)
     each = replace(problem, objective="communication", step=None, timeout_seconds=seconds)
-
-    plan_of = plan_whole if problem.is_whole_model else plan_with_caches
 
     def within(nbytes: float) -> Plan:
         return plan_of(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))
