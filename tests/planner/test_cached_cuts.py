@@ -14,7 +14,7 @@ import flexshard
 from flexshard.errors import BudgetError
 from flexshard.planner import Problem
 from flexshard.planner.caching import _sides
-from flexshard.planner.solver import cached_cuts
+from flexshard.planner.solver import cached_cuts, cached_search
 from flexshard.planner.solver.cached_rows import Side
 from flexshard.planner.solver.cached_sums import CachedSums, Cuts, Prices
 from flexshard.planner.solver.deduplication import Variants
@@ -141,3 +141,30 @@ def test_what_rows_cost_is_within_its_interval(seed: int) -> None:
             for (low, high), each in zip(caches.intervals.shares(stays), caches.of_rows(stays), strict=True):
                 assert (np.minimum.reduceat(each, caches.intervals.first) >= low * (1 - 1e-12)).all()
                 assert (np.maximum.reduceat(each, caches.intervals.first) <= high * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("seed", first(4, range(100)))
+def test_the_bound_at_prices_is_below_every_option(seed: int) -> None:
+    """Caches have room for a batch, which what their rows take on average may not have."""
+    generator = np.random.default_rng(seed)
+    rows, dim = int(generator.integers(60, 400)), int(generator.choice([4, 16, 64]))
+    counts = np.sort((30_000 * generator.random(rows) ** generator.uniform(1, 6)).astype(np.int64) + 1)[::-1]
+    samples = int(counts[0] * generator.uniform(1, 20))
+    table = flexshard.Table("t", rows, dim, flexshard.AccessProfile.from_counts(counts, num_samples=samples))
+    cluster = cluster_of(host_bytes_per_s=float(generator.choice([1e8, 2e9, 1e11])))
+    batch = int(generator.choice([1, 3, 10, 50]))
+    problem = Problem([table], cluster, batch, host_memory="1GiB", index_dedup=bool(generator.integers(2)))
+    sides, limits = _sides(problem, Variants(problem)), cached_search.Limits(1e6, 1e6)
+    room, cached = limits.room(sides[0].instance), 0
+    for levels in sides[0].instance.level_subsets(2):
+        every = cached_search._every_option(sides, levels)
+        if every is None or np.ptp(every.hbm_bytes) == 0:
+            continue
+        scale = np.ptp(every.seconds) / np.ptp(every.hbm_bytes)
+        for price in scale * 10 ** generator.uniform(-2, 2, 6):
+            prices = float(price), float(scale * generator.choice([0.0, 1e-3, 1e-1]))
+            values = every.seconds + prices[0] * every.hbm_bytes + prices[1] * every.host_bytes
+            expected = values.min() - prices[0] * room.hbm_bytes - prices[1] * room.host_bytes
+            assert cached_search.bound_at(sides, levels, limits, prices) <= expected + 1e-9 * values.min()
+            cached += every.batches[values.argmin()] > 0
+    assert cached or seed >= 4

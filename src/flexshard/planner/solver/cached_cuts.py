@@ -21,9 +21,10 @@ IntArray = npt.NDArray[np.int64]
 
 def cheapest(
     sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, everywhere: bool
-) -> tuple[Options, FloatArray]:
+) -> tuple[Options, FloatArray, FloatArray]:
     """Of every table, looked up in each way, the best option without a cache, and with one, at prices of a second, of a
-    byte of a rank's memory and of one of its host's; and what they cost so, shape (N,).
+    byte of a rank's memory and of one of its host's; what they cost so; and what all that are like them cost at least,
+    where a batch need not fit into its cache. Shape (N,) each.
 
     Args:
         sides: with the same caches.
@@ -34,16 +35,22 @@ def cheapest(
     """
     weight, price, host_price = prices
     tables = np.arange(len(sides[0].instance.tables))
-    found = []
+    found, loose = [], []
     for side in sides:
         plain, _ = allocate(side.instance, levels, price if weight else np.inf)
         found.append(options_of(side, tables, plain, np.zeros_like(tables)))
-    for side, (number, cut) in zip(
-        sides, _best_cuts(sides, levels, prices, batches, everywhere=everywhere), strict=False
-    ):
-        found.append(options_of(side, tables, _cut(side, levels, price if weight else np.inf, cut), number))
+        loose.append(found[-1])
+    best = _best_cuts(sides, levels, prices, batches, everywhere=everywhere)
+    for side, (number, cut) in zip(sides, best, strict=False):
+        rows = _cut(side, levels, price if weight else np.inf, cut)
+        found.append(options_of(side, tables, rows, number))
+        loose.append(options_of(side, tables, rows, number, of_any_size=True))
+
+    def priced(options: Options) -> FloatArray:
+        return weight * options.seconds + price * options.hbm_bytes + host_price * options.host_bytes
+
     both = Options.joined(found)
-    return both, weight * both.seconds + price * both.hbm_bytes + host_price * both.host_bytes
+    return both, priced(both), priced(Options.joined(loose))
 
 
 def _cut(side: Side, levels: IntArray, price: float, cut: IntArray) -> Allocation:

@@ -119,8 +119,14 @@ class Side:
         return self.sums[0][cuts.counts], self.sums[1][cuts.counts]
 
 
-def options_of(side: Side, table: IntArray, allocation: Allocation, batches: IntArray) -> Options:
-    """Options with these rows per level, shape (N, G), and these batches, shape (N,)."""
+def options_of(
+    side: Side, table: IntArray, allocation: Allocation, batches: IntArray, *, of_any_size: bool = False
+) -> Options:
+    """Options with these rows per level, shape (N, G), and these batches, shape (N,).
+
+    With ``of_any_size`` caches have as many places as their rows take on average, whether or not a batch fits: what
+    options cost at least.
+    """
     instance, last = side.instance, side.instance.group_sizes.size - 1
     row_bytes, num_rows = instance.row_bytes[table], instance.num_rows[table]
     reads = _tier_reads(instance, table, allocation)
@@ -134,12 +140,14 @@ def options_of(side: Side, table: IntArray, allocation: Allocation, batches: Int
     for number in np.unique(batches[batches > 0]).tolist():
         of = np.flatnonzero((batches == number) & (behind > 0))
         places[of], fetched[of] = _behind(side.caches, table[of], num_rows[of] - behind[of], number)
+        if of_any_size:
+            continue
         # Rows of a batch have to fit, whatever else is there: some more than a rank is expected to read.
         _, read = _behind(side.caches, table[of], num_rows[of] - behind[of], 1)
         ranks = instance.cluster.world_size
         places[of] = np.maximum(places[of], read + ranks * SIGMAS * (np.sqrt(read / ranks) + 1.0))
     # A cache of all rows is none.
-    cached = (batches > 0) & (places < behind)
+    cached = (batches > 0) & ((places < behind) | of_any_size)
     places, fetched = np.where(cached, places, 0.0), np.where(cached, fetched, 0.0)
     host_bytes = np.where(cached, side.caches.row_host_bytes[table], 0.0)
     hbm = hbm - host_bytes * (behind - places)

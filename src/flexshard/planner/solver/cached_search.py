@@ -98,18 +98,19 @@ def _cheapest_of_all(
 ) -> tuple[Options, float]:
     """The best option of every table at some prices, and their Lagrangian bound."""
     instance = sides[0].instance
-    both, values = cheapest(sides, levels, prices, batches, everywhere=everywhere)
+    both, values, least = cheapest(sides, levels, prices, batches, everywhere=everywhere)
     order = np.lexsort((values, both.table))
     first = order[np.searchsorted(both.table[order], np.arange(len(instance.tables)))]
-    room = limits.room(instance)
-    return both[first], float(values[first].sum()) - prices[1] * room.hbm_bytes - prices[2] * room.host_bytes
+    room, bound = limits.room(instance), np.full(len(instance.tables), np.inf)
+    np.minimum.at(bound, both.table, least)
+    return both[first], float(bound.sum()) - prices[1] * room.hbm_bytes - prices[2] * room.host_bytes
 
 
 def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) -> float:
     """Least memory per rank of what fits its host's memory; where that is short, tables that save most per byte of it
     are kept there.
     """
-    both, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1], everywhere=True)
+    both, _, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1], everywhere=True)
     count = len(sides[0].instance.tables)
     without, behind = np.full(count, np.inf), np.full(count, np.inf)
     needed = np.zeros(count)
