@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torchrec")
+
 import torch
 from hypothesis import given, strategies as st
 
