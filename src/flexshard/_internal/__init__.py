@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         host_waits_for as host_waits_for,
         run_starts as run_starts,
         runs_of as runs_of,
+        spread as spread,
         spread_on as spread_on,
         to_device as to_device,
     )
@@ -115,7 +116,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "clocks": ["Moment", "device_of_group", "moment", "seconds_between"],
         "collective_errors": ["differing_ranks", "lost_rank", "on_all_ranks", "on_first_rank"],
         "deprecation": ["deprecated_attribute", "renamed_parameters"],
-        "device_copies": ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread_on", "to_device"],
+        "device_copies": ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread", "spread_on", "to_device"],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],

@@ -10,7 +10,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread_on", "to_device"]
+__all__ = ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread", "spread_on", "to_device"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,7 +30,13 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-def spread_on(first: IntArray, counts: IntArray, device: torch.device) -> torch.Tensor:
+def _shifts(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray, int]:
+    """From places among all cells' numbers to the numbers, of each cell; how many it has; and all have."""
+    flat = np.ravel(counts)
+    return np.ravel(first) - (np.cumsum(flat) - flat), flat, int(flat.sum())
+
+
+def spread(first: IntArray, counts: IntArray) -> IntArray:
     """``first, first + 1, ...`` of every cell, one cell after the other.
 
     Args:
@@ -39,12 +45,17 @@ def spread_on(first: IntArray, counts: IntArray, device: torch.device) -> torch.
     Returns:
         Shape (sum of counts,), int64.
     """
+    shifts, flat, total = _shifts(first, counts)
+    return np.repeat(shifts, flat).astype(np.int64, copy=False) + np.arange(total)
+
+
+def spread_on(first: IntArray, counts: IntArray, device: torch.device) -> torch.Tensor:
+    """The same on a device."""
     import torch
 
-    flat, total = np.ravel(counts), int(counts.sum())
-    shifts = np.ravel(first) - (np.cumsum(flat) - flat)
     if not host_waits_for(device):  # NumPy takes a fifth of the time of torch on the CPU
-        return torch.from_numpy(np.repeat(shifts, flat).astype(np.int64, copy=False) + np.arange(total))
+        return torch.from_numpy(spread(first, counts))
+    shifts, flat, total = _shifts(first, counts)
     cells = to_device(np.stack([shifts, flat]).astype(np.int64), device)
     repeated = torch.repeat_interleave(cells[0], cells[1], output_size=total)
     return repeated.add_(torch.arange(total, device=device))

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from flexshard.planner.solver.cached_cuts import cheapest
 from flexshard.planner.solver.cached_program import Chosen, Room, best_mixture, best_of_each
 from flexshard.planner.solver.cached_rows import Options, Side, options_of
+from flexshard.planner.solver.cached_sums import Prices
 from flexshard.planner.solver.instance import Instance
 
 __all__ = ["CachedChoice", "Limits", "are_few", "bound_at", "choose_cached", "least_hbm_bytes"]
@@ -91,7 +92,7 @@ def _cheapest_of_all(
     sides: Sequence[Side],
     levels: IntArray,
     limits: Limits,
-    prices: tuple[float, float, float],
+    prices: Prices,
     batches: Sequence[int],
     *,
     everywhere: bool,
@@ -159,9 +160,7 @@ def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple
     """Options that some prices ask for, and the highest bound of these prices."""
     every, room = _batches(sides, levels), limits.room(sides[0].instance)
 
-    def at(
-        prices: tuple[float, float, float], batches: Sequence[int] = every, *, everywhere: bool
-    ) -> tuple[Options, float]:
+    def at(prices: Prices, batches: Sequence[int] = every, *, everywhere: bool) -> tuple[Options, float]:
         return _cheapest_of_all(sides, levels, limits, prices, batches, everywhere=everywhere)
 
     parts = [at(prices, every[:1], everywhere=True)[0] for prices in _EXTREMES]

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import spread
 from flexshard.costmodels import cached_share, log_unread
 from flexshard.planner.solver.instance import Instance
 
@@ -227,7 +228,7 @@ class CachedSums:
         part = np.flatnonzero(~whole)
         first = intervals.first[interval[part]]
         sizes = at[part] - first + 1
-        inner, starts = runs(first, sizes), np.cumsum(sizes) - sizes
+        inner, starts = spread(first, sizes), np.cumsum(sizes) - sizes
         found = []
         for each, sums in zip(self._of_counts(batches, inner), self.sums(batches), strict=True):
             result = np.where(counts > 0, sums[interval], 0.0)
@@ -338,7 +339,7 @@ class Intervals:
     def cuts(self, which: npt.NDArray[np.bool_]) -> Cuts:
         """The counts of some of them but the last of each, which is one of ``some_cuts``; ``which`` of shape (P,)."""
         first, sizes = self.first[which], (self.last - self.first)[which]
-        counts = runs(first, sizes)
+        counts = spread(first, sizes)
         tables = len(self.caches.instance.tables)
         each = np.bincount(self.table[which], weights=sizes, minlength=tables).astype(np.int64)
         return Cuts(counts, np.cumsum(each) - each, each)
@@ -354,9 +355,3 @@ def least_of(values: FloatArray, cuts: Cuts) -> tuple[FloatArray, IntArray]:
         at = np.flatnonzero(values == np.repeat(least[some], cuts.sizes[some]))
         count[some] = cuts.counts[at[np.searchsorted(at, starts)]]
     return least, count
-
-
-def runs(first: IntArray, sizes: IntArray) -> IntArray:
-    """``first, first + 1, ...``, so many of each, one after the other."""
-    ends = np.cumsum(sizes)
-    return np.asarray(np.repeat(first - (ends - sizes), sizes) + np.arange(int(sizes.sum())), np.int64)

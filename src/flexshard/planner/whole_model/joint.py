@@ -188,12 +188,12 @@ class _Cases:
         self._offered = {}
         for table in problem.tables:
             options: list[PooledOption] = []
-            if table.name in self._sharded:
-                options = table_options(table, self.costs, asked[table.name], host=host)
-            elif asked[table.name].torchrec_types:
+            if table.name in self._sharded or asked[table.name].torchrec_types:
                 try:
                     options = table_options(table, self.costs, asked[table.name], host=host)
                 except JobError as error:
+                    if table.name in self._sharded:
+                        raise
                     warnings.warn(f"{error}; its rows are in tiers ({TIERS!r})", UserWarning, stacklevel=2)
             self._offered[table.name] = [*options, *trains.get(table.name, ())]
         undecided = [table.name for table in problem.tables if table.name in choose - self._sharded]
