@@ -258,6 +258,26 @@ def test_sequences_become_tensor_trains(seed: int, loss_limit: float | None, bes
         assert (table.name in planned) is (table.name not in found.shapes)
 
 
+def test_many_sequences_may_become_tensor_trains() -> None:
+    pooled, sequences = (
+        tables(2, 5),
+        [replace(one, name=f"s{i}", pooling="none") for i, one in enumerate(tables(12, 9))],
+    )
+    given, where = [*pooled, *sequences], cluster(4)
+    neutral = solve(given, where, batch_size=BATCH).settings.budget_bytes
+    how = {"options": offered(given, [4, 8]), "rates": RATES, "batch_size": BATCH, "budget": f"{0.6 * neutral!r} B"}
+    free = plan_compression(given, where, **how)  # type: ignore[arg-type]
+    assert free.step_seconds <= free.lower_bound_seconds * 1.0102
+    assert free.memory_bytes <= free.budget_bytes
+    limit = free.loss
+    less = plan_compression(given, where, **how, loss_limit=limit)  # type: ignore[arg-type]
+    assert less.loss <= limit * (1 + 1e-9)
+    assert less.step_seconds >= free.lower_bound_seconds * (1 - 1e-9)
+    assert free.step_seconds >= less.lower_bound_seconds * (1 - 0.0102)
+    with pytest.raises(SolverError, match="no choice keeps the losses within"):  # which is proven, not given up
+        plan_compression(given, where, **how, loss_limit=0.2)  # type: ignore[arg-type]
+
+
 def test_pins_are_of_sharded_tables() -> None:
     given, where = tables(2, 3), cluster()
     options, asked = offered(given[:1], [4]), {"t0": TableConstraints(pin=[1])}

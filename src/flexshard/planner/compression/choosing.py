@@ -53,7 +53,7 @@ def plan_compression(
     A step is the lookups of all tables, with backward and update, and exposed communication. Where options of a table
     differ in rank alone, the least rank is the fastest and the smallest: offer ranks that you accept, or give their
     losses and a limit. Where TorchRec shards tables, or the objective is "step", how each is sharded and the others'
-    tiers come from the same problem, for the shortest step, and at most six tables without pooling may be compressed.
+    tiers come from the same problem, for the shortest step.
 
     Args:
         tables, cluster, how: a :class:`Problem`, or the tables, cluster and options of one, as for :func:`solve`.

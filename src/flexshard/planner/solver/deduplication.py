@@ -116,7 +116,7 @@ class Variants:
             return self._solve(limit_bytes, tiers, start_price)
         found: list[tuple[Instance, Solution]] = []
         errors: list[BudgetError] = []
-        for view in self._gathering_views(tiers):
+        for view in self.views(tiers):
             if found:
                 instance, best = min(found, key=lambda pair: pair[1].seconds)
                 bound = view._bound(limit_bytes, tiers, best.price)
@@ -164,11 +164,14 @@ class Variants:
         view.__dict__.update({name: replace(getattr(self, name), gathering=gathering) for name in needed})
         return view
 
-    def _gathering_views(self, tiers: int) -> Iterator[Variants]:
-        """The same with gradients gathered at every choice of levels with copies, at none first; always at all of them
-        if nothing else is wanted.
+    def views(self, tiers: int) -> Iterator[Variants]:
+        """The same with gradients gathered at every choice of levels with copies, where they may be, at none first;
+        always at all of them if nothing else is wanted.
         """
         plain, reduction = self.plain, self.problem.reduction
+        if reduction == "dense":
+            yield self
+            return
         copied = np.flatnonzero(plain.group_sizes < plain.cluster.world_size).tolist()
         always = reduction == "sparse"
         if not always:
@@ -254,23 +257,28 @@ class Variants:
 
     def _cheapest(self, levels: IntArray, price: float) -> tuple[float, float, BoolArray]:
         """Seconds without latencies, and memory, of tables whose rows are where they cost least at a price, and which
-        of these tables are deduplicated.
+        of these tables are deduplicated. What all take to be looked up as they are sent by default is a latency.
         """
-        if not self.are_chosen:
-            seconds, memory = cheapest_tables(self.fixed, levels, price)
-            return float(seconds.sum()), float(memory.sum()) + self.fixed.held_bytes, self.fixed.deduplicated
-        (seconds, memory), (less_seconds, less_memory) = (
-            cheapest_tables(instance, levels, price) for instance in (self.plain, self.once)
-        )
-        # Rows that are not sent are not looked up either.
-        less_seconds = less_seconds + self.once.once_seconds + self.once.local_seconds - self.plain.local_seconds
+        seconds, memory, once = self.cheapest(levels, price)
+        default = self.plain if self.are_chosen else self.fixed
+        always = default.local_seconds + np.where(default.deduplicated, default.once_seconds, 0.0)
+        return float((seconds - always).sum()), float(memory.sum()), once
+
+    def cheapest(self, levels: IntArray, price: float) -> tuple[FloatArray, FloatArray, BoolArray]:
+        """Of each table whose rows are where they cost least at a price: seconds without those of calls, memory, and
+        whether it is deduplicated; shape (T,) each.
+        """
+        sides = (self.plain, self.once) if self.are_chosen else (self.fixed,)
+        found = []
+        for side in sides:
+            seconds, memory = cheapest_tables(side, levels, price)
+            # Rows that are not sent are not looked up either.
+            local = side.local_seconds + np.where(side.deduplicated, side.once_seconds, 0.0)
+            found.append((seconds + local, memory + side.table_held_bytes))
+        (seconds, memory), (less_seconds, less_memory) = found[0], found[-1]
         better = less_seconds + price * less_memory < seconds + price * memory
-        held = self.plain.held_bytes
-        return (
-            float(np.where(better, less_seconds, seconds).sum()),
-            float(np.where(better, less_memory, memory).sum()) + held,
-            better,
-        )
+        once = better if self.are_chosen else self.fixed.deduplicated
+        return np.where(better, less_seconds, seconds), np.where(better, less_memory, memory), once
 
     def _bound(self, limit_bytes: float, tiers: int, price: float) -> float:
         """No placement within a budget takes less, whatever the price at which this is said."""

@@ -35,7 +35,7 @@ from flexshard.planner.translations import Translation
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["solve_step"]
+__all__ = ["bounding_view", "solve_step"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -48,7 +48,7 @@ _NOTHING = StepWork(0.0)
 @dataclass(frozen=True, eq=False)
 class _Met:
     """A placement: its step, the weighted problem that it is of, what its links take in each phase (shape (phases,
-    links)), and all else.
+    links)), and all else; and a bound of all steps, unless the problem's links come one after another.
     """
 
     seconds: float
@@ -57,6 +57,7 @@ class _Met:
     solution: Solution
     links: FloatArray
     rest: float
+    bound: float | None
 
 
 def solve_step(
@@ -71,46 +72,63 @@ def solve_step(
     Raises:
         BudgetError: nothing fits; its ``least_bytes`` would.
     """
+    world, problem = variants.problem.cluster.world_size, variants.problem
+    found, bound = _search(variants, limit_bytes, tiers)
+    best = min(found, key=lambda one: one.seconds)
+    solution = replace(best.solution, seconds=best.seconds, lower_bound_seconds=min(best.seconds, bound))
+    price = solution.price or None
+
+    def at(limit: float) -> float:
+        instance, other = best.view.solve(limit, tiers, start_price=price)
+        plain = variants.of(instance.deduplicated)
+        return step_seconds(cost_of_reduced(plain, other.allocation, problem.reduction), world, _NOTHING)
+
+    return best.instance, solution, at
+
+
+def bounding_view(variants: Variants, limit_bytes: float, tiers: int) -> Variants:
+    """The weighted problem whose placements bound steps best, of those that are met within a budget: what a placement
+    takes under its weights, no step that has it is shorter than. Raises as :func:`solve_step`.
+    """
+    found, _ = _search(variants, limit_bytes, tiers)
+    weighted = [one for one in found if one.bound is not None]
+    return max(weighted, key=lambda one: one.bound or 0.0).view
+
+
+def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_Met], float]:
+    """The placements met, and a bound of all steps."""
     problem, world = variants.problem, variants.problem.cluster.world_size
     sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
     found: list[_Met] = []
 
-    def cost_of(instance: Instance, solution: Solution) -> Cost:
-        return cost_of_reduced(variants.of(instance.deduplicated), solution.allocation, problem.reduction)
-
-    def keep(view: Variants, instance: Instance, solution: Solution) -> None:
-        cost = cost_of(instance, solution)
-        links = _by_link(cost, sizes, world)
-        found.append(_Met(step_seconds(cost, world, _NOTHING), view, instance, solution, *links))
+    def keep(view: Variants, instance: Instance, solution: Solution, *, bounds: bool) -> None:
+        plain = variants.of(instance.deduplicated)
+        cost = cost_of_reduced(plain, solution.allocation, problem.reduction)
+        bound = solution.lower_bound_seconds if bounds else None
+        seconds = step_seconds(cost, world, _NOTHING)
+        found.append(_Met(seconds, view, instance, solution, *_by_link(cost, sizes, world), bound))
 
     # As if one link came after another: the shortest step that is not the least communication is shorter still.
-    keep(variants, *variants.solve(limit_bytes, tiers))
-    bounds = [found[0].solution.lower_bound_seconds] if len(sizes) < 2 else []
+    keep(variants, *variants.solve(limit_bytes, tiers), bounds=len(sizes) < 2)
     close = _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY
     exposed = _exposed_per_read(variants.plain, problem)
     weights = np.zeros((len(_PHASES), len(sizes)))
     if sizes:
         weights[:, -1] = 1.0
-    for _ in range(_ROUNDS if len(sizes) > 1 else 0):
-        if bounds and is_enough():
+    for number in range(_ROUNDS if len(sizes) > 1 else 0):
+        if number and is_enough():
             break
         weights = _in_order(exposed, weights)
         view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)
-        instance, solution = view.solve(limit_bytes, tiers)
-        bounds.append(solution.lower_bound_seconds)
-        keep(view, instance, solution)
+        keep(view, *view.solve(limit_bytes, tiers), bounds=True)
         weights, most = _highest(found, weights.shape, exposed)
-        if min(most, *(one.seconds for one in found)) <= max(bounds) * (1 + close):
+        if min(most, *(one.seconds for one in found)) <= _highest_bound(found) * (1 + close):
             break
-    best = min(found, key=lambda one: one.seconds)
-    bound = min(best.seconds, *bounds) if len(sizes) < 2 else min(best.seconds, max(bounds))
-    solution = replace(best.solution, seconds=best.seconds, lower_bound_seconds=bound)
-    price = solution.price or None
-    return (
-        best.instance,
-        solution,
-        lambda limit: step_seconds(cost_of(*best.view.solve(limit, tiers, start_price=price)), world, _NOTHING),
-    )
+    return found, _highest_bound(found)
+
+
+def _highest_bound(found: Sequence[_Met]) -> float:
+    return max(one.bound for one in found if one.bound is not None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -130,6 +130,16 @@ class Menus:
         """What is paid once for all options like this one."""
         return self.charges[option.charge] if option.charge >= 0 else 0.0
 
+    def alike(self, name: str, kind: int, seconds: float, nbytes: float = 0.0, source: int = 0) -> Option:
+        """An option of which every rank has the same, of one kind of memory; which kind of load it is does not matter
+        then.
+        """
+        perf, memory = np.zeros((len(self.loads), self.ranks)), np.zeros((len(self.kinds), self.ranks))
+        perf[0] = seconds
+        if nbytes:
+            memory[kind] = nbytes
+        return Option(name, Spread.EVERY_RANK, perf, memory, source)
+
     def with_kinds(self, kinds: Sequence[int]) -> Menus:
         """With some of the kinds of memory alone."""
         options = [tuple(replace(one, memory=one.memory[kinds]) for one in menu) for menu in self.options]
@@ -141,9 +151,9 @@ class Menus:
         return replace(self, options=tuple(options))
 
 
-def undominated(menus: Menus) -> Menus:
+def undominated(menus: Menus, *, with_kinds: Collection[str] = ()) -> Menus:
     """Without the options that cannot be placed, those that another one of the table beats shard by shard, and the
-    kinds of memory that cannot be exceeded.
+    kinds of memory that cannot be exceeded, unless they are among those that stay in any case.
 
     An option is beaten by one with as many shards, none of which costs or weighs more, and which may lie where this one
     may. On a single host a block is a shard for every rank, and one host is any rank.
@@ -159,15 +169,16 @@ def undominated(menus: Menus) -> Menus:
             if _fits(option, menus, room) and (table not in grouped or _on_one_host(option, menus))
         ]
         kept.append(tuple(option for i, option in enumerate(usable) if not _beaten(i, usable)))
-    return _binding(replace(menus, options=tuple(kept), together=() if single else menus.together))
+    return _binding(replace(menus, options=tuple(kept), together=() if single else menus.together), with_kinds)
 
 
-def _binding(menus: Menus) -> Menus:
-    """Without the kinds of memory that no rank could run out of if it held everything."""
+def _binding(menus: Menus, others: Collection[str]) -> Menus:
+    """Without the kinds of memory that no rank could run out of if it held everything, but with the others."""
     most = np.zeros(len(menus.kinds))
     for menu in menus.options:
         most += np.max([option.memory.sum(axis=1) for option in menu], axis=0, initial=0.0)
-    return menus.with_kinds(np.flatnonzero(most > menus.capacity.min(axis=1, initial=np.inf)).tolist())
+    binding = most > menus.capacity.min(axis=1, initial=np.inf)
+    return menus.with_kinds([kind for kind, name in enumerate(menus.kinds) if binding[kind] or name in others])
 
 
 def _spread_out(option: Option, single_host: bool, ranks: int) -> Option:
