@@ -44,7 +44,8 @@ class Relaxed:
     """Plans of which it is open where some tables are.
 
     Attributes:
-        bound: none of them takes less; infinite where none fits.
+        bound: none of them takes less; infinite where none fits. Of those that were ruled out it says no more than
+            that they take as much as the one known.
         inside, outside: tables that every plan better than the one known has in tiers, and not in tiers.
         better_outside: of the others, those that are better off sharded at the bound's prices.
         most_decided: that of the others to which it makes the most of a difference; None where there are no others.
@@ -101,7 +102,8 @@ class Relaxation:
             prices = self._prices(within, without)
             bound = np.inf if prices is None else self._bound(prices, within, without)
             if prices is None or bound >= known:
-                return Relaxed(bound, within, without, frozenset(), None)
+                ruled_out = (within, without) != (frozenset(inside), frozenset(outside))  # since they take that much
+                return Relaxed(min(bound, known) if ruled_out else bound, within, without, frozenset(), None)
             open_tables = [name for name in self._of_menus if name not in within and name not in without]
             value, tiers, sharded = self._values(known, prices, within, open_tables)
             more = [(each - np.minimum(tiers, sharded)) / self._menus.ranks for each in (sharded, tiers)]
@@ -109,7 +111,7 @@ class Relaxation:
             refuted = [(value[:, None] + each > known * (1 + _SAFETY)).all(axis=0) for each in more]
             must, must_not = ({open_tables[i] for i in np.flatnonzero(mask)} for mask in refuted)
             if must & must_not:
-                return Relaxed(max(bound, known), within, without, frozenset(), None)
+                return Relaxed(known, within, without, frozenset(), None)
             if not must and not must_not:
                 break
             within, without = within | must, without | must_not
