@@ -12,6 +12,7 @@ import pytest
 from flexshard import Plan, Problem, Table, TableConstraints, solve
 from flexshard.costmodels import StepWork
 from flexshard.errors import BudgetError
+from flexshard.planner.whole_model import joint
 from flexshard.planner.whole_model.cases import Cases
 from tests.planner.whole_model.test_joint import cluster, tables
 from tests.slow import first
@@ -91,3 +92,21 @@ def test_many_tables_may_be_in_tiers_or_not(seed: int) -> None:
         other = seconds_of(problem_of(own, seed, share, set(), outside))
         assert seconds <= other * (1 + 2e-3)
         assert plan.lower_bound_seconds <= other * (1 + 1e-9)
+
+
+def test_plans_that_were_not_found_count_as_much_as_they_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tables(0, 0, 2)
+    problem = problem_of(own, 0, 4.0, {"s0", "s1"}, set())
+    best = seconds_of(problem)
+    searched = joint._searched
+
+    def not_found(problem: Problem, sequences: Any, *rest: Any) -> Any:
+        if sequences is not None and len(sequences.problem.tables) == 2:
+            raise BudgetError("none was found", 0.0, by_sums=False)
+        return searched(problem, sequences, *rest)
+
+    assert solve(problem).tables.keys() == {"s0", "s1"}
+    monkeypatch.setattr(joint, "_searched", not_found)
+    plan = solve(problem)
+    assert len(plan.tables) < 2
+    assert plan.lower_bound_seconds <= best

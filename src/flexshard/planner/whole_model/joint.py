@@ -35,7 +35,7 @@ _FOR_COLUMNS = 0.4  # of the time, for the first placements of the sequences
 _SHARE = 0.5  # of what is left, for plans; the rest is for the bound, and for further placements
 _ROUNDS = 4  # of further placements
 _OF_TIME = 0.3  # that is left, for one choice of the tables in tiers
-_WITHOUT_PLAN = 64  # choices that are tried when time is up, as long as none of them fits
+_WITHOUT_PLAN = 100  # choices, decided in part or whole, that are looked at whatever the time while no plan is known
 _AT_LEAST = 5.0  # seconds for the placement that is taken, whatever is left
 
 
@@ -140,7 +140,7 @@ class _Search:
 
     def __init__(self, problem: Problem, cases: Cases, until: float) -> None:
         self._problem, self._cases, self._until = problem, cases, until
-        self._solved: dict[frozenset[str], float] = {}  # of tables not in tiers, the bound; infinite where none fits
+        self._solved: dict[frozenset[str], float] = {}  # by the tables not in tiers, the bound
         self._errors: list[FlexShardError] = []
         self._best: _Solved | None = None
         self._lower = np.inf  # of all that was looked at or left out
@@ -168,7 +168,7 @@ class _Search:
         number, waiting = 0, [_Open(0.0, 0, frozenset(), frozenset())]
         while waiting:
             one = heapq.heappop(waiting)
-            if one.bound >= self._enough or self._is_late():
+            if one.bound >= self._enough or self._is_late(number):
                 self._lower = min(self._lower, one.bound)  # the others' are no less
                 return
             enough = self._enough
@@ -201,12 +201,12 @@ class _Search:
         """That are left."""
         return max(self._until - time.monotonic(), 0.0)
 
-    def _is_late(self) -> bool:
-        return not self._seconds() and (self._best is not None or len(self._solved) >= _WITHOUT_PLAN)
+    def _is_late(self, number: int) -> bool:
+        return not self._seconds() and (self._best is not None or number >= _WITHOUT_PLAN)
 
     def _solve(self, outside: frozenset[str]) -> float:
         """Look for the best plan where just these of the undecided tables are not in tiers; a bound of such plans,
-        infinite where none fits.
+        infinite where it is known that none fits.
         """
         if outside not in self._solved:
             case, seconds = self._cases.of(outside), self._seconds() * (_OF_TIME if self._cases.undecided else 1.0)
@@ -216,7 +216,8 @@ class _Search:
                 )
             except (BudgetError, JobError) as error:
                 self._errors.append(error)
-                least = np.inf
+                # What fits all ranks together may fit them one by one, though no plan was found.
+                least = 0.0 if isinstance(error, BudgetError) and not error.by_sums else np.inf
             else:
                 if self._best is None or found.rating < self._best.found.rating:
                     self._best = _Solved(case, menus, found, column)
