@@ -200,9 +200,12 @@ def test_rows_dealt_by_id_are_as_even_as_those_dealt_by_popularity() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_priced_is_what_is_called(seed: int) -> None:
-    """Of random jobs of up to 50 groups: the calls of every kind, level and content, and bytes for the same lookups."""
+    """Of random jobs of up to 50 groups: the calls of every kind, level and content, and bytes for the same batches; to
+    the byte where it is known what each rank asks each for.
+    """
     _, same, nbytes = compared(seed)
     assert same
-    for (_, _, content), (priced, counted) in nbytes.items():
+    for (_, _, content), (expected, exact, counted) in nbytes.items():
+        assert counted == exact, content
         rows = content in ("embeddings", "gradients")  # between which is padding
-        assert counted == pytest.approx(priced, rel=0.12 if rows else 1e-12), content
+        assert counted == pytest.approx(expected, rel=0.12 if rows else 1e-12), content

@@ -13,8 +13,9 @@ from flexshard.errors import JobError
 from flexshard.planner.constraints import TIERS, TableConstraints
 from flexshard.planner.deciding import checked_limit
 from flexshard.planner.problem import Problem
+from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.solver.instance import memory_limit
-from flexshard.planner.whole_model.columns import Column, Sequences
+from flexshard.planner.whole_model.columns import MOST_WORK, Column, Sequences
 from flexshard.planner.whole_model.menus import Menus, Option
 from flexshard.planner.whole_model.pooled_menus import HBM, Choice, PooledMenus, pooled_menus, table_options
 from flexshard.planner.whole_model.relaxation import Relaxation
@@ -86,7 +87,8 @@ class Cases:
         left = memory_limit(self.limit) - sum(received[name] for name in self._sharded)
         capacity[menus.kinds.index(HBM)] = max(left, 0.0)  # of what is not sharded in any case, nothing is taken off
         menus = replace(menus, capacity=capacity)
-        return Relaxation(menus, received, self._first.variants, self.limit, self._problem.tiers)
+        with ended_at(self._until, MOST_WORK):
+            return Relaxation(menus, received, self._first.variants, self.limit, self._problem.tiers)
 
     def _sequences(self, names: Collection[str]) -> Sequences | None:
         """Those in tiers where some of the undecided ones are not."""

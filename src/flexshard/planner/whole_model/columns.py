@@ -21,10 +21,10 @@ from flexshard.planner.whole_model.menus import Menus, undominated
 from flexshard.planner.whole_model.pooled_menus import HBM
 from flexshard.planner.whole_model.program import solve_menus_program
 
-__all__ = ["Bound", "Column", "Sequences", "first_columns"]
+__all__ = ["MOST_WORK", "Bound", "Column", "Sequences", "first_columns"]
 
+MOST_WORK = 500_000.0  # microseconds that may go into making one placement of the sequences exact
 _FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
-_MOST_WORK = 500_000.0  # microseconds that may go into making one placement of the sequences exact
 _CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
 _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
 
@@ -67,7 +67,7 @@ class Sequences:
         if limit not in self._known:
             solve = self._step if self.problem.objective == "step" else self._communication
             # What takes longest is to prove the last millionth of one placement.
-            with ended_at(self.until, _MOST_WORK):
+            with ended_at(self.until, MOST_WORK):
                 self._known[limit] = Column(limit, *solve(limit))
         return self._known[limit]
 
