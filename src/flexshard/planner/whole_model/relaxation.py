@@ -30,8 +30,7 @@ from flexshard.planner.whole_model.program import solve_menus_program
 __all__ = ["Relaxation", "Relaxed"]
 
 FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+Kind = tuple[int, str, str]  # of a class of tables
 
 _PRICES, _SAME = 8, 1e-3  # tried of memory; two that are one
 _BISECTIONS = 40
@@ -219,11 +218,7 @@ class Relaxation:
         return np.take_along_axis(seconds, best, axis=0)[0], np.take_along_axis(nbytes, best, axis=0)[0]
 
     def _values(
-        self,
-        rating: float,
-        prices: FloatArray,
-        inside: frozenset[str],
-        open_tables: Sequence[str],
+        self, rating: float, prices: FloatArray, inside: frozenset[str], open_tables: Sequence[str]
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """What all tables cost a rank on average where no option is dearer than the rating, of each way, shape (ways,);
         and what each of the open ones costs all ranks in tiers, and sharded, shape (ways, open) each.
@@ -239,9 +234,8 @@ class Relaxation:
         tiers = of_rows[:, [self._of_rows[name] for name in open_tables]]
         sharded = np.broadcast_to([float(least[self._of_menus[name]]) for name in open_tables], tiers.shape)
         total = in_menus + of_rows[:, in_tiers].sum(axis=1) + np.minimum(tiers, sharded).sum(axis=1)
-        calls = np.array([self._calls(levels, in_tiers) for _, levels in self._ways])
-        charged = self._charged(rating, undecided)
-        return (total - prices @ self._room) / ranks + calls + charged, tiers, sharded
+        once = self._calls(in_tiers) + self._charged(rating, undecided)
+        return (total - prices @ self._room) / ranks + once, tiers, sharded
 
     def _least_charges(self, rating: float) -> FloatArray:
         """Of each menu, the least charge of an option that is not dearer than the rating; shape (N,)."""
@@ -283,29 +277,30 @@ class Relaxation:
 
     # -- calls
 
-    def _calls(self, levels: IntArray, in_tiers: Sequence[int]) -> float:
-        """What calls take at least where these tables are in tiers: those of one class, which all go with."""
+    def _calls(self, in_tiers: Sequence[int]) -> FloatArray:
+        """What calls take at least where these tables are in tiers, those of one class, which all go with; of each way,
+        shape (ways,).
+        """
         kinds = {self._kinds[index] for index in in_tiers}
-        return min((self._call_seconds[kind][self._numbers(levels)] for kind in kinds), default=0.0)
-
-    @staticmethod
-    def _numbers(levels: IntArray) -> tuple[int, ...]:
-        return tuple(levels.tolist())
+        if not kinds:
+            return np.zeros(len(self._ways))
+        return np.asarray(np.min([self._call_seconds[kind] for kind in kinds], axis=0))
 
     @cached_property
-    def _kinds(self) -> list[Any]:
-        """The class of each table in tiers."""
+    def _kinds(self) -> list[Kind]:
+        """The class of each table that may be in tiers."""
         return [kind_of(table) for table in self._view.problem.tables]
 
     @cached_property
-    def _call_seconds(self) -> dict[Any, dict[tuple[int, ...], float]]:
-        """Of one table of each class by itself, at each choice of levels: seconds of calls."""
-        problem, found = self._view.problem, {}
+    def _call_seconds(self) -> dict[Kind, FloatArray]:
+        """Of one table of each class by itself: seconds of calls, of each way; shape (ways,)."""
+        problem: Any = self._view.problem
+        found = {}
         for kind in dict.fromkeys(self._kinds):
             table = problem.tables[self._kinds.index(kind)]
-            alone = Variants(_of_one(problem, table), self._view.plain.level_order).plain
+            alone = Variants(replace(problem, tables=(table,)), self._view.plain.level_order).plain
             own = alone.index_dedup_seconds + float(alone.local_seconds.sum())
-            found[kind] = {self._numbers(levels): alone.latency_seconds(levels) - own for _, levels in self._ways}
+            found[kind] = np.array([alone.latency_seconds(levels) - own for _, levels in self._ways])
         return found
 
     @cached_property
@@ -319,10 +314,6 @@ def _heavier(option: Option, kind: int, nbytes: float) -> Option:
     memory = option.memory.copy()
     memory[kind] += nbytes / option.shards
     return replace(option, memory=memory)
-
-
-def _of_one(problem: Any, table: Any) -> Any:
-    return replace(problem, tables=(table,))
 
 
 def _bounding(rows: Variants, limit: float, tiers: int) -> Variants:
