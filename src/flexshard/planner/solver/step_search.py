@@ -48,7 +48,7 @@ _NOTHING = StepWork(0.0)
 @dataclass(frozen=True, eq=False)
 class _Met:
     """A placement: its step, the weighted problem that it is of, what its links take in each phase (shape (phases,
-    links)), and all else; and a bound of all steps, unless the problem's links come one after another.
+    links)), and all else; and a bound of all steps, minus infinity where the problem's links come one after another.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class _Met:
     solution: Solution
     links: FloatArray
     rest: float
-    bound: float | None
+    bound: float
 
 
 def solve_step(
@@ -72,16 +72,14 @@ def solve_step(
     Raises:
         BudgetError: nothing fits; its ``least_bytes`` would.
     """
-    world, problem = variants.problem.cluster.world_size, variants.problem
     found, bound = _search(variants, limit_bytes, tiers)
     best = min(found, key=lambda one: one.seconds)
     solution = replace(best.solution, seconds=best.seconds, lower_bound_seconds=min(best.seconds, bound))
     price = solution.price or None
 
     def at(limit: float) -> float:
-        instance, other = best.view.solve(limit, tiers, start_price=price)
-        plain = variants.of(instance.deduplicated)
-        return step_seconds(cost_of_reduced(plain, other.allocation, problem.reduction), world, _NOTHING)
+        cost = _cost(variants, *best.view.solve(limit, tiers, start_price=price))
+        return step_seconds(cost, variants.problem.cluster.world_size, _NOTHING)
 
     return best.instance, solution, at
 
@@ -91,8 +89,7 @@ def bounding_view(variants: Variants, limit_bytes: float, tiers: int) -> Variant
     takes under its weights, no step that has it is shorter than. Raises as :func:`solve_step`.
     """
     found, _ = _search(variants, limit_bytes, tiers)
-    weighted = [one for one in found if one.bound is not None]
-    return max(weighted, key=lambda one: one.bound or 0.0).view
+    return max(found, key=lambda one: one.bound).view
 
 
 def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_Met], float]:
@@ -102,9 +99,8 @@ def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_M
     found: list[_Met] = []
 
     def keep(view: Variants, instance: Instance, solution: Solution, *, bounds: bool) -> None:
-        plain = variants.of(instance.deduplicated)
-        cost = cost_of_reduced(plain, solution.allocation, problem.reduction)
-        bound = solution.lower_bound_seconds if bounds else None
+        cost = _cost(variants, instance, solution)
+        bound = solution.lower_bound_seconds if bounds else -np.inf
         seconds = step_seconds(cost, world, _NOTHING)
         found.append(_Met(seconds, view, instance, solution, *_by_link(cost, sizes, world), bound))
 
@@ -122,13 +118,15 @@ def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_M
         view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)
         keep(view, *view.solve(limit_bytes, tiers), bounds=True)
         weights, most = _highest(found, weights.shape, exposed)
-        if min(most, *(one.seconds for one in found)) <= _highest_bound(found) * (1 + close):
+        if min(most, *(one.seconds for one in found)) <= max(one.bound for one in found) * (1 + close):
             break
-    return found, _highest_bound(found)
+    return found, max(one.bound for one in found)
 
 
-def _highest_bound(found: Sequence[_Met]) -> float:
-    return max(one.bound for one in found if one.bound is not None)
+def _cost(variants: Variants, instance: Instance, solution: Solution) -> Cost:
+    """What a placement costs without weights."""
+    plain = variants.of(instance.deduplicated)
+    return cost_of_reduced(plain, solution.allocation, variants.problem.reduction)
 
 
 @dataclass(frozen=True, eq=False)
