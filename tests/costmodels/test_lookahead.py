@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 import flexshard
-from flexshard.costmodels import longest_lookahead, lookahead_reads, lookahead_reads_of_stretches
+from flexshard.costmodels import (
+    cached_share,
+    cached_shares,
+    longest_lookahead,
+    lookahead_reads,
+    lookahead_reads_of_stretches,
+)
 from flexshard.errors import JobError
 from flexshard.profiling import power_law_probabilities
 
@@ -21,6 +27,15 @@ def test_a_profile_worked_by_hand() -> None:
     assert reads.cached == pytest.approx(4 * (1 - (1 / 4) ** 3))
     assert lookahead_reads(profile, 2, 0).fetched == pytest.approx(reads.distinct)
     assert lookahead_reads(profile, 2, 0).cached == pytest.approx(reads.distinct)
+
+
+def test_shares_of_many_numbers_of_batches_are_those_of_each() -> None:
+    """To rounding, which a power of n multiplies, of rows that are hardly read as of those that nearly always are."""
+    chances, batches = np.array([0.0, 1e-300, 1e-15, 1e-6, 0.1, 0.5, 0.9, 1 - 1e-12]), (1, 2, 3, 7, 97, 16_385)
+    for number, found in zip(batches, cached_shares(chances, batches), strict=True):
+        for each, expected in zip(found, cached_share(chances, number), strict=True):
+            assert each == pytest.approx(expected, rel=1e-14 * (1 + number), abs=1e-300)
+    assert [(float(held), float(fetched)) for held, fetched in cached_shares(np.ones(1), (1, 5))] == [(1, 1), (1, 0)]
 
 
 def test_the_longest_lookahead_is_the_last_that_fits() -> None:

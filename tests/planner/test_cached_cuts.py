@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -85,8 +86,10 @@ def test_no_count_is_better_than_those_that_are_found(seed: int, *, bursts: bool
             prices = (1.0, 10 ** generator.uniform(-14, -7), float(generator.choice([0.0, 1e-13, 1e-10])))
             prices = (0.0, 1.0, prices[2]) if generator.random() < 0.1 else prices
             batches = sides[0].caches.batches
-            found = cached_cuts._best_cuts(sides, levels, prices, batches, everywhere=True)
-            for side, (number, ahead) in zip(sides, found, strict=True):
+            found = cached_cuts._best_cuts(sides, levels, prices, batches, between="looked at")
+            some = cached_cuts._best_cuts(sides, levels, prices, batches, between="bounded")
+            for side, (number, ahead, slack), (near, near_ahead, less) in zip(sides, found, some, strict=True):
+                assert not slack.any()
                 starts = instance.starts
                 for table, every in enumerate(costs(side, levels, prices, batches)):
                     rows = np.append(0, instance.cum_rows[starts[table] : starts[table + 1]])
@@ -94,6 +97,8 @@ def test_no_count_is_better_than_those_that_are_found(seed: int, *, bursts: bool
                     least = min(float(values.min()) for values in every.values())
                     size = max(float(np.abs(values).max()) for values in every.values())
                     assert taken <= least + 1e-11 * size
+                    bounded = every[int(near[table])][int(np.searchsorted(rows, near_ahead[table]))] - less[table]
+                    assert bounded <= least + 1e-11 * size
                 compared += np.count_nonzero((ahead > 0) & (ahead < instance.num_rows))
     assert compared  # with copies of some rows, and others behind a cache
 
@@ -108,7 +113,7 @@ def test_sums_of_any_rows(*, bursts: bool) -> None:
     counts = generator.integers(0, sizes[table] + 1)
     for stays in (1, 4, 1025):
         places, fetched = caches.of_rows(stays)
-        found = caches.sums_of_rows(stays, table, counts)
+        found = caches.sums_of_rows(np.full_like(table, stays), table, counts)
         units = (caches.row_host_bytes, caches.fetch_seconds)
         for sums, each, unit in zip(found, (places, fetched), units, strict=True):
             expected = [
@@ -165,6 +170,8 @@ def test_the_bound_at_prices_is_below_every_option(seed: int) -> None:
             prices = float(price), float(scale * generator.choice([0.0, 1e-3, 1e-1]))
             values = every.seconds + prices[0] * every.hbm_bytes + prices[1] * every.host_bytes
             expected = values.min() - prices[0] * room.hbm_bytes - prices[1] * room.host_bytes
-            assert cached_search.bound_at(sides, levels, limits, prices) <= expected + 1e-9 * values.min()
+            of = sides, levels, limits, (1.0, *prices), cached_search._batches(sides, levels)
+            for between in typing.get_args(cached_cuts.Between)[:2]:
+                assert cached_search._cheapest_of_all(*of, between=between)[1] <= expected + 1e-9 * values.min()
             cached += every.batches[values.argmin()] > 0
     assert cached or seed >= 4

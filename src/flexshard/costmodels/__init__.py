@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from flexshard.costmodels.lookahead import (
         LookaheadReads as LookaheadReads,
         cached_share as cached_share,
+        cached_shares as cached_shares,
         distinct_of_stretches as distinct_of_stretches,
         log_unread as log_unread,
         longest_lookahead as longest_lookahead,
@@ -142,6 +143,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "lookahead": [
             "LookaheadReads",
             "cached_share",
+            "cached_shares",
             "distinct_of_stretches",
             "log_unread",
             "longest_lookahead",

@@ -11,7 +11,7 @@ batch reads D(n), the cache has D((ℒ+1)n), of which D((ℒ+1)n) - D(ℒn) are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from flexshard.tables import expected_distinct
 __all__ = [
     "LookaheadReads",
     "cached_share",
+    "cached_shares",
     "distinct_of_stretches",
     "log_unread",
     "longest_lookahead",
@@ -157,7 +158,9 @@ def log_unread(q: FloatArray) -> FloatArray:
     return np.asarray(np.log1p(-np.minimum(q, 1.0 - 2**-53)))
 
 
-def cached_share(q: FloatArray, batches: float, unread: FloatArray | None = None) -> tuple[FloatArray, FloatArray]:
+def cached_share(
+    q: FloatArray, batches: float | npt.NDArray[np.int64], unread: FloatArray | None = None
+) -> tuple[FloatArray, FloatArray]:
     """Of a row that a batch reads with probability q (any shape) and that stays in a cache for so many batches from
     one that reads it, that one included: the share of time that it is there, 1 - (1-q)^n; and how often a batch
     fetches it, q (1-q)^(n-1). With a lookahead of ℒ, n is at least ℒ + 1. ``unread``: :func:`log_unread` of q, where
@@ -165,6 +168,27 @@ def cached_share(q: FloatArray, batches: float, unread: FloatArray | None = None
     """
     unread = log_unread(q) if unread is None else unread
     return np.asarray(-np.expm1(batches * unread)), np.asarray(q * np.exp((batches - 1) * unread))
+
+
+def cached_shares(q: FloatArray, batches: Iterable[int]) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """:func:`cached_share` of several whole numbers of batches, each at least 1. Where they are sums of each other or
+    doubles, as 3, 5, 9, 17 are but for one, a product or two per number do what takes an exponential otherwise; nothing
+    is subtracted, so small shares are as exact.
+    """
+    known = {0: (np.zeros_like(q), np.ones_like(q)), 1: (q, 1.0 - q)}
+
+    def of(number: int) -> tuple[FloatArray, FloatArray]:
+        """That some of so many batches read a row, 1 - (1-q)^n, and that none does."""
+        if number not in known:
+            first, second = (number // 2, number // 2) if number % 2 == 0 else (number - 1, 1)
+            (read, unread), (later, never) = of(first), of(second)
+            known[number] = read + unread * later, unread * never
+        return known[number]
+
+    for number in batches:
+        read, unread = of(number - 1)
+        fetched = q * unread
+        yield read + fetched, fetched
 
 
 def _reads(q: FloatArray, rows: npt.NDArray[np.int64], ahead: int) -> LookaheadReads:

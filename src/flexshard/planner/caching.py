@@ -18,7 +18,7 @@ from flexshard.planner.plan import Plan, TableCache, TablePlan
 from flexshard.planner.problem import Problem
 from flexshard.planner.reductions import cost_with_reductions
 from flexshard.planner.solver.cached_rows import Options, Side, options_of
-from flexshard.planner.solver.cached_search import Limits, are_few, bound_at, choose_cached, least_hbm_bytes
+from flexshard.planner.solver.cached_search import Limits, are_few, choose_cached, least_hbm_bytes, takes_longer
 from flexshard.planner.solver.cached_sums import CachedSums
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.tables import Table
@@ -89,8 +89,7 @@ def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
     prices: tuple[float, float] | None = None
     for levels in subsets:
         latency = float(instance.alpha_seconds[levels].sum()) + instance.always_seconds
-        known = -np.inf if found is None or prices is None else latency + bound_at(sides, levels, limits, prices)
-        if found is not None and known >= found.seconds:
+        if found and prices and takes_longer(sides, levels, limits, prices, found.seconds - latency):
             continue
         choice = choose_cached(sides, levels, limits)
         prices = choice.prices

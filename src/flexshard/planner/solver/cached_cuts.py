@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.planner.solver.cached_rows import Options, Side, options_of
+from flexshard.planner.solver.cached_rows import Options, Side, options_and_least, options_of
 from flexshard.planner.solver.cached_sums import CachedSums, Cuts, Prices, least_of
 from flexshard.planner.solver.instance import Allocation
 from flexshard.planner.solver.thresholds import allocate, thresholds
 
-__all__ = ["cheapest"]
+__all__ = ["Between", "cheapest"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+Between = Literal["looked at", "bounded", "left out"]  # counts between some
 
 
 def cheapest(
-    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, everywhere: bool
+    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, between: Between
 ) -> tuple[Options, FloatArray, FloatArray]:
     """Of every table, looked up in each way, the best option without a cache, and with one, at prices of a second, of a
     byte of a rank's memory and of one of its host's; what they cost so; and what all that are like them cost at least,
@@ -31,26 +33,29 @@ def cheapest(
         levels: indices of the levels that may be used, ascending.
         prices: the first is 1, or 0 to count memory alone.
         batches: for which rows may stay; none where the last level is not the row-wise one, which caches are of.
-        everywhere: whether the last tier may begin behind every count, if its rows are behind a cache, or behind some.
+        between: whether the last tier may begin behind every count, if its rows are behind a cache, or behind some;
+            or behind some while what is said of all holds for every count, which takes a third of the time.
     """
     weight, price, host_price = prices
     tables = np.arange(len(sides[0].instance.tables))
-    found, loose = [], []
+    found, loose, slack = [], [], [np.zeros((len(sides), tables.size))]
     for side in sides:
         plain, _ = allocate(side.instance, levels, price if weight else np.inf)
         found.append(options_of(side, tables, plain, np.zeros_like(tables)))
         loose.append(found[-1])
-    best = _best_cuts(sides, levels, prices, batches, everywhere=everywhere)
-    for side, (number, cut) in zip(sides, best, strict=False):
+    best = _best_cuts(sides, levels, prices, batches, between=between)
+    for side, (number, cut, less) in zip(sides, best, strict=False):
         rows = _cut(side, levels, price if weight else np.inf, cut)
-        found.append(options_of(side, tables, rows, number))
-        loose.append(options_of(side, tables, rows, number, of_any_size=True))
+        options, least = options_and_least(side, tables, rows, number)
+        found.append(options)
+        loose.append(least)
+        slack.append(less[None])
 
     def priced(options: Options) -> FloatArray:
         return weight * options.seconds + price * options.hbm_bytes + host_price * options.host_bytes
 
     both = Options.joined(found)
-    return both, priced(both), priced(Options.joined(loose))
+    return both, priced(both), priced(Options.joined(loose)) - np.concatenate(slack).ravel()
 
 
 def _cut(side: Side, levels: IntArray, price: float, cut: IntArray) -> Allocation:
@@ -67,10 +72,10 @@ def _cut(side: Side, levels: IntArray, price: float, cut: IntArray) -> Allocatio
 
 
 def _best_cuts(
-    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, everywhere: bool
-) -> list[tuple[IntArray, IntArray]]:
-    """For how many batches each table's rows stay at these prices, and how many rows have copies; shape (T,) each, for
-    each side. Empty where there are no caches to choose from.
+    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, between: Between
+) -> list[tuple[IntArray, IntArray, FloatArray]]:
+    """For how many batches each table's rows stay at these prices, how many rows have copies, and by how much a choice
+    that was not looked at may be cheaper; shape (T,) each, for each side. Empty where there are no caches.
     """
     if not batches:
         return []
@@ -83,9 +88,12 @@ def _best_cuts(
         best = _Best.nothing(cuts.sizes.size)
         for stays, each in zip(batches, behind, strict=True):
             best.take(stays, each[cuts.ends], None if gain is None else gain - each, cuts)
-        if everywhere and gain is not None:
-            _look_between(side, levels, prices, dict(zip(batches, behind, strict=True)), gain, best)
-        found.append((best.stays, np.where(best.count < 0, 0, caches.instance.cum_rows[np.maximum(best.count, 0)])))
+        slack = np.zeros(cuts.sizes.size)
+        if gain is not None and between != "left out":
+            of = side, levels, prices, dict(zip(batches, behind, strict=True)), gain, best
+            slack = _look_between(*of, bounded=between == "bounded")
+        rows = np.where(best.count < 0, 0, caches.instance.cum_rows[np.maximum(best.count, 0)])
+        found.append((best.stays, rows, slack))
     return found
 
 
@@ -134,10 +142,18 @@ class _Best:
 
 
 def _look_between(
-    side: Side, levels: IntArray, prices: Prices, behind: Mapping[int, FloatArray], gain: FloatArray, best: _Best
-) -> None:
+    side: Side,
+    levels: IntArray,
+    prices: Prices,
+    behind: Mapping[int, FloatArray],
+    gain: FloatArray,
+    best: _Best,
+    *,
+    bounded: bool,
+) -> FloatArray:
     """Look at the counts between those that were looked at, where one of them may be better: in intervals in which
-    copies of one more row may cost more or less, and that are not too dear whatever these rows cost.
+    copies of one more row may cost more or less, and that are not too dear whatever these rows cost. By how much what
+    was not looked at may be better, shape (T,): by nothing, unless all are ``bounded`` and none is looked at.
     """
     caches, cuts = side.caches, side.caches.some_cuts
     intervals, table = caches.intervals, caches.intervals.table
@@ -145,15 +161,17 @@ def _look_between(
     nbytes, _ = side.sums_at(cuts)
     nbytes = nbytes - cuts.before(nbytes)
     several = intervals.last > intervals.first
-    live = {}
+    live, lowest = {}, best.value.copy()
     for stays, each in behind.items():
         least, most = intervals.places_and_fetches(stays, prices)
         falls, rises = low < most, high > least
         bound = each[cuts.ends][table] + cuts.before(gain - each) + np.minimum(low - most, 0.0) * nbytes
         live[stays] = several & falls & rises & (bound < best.value[table])
+        if bounded:
+            np.minimum.at(lowest, table[live[stays]], bound[live[stays]])
     union = np.logical_or.reduce(list(live.values()))
-    if not union.any():
-        return
+    if bounded or not union.any():
+        return best.value - lowest
     every, sizes = intervals.cuts(union), (intervals.last - intervals.first)[union]
     gain_between = _gain_of_caches(side, levels, prices, every)
     assert gain_between is not None
@@ -162,6 +180,7 @@ def _look_between(
             between = intervals.cuts(mask)
             change = gain_between[np.repeat(mask[union], sizes)] - _behind(caches, between, stays, prices)
             best.take(stays, behind[stays][cuts.ends], change, between)
+    return np.zeros(cuts.sizes.size)
 
 
 def _tier_ends(side: Side, levels: IntArray, prices: Prices) -> IntArray:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from flexshard.planner.solver.cached_sums import CachedSums, Cuts, Range
 from flexshard.planner.solver.instance import Allocation, Instance
 
-__all__ = ["SIGMAS", "Options", "Side", "hottest", "options_of"]
+__all__ = ["SIGMAS", "Options", "Side", "hottest", "options_and_least", "options_of"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -119,51 +119,50 @@ class Side:
         return self.sums[0][cuts.counts], self.sums[1][cuts.counts]
 
 
-def options_of(
-    side: Side, table: IntArray, allocation: Allocation, batches: IntArray, *, of_any_size: bool = False
-) -> Options:
-    """Options with these rows per level, shape (N, G), and these batches, shape (N,).
+def options_of(side: Side, table: IntArray, allocation: Allocation, batches: IntArray) -> Options:
+    """Options with these rows per level, shape (N, G), and these batches, shape (N,)."""
+    return options_and_least(side, table, allocation, batches)[0]
 
-    With ``of_any_size`` caches have as many places as their rows take on average, whether or not a batch fits: what
-    options cost at least.
+
+def options_and_least(
+    side: Side, table: IntArray, allocation: Allocation, batches: IntArray
+) -> tuple[Options, Options]:
+    """As :func:`options_of`, and the same with caches of as many places as their rows take on average, whether or not a
+    batch fits: what options cost at least.
     """
     instance, last = side.instance, side.instance.group_sizes.size - 1
-    row_bytes, num_rows = instance.row_bytes[table], instance.num_rows[table]
+    row_bytes = instance.row_bytes[table]
     reads = _tier_reads(instance, table, allocation)
     kind = instance.table_class[table]
     per_byte = (allocation * instance.comm_fixed[kind] + reads * instance.comm_per_read[kind]).sum(axis=1)
     held = (allocation * instance.memory_fixed[kind]).sum(axis=1) + reads @ instance.memory_per_read
-    seconds = row_bytes * per_byte + side.extra_seconds[table]
-    hbm = row_bytes * held
-    places, fetched = np.zeros(table.size), np.zeros(table.size)
+    seconds, hbm = row_bytes * per_byte + side.extra_seconds[table], row_bytes * held
     behind = allocation[:, last]
-    for number in np.unique(batches[batches > 0]).tolist():
-        of = np.flatnonzero((batches == number) & (behind > 0))
-        places[of], fetched[of] = _behind(side.caches, table[of], num_rows[of] - behind[of], number)
-        if of_any_size:
-            continue
+    places, fetched, needed = np.zeros((3, table.size))
+    of = np.flatnonzero((batches > 0) & (behind > 0))
+    if of.size:
         # Rows of a batch have to fit, whatever else is there: some more than a rank is expected to read.
-        _, read = _behind(side.caches, table[of], num_rows[of] - behind[of], 1)
-        ranks = instance.cluster.world_size
-        places[of] = np.maximum(places[of], read + ranks * SIGMAS * (np.sqrt(read / ranks) + 1.0))
+        first, ranks = instance.num_rows[table[of]] - behind[of], instance.cluster.world_size
+        (places[of], read), (fetched[of], _) = _behind(side.caches, table[of], first, batches[of])
+        needed[of] = np.maximum(places[of], read + ranks * SIGMAS * (np.sqrt(read / ranks) + 1.0))
+
+    def with_places(places: FloatArray, cached: npt.NDArray[np.bool_]) -> Options:
+        taken, moved = np.where(cached, places, 0.0), np.where(cached, fetched, 0.0)
+        host_bytes = np.where(cached, side.caches.row_host_bytes[table], 0.0)
+        return Options(
+            table,
+            np.full(table.size, side.once),
+            np.where(cached, batches, 0),
+            allocation,
+            seconds + side.caches.fetch_seconds[table] * moved,
+            hbm - host_bytes * (behind - taken),
+            np.asarray(host_bytes * behind, np.float64),
+            taken,
+            moved,
+        )
+
     # A cache of all rows is none.
-    cached = (batches > 0) & ((places < behind) | of_any_size)
-    places, fetched = np.where(cached, places, 0.0), np.where(cached, fetched, 0.0)
-    host_bytes = np.where(cached, side.caches.row_host_bytes[table], 0.0)
-    hbm = hbm - host_bytes * (behind - places)
-    seconds = seconds + side.caches.fetch_seconds[table] * fetched
-    host = np.asarray(host_bytes * behind, np.float64)
-    return Options(
-        table,
-        np.full(table.size, side.once),
-        np.where(cached, batches, 0),
-        allocation,
-        seconds,
-        hbm,
-        host,
-        places,
-        fetched,
-    )
+    return with_places(needed, (batches > 0) & (needed < behind)), with_places(places, batches > 0)
 
 
 def _tier_reads(instance: Instance, table: IntArray, allocation: Allocation) -> FloatArray:
@@ -200,15 +199,20 @@ def hottest(instance: Instance, options: Options) -> FloatArray:
     return np.column_stack(found)
 
 
-def _behind(caches: CachedSums, table: IntArray, first: IntArray, batches: int) -> tuple[FloatArray, FloatArray]:
-    """Places and fetches of the rows of tables from position ``first`` on; shape (N,) each."""
+def _behind(caches: CachedSums, table: IntArray, first: IntArray, batches: IntArray) -> Range:
+    """Places and fetches of the rows of tables from position ``first`` on, where they stay for so many batches, and for
+    one; shape (2, N) each.
+    """
     instance = caches.instance
     whole, left = _counts_in(instance, table, first)
     start, sizes = instance.starts[table], np.diff(instance.starts)[table]
     following = np.minimum(start + whole, start + sizes - 1)
-    found, units = [], (caches.row_host_bytes[table], caches.fetch_seconds[table])
-    of = (caches.sums_of_rows(batches, table, counts) for counts in (sizes, whole))
-    each = caches.of_rows(batches, following)
-    for total, before, one, unit in zip(*of, each, units, strict=True):
-        found.append(np.maximum((total - before) / unit - left * one, 0.0))
+    stays = np.concatenate([batches, np.ones_like(batches)])
+    table, whole, left, following, sizes = (np.tile(each, 2) for each in (table, whole, left, following, sizes))
+    units = caches.row_host_bytes[table], caches.fetch_seconds[table]
+    totals, before = (caches.sums_of_rows(stays, table, counts) for counts in (sizes, whole))
+    found = [
+        np.maximum((total - ahead) / unit - left * one, 0.0).reshape(2, -1)
+        for total, ahead, one, unit in zip(totals, before, caches.of_rows(stays, following), units, strict=True)
+    ]
     return found[0], found[1]

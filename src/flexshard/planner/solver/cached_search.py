@@ -10,13 +10,13 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.planner.solver.cached_cuts import cheapest
+from flexshard.planner.solver.cached_cuts import Between, cheapest
 from flexshard.planner.solver.cached_program import Chosen, Room, best_mixture, best_of_each
 from flexshard.planner.solver.cached_rows import Options, Side, options_of
 from flexshard.planner.solver.cached_sums import Prices
 from flexshard.planner.solver.instance import Instance
 
-__all__ = ["CachedChoice", "Limits", "are_few", "bound_at", "choose_cached", "least_hbm_bytes"]
+__all__ = ["CachedChoice", "Limits", "are_few", "choose_cached", "least_hbm_bytes", "takes_longer"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -76,11 +76,16 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
     return CachedChoice(replace(chosen, lower_bound_seconds=min(bound, chosen.seconds)), mixture.prices)
 
 
-def bound_at(sides: Sequence[Side], levels: IntArray, limits: Limits, prices: tuple[float, float]) -> float:
-    """No choice of these levels takes less, whatever the prices, without latencies."""
+def takes_longer(
+    sides: Sequence[Side], levels: IntArray, limits: Limits, prices: tuple[float, float], seconds: float
+) -> bool:
+    """Whether these prices show that every choice of these levels takes so long at least, without latencies."""
     batches = _batches(sides, levels)
-    _, bound = _cheapest_of_all(sides, levels, limits, (1.0, *prices), batches, everywhere=True)
-    return bound
+    looks: tuple[Between, ...] = ("bounded", "looked at")  # the first takes less time, and is mostly enough
+    return any(
+        _cheapest_of_all(sides, levels, limits, (1.0, *prices), batches, between=between)[1] >= seconds
+        for between in looks
+    )
 
 
 def _batches(sides: Sequence[Side], levels: IntArray) -> tuple[int, ...]:
@@ -95,11 +100,11 @@ def _cheapest_of_all(
     prices: Prices,
     batches: Sequence[int],
     *,
-    everywhere: bool,
+    between: Between,
 ) -> tuple[Options, float]:
     """The best option of every table at some prices, and their Lagrangian bound."""
     instance = sides[0].instance
-    both, values, least = cheapest(sides, levels, prices, batches, everywhere=everywhere)
+    both, values, least = cheapest(sides, levels, prices, batches, between=between)
     order = np.lexsort((values, both.table))
     first = order[np.searchsorted(both.table[order], np.arange(len(instance.tables)))]
     room, bound = limits.room(instance), np.full(len(instance.tables), np.inf)
@@ -111,7 +116,7 @@ def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) 
     """Least memory per rank of what fits its host's memory; where that is short, tables that save most per byte of it
     are kept there.
     """
-    both, _, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1], everywhere=True)
+    both, _, _ = cheapest(sides, levels, (0.0, 1.0, 0.0), _batches(sides, levels)[:1], between="looked at")
     count = len(sides[0].instance.tables)
     without, behind = np.full(count, np.inf), np.full(count, np.inf)
     needed = np.zeros(count)
@@ -160,16 +165,16 @@ def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple
     """Options that some prices ask for, and the highest bound of these prices."""
     every, room = _batches(sides, levels), limits.room(sides[0].instance)
 
-    def at(prices: Prices, batches: Sequence[int] = every, *, everywhere: bool) -> tuple[Options, float]:
-        return _cheapest_of_all(sides, levels, limits, prices, batches, everywhere=everywhere)
+    def at(prices: Prices, batches: Sequence[int] = every, *, between: Between) -> tuple[Options, float]:
+        return _cheapest_of_all(sides, levels, limits, prices, batches, between=between)
 
-    parts = [at(prices, every[:1], everywhere=True)[0] for prices in _EXTREMES]
+    parts = [at(prices, every[:1], between="looked at")[0] for prices in _EXTREMES]
     # Without a price of the host's memory first: one that the budget is just met at, among some of the options.
     price = float(parts[0].seconds.sum()) / max(limits.hbm_bytes, 1.0)
     low, high = 0.0, np.inf
     ends: dict[bool, Options] = {}
     for _ in range(_HALVINGS):
-        options, _ = at((1.0, price, 0.0), everywhere=False)
+        options, _ = at((1.0, price, 0.0), between="left out")
         fits = float(options.hbm_bytes.sum()) <= room.hbm_bytes
         ends[fits] = options
         low, high = (low, price) if fits else (price, high)
@@ -179,18 +184,18 @@ def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple
         mixture = best_mixture(pool, room)
         value, prices = mixture.seconds, (1.0, *mixture.prices)
         # Most rounds look at some cuts; what bounds all plans looks at all.
-        options, near_bound = at(prices, everywhere=False)
+        options, near_bound = at(prices, between="left out")
         size = pool.table.size
         pool = Options.joined([pool, options]).distinct()
         if pool.table.size > size and near_bound < value - _NEAR * abs(value):
             continue
-        options, bound = at(prices, everywhere=True)
+        options, bound = at(prices, between="looked at")
         best, size = max(best, bound), pool.table.size
         pool = Options.joined([pool, options]).distinct()
         if best >= value - _CLOSE * abs(value) or pool.table.size == size:
             break
     else:
-        best = max(best, at((1.0, *best_mixture(pool, room).prices), everywhere=True)[1])
+        best = max(best, at((1.0, *best_mixture(pool, room).prices), between="looked at")[1])
     return pool, best
 
 

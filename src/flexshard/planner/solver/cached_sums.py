@@ -6,7 +6,7 @@ count is found without looking at every one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import spread
-from flexshard.costmodels import cached_share, log_unread
+from flexshard.costmodels import cached_share, cached_shares, log_unread
 from flexshard.planner.solver.instance import Instance
 
 __all__ = ["BATCHES", "SLACK", "CachedSums", "Cuts", "Intervals", "Prices", "Range", "least_of"]
@@ -28,7 +28,7 @@ Prices = tuple[float, float, float]  # of a second, of a byte of a rank's memory
 # Batches for which rows may stay, that which reads them included: at least two are known besides it.
 BATCHES = (3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513, 1_025, 4_097, 16_385)
 _SOME_CUTS = 96
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 14
 _SOME = 1e-250  # of rows that are held or fetched; less is rounding
 SLACK = 1.05  # places of a cache over those that are expected to be taken: batches differ
 
@@ -113,50 +113,81 @@ class CachedSums:
         """Of rows that come and go again."""
         return 2.0 / self.host_bytes_per_s
 
-    def of_rows(self, batches: float, counts: slice | IntArray = slice(None)) -> tuple[FloatArray, FloatArray]:
-        """Places, and fetches per step, of one row of each count."""
+    def of_rows(self, batches: int | IntArray, counts: slice | IntArray = slice(None)) -> Range:
+        """Places, and fetches per step, of one row of each count, where rows stay for so many batches."""
         tables = self.instance.table_of_count[counts] if any(self.stretches) else None
         return self.of_chances(batches, self.chances[counts], tables, self._unread[counts])
 
     def of_chances(
         self,
-        batches: float,
+        batches: int | IntArray,
         chances: FloatArray,
         tables: IntArray | None = None,
         unread: FloatArray | None = None,
-    ) -> tuple[FloatArray, FloatArray]:
+    ) -> Range:
         """The same of rows that a batch reads with these chances, shape (n,), of these tables where any has bursts;
         ``unread`` as :func:`flexshard.costmodels.cached_share` has it.
         """
-        cached, fetched = cached_share(chances, batches, unread)
+        return self._taken(batches, cached_share(chances, batches, unread), chances, tables)
+
+    def _taken(self, batches: int | IntArray, shares: Range, chances: FloatArray, tables: IntArray | None) -> Range:
+        """Places and fetches of rows, of which caches hold and fetch these shares as they are popular."""
+        cached, fetched = shares
         if any(self.stretches):
-            scales = self.scales(batches)[:, tables]
+            scales = self._scales[:, self._index(batches), tables]
             cached, fetched = cached * scales[0], np.minimum(fetched * scales[1], chances)
         return np.minimum(SLACK * cached, 1.0), fetched
 
-    def scales(self, batches: float) -> FloatArray:
+    def scales(self, batches: int) -> FloatArray:
         """By how much what a cache holds and fetches of each table differs from what popularity alone says, since rows
         are read in bursts; shape (2, T).
         """
-        if batches not in self._scales:
-            found, instance = np.ones((2, len(self.stretches))), self.instance
-            shares = cached_share(self.chances, batches, self._unread)
-            alone = np.array([np.add.reduceat(instance.rows_of_count * one, instance.starts[:-1]) for one in shares])
-            for table, of in enumerate(self.stretches):
-                if of is not None and np.all(alone[:, table] > _SOME):
-                    held = of(batches * self.samples[table])
-                    new = held - of((batches - 1) * self.samples[table]) if batches > 1 else held
-                    found[:, table] = np.array([held, new]) / alone[:, table]
-            self._scales[batches] = found
-        return self._scales[batches]
+        return np.asarray(self._scales[:, self._index(batches)])
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        """Of batches, for which something is worked out; ascending. Rows that stay for one are those that it reads."""
+        return (1, *self.batches)
+
+    def _index(self, batches: int | IntArray) -> IntArray:
+        """Where these are among the numbers."""
+        return np.searchsorted(self._numbers, batches)
+
+    @cached_property
+    def _scales(self) -> FloatArray:
+        """Of each number of batches; shape (2, numbers, T)."""
+        found = np.ones((2, len(self._numbers), len(self.stretches)))
+        if any(self.stretches):
+            rows = self.instance.rows_of_count
+            alone = self._summed(lambda of, _, shares: [rows[of] * one for one in shares])[:, :, self.some_cuts.ends]
+            for table, distinct in enumerate(self.stretches):
+                for at, number in enumerate(self._numbers):
+                    if distinct is not None and np.all(alone[:, at, table] > _SOME):
+                        held = distinct(number * self.samples[table])
+                        new = held - distinct((number - 1) * self.samples[table]) if number > 1 else held
+                        found[:, at, table] = np.array([held, new]) / alone[:, at, table]
+        return found
+
+    def _summed(self, parts: Callable[[slice, int, Range], Sequence[FloatArray]]) -> FloatArray:
+        """For each number of batches two sums over the rows up to and including each of ``some_cuts`` of its table;
+        shape (2, numbers, P). ``parts``: what is added up of a slice of counts, a number, and the shares of it that
+        caches hold and fetch as rows are popular.
+        """
+        first, size = self.intervals.first, int(self.instance.starts[-1])
+        found = np.empty((2, len(self._numbers), first.size))
+        # In stretches of counts that a processor's cache holds.
+        edges = np.unique([*np.searchsorted(first, np.arange(0, size, _AT_ONCE)), first.size])
+        for start, end in pairwise(edges.tolist()):
+            of = slice(int(first[start]), int(first[end]) if end < first.size else size)
+            shares = cached_shares(self.chances[of], self._numbers)
+            for at, (number, one) in enumerate(zip(self._numbers, shares, strict=True)):
+                for sums, part in zip(found, parts(of, number, one), strict=True):
+                    np.add.reduceat(part, first[start:end] - of.start, out=sums[at, start:end])
+        return np.array([[self.some_cuts.within(each) for each in sums] for sums in found])
 
     @cached_property
     def _unread(self) -> FloatArray:
         return log_unread(self.chances)
-
-    @cached_property
-    def _scales(self) -> dict[float, FloatArray]:
-        return {}
 
     @cached_property
     def some_cuts(self) -> Cuts:
@@ -178,49 +209,52 @@ class CachedSums:
         return Intervals(self)
 
     @cached_property
-    def _sums(self) -> dict[int, Range]:
-        return {}
-
-    @cached_property
     def _bytes(self) -> FloatArray:
         """Of the rows of each count, if all had places; shape (K,)."""
         sizes = np.diff(self.instance.starts)
         return np.asarray(self.instance.rows_of_count * np.repeat(self.row_host_bytes, sizes), np.float64)
 
-    def _of_counts(self, batches: int, counts: slice | IntArray) -> Range:
+    def _of_counts(self, batches: int | IntArray, counts: IntArray) -> Range:
         """Bytes of a rank's places, and seconds of its fetches, of the rows of some counts; shape (n,) each."""
-        nbytes, (places, fetched) = self._bytes[counts], self.of_rows(batches, counts)
+        return self._in_units(counts, self.of_rows(batches, counts))
+
+    def _in_units(self, counts: slice | IntArray, taken: Range) -> Range:
+        nbytes, (places, fetched) = self._bytes[counts], taken
         return nbytes * places, nbytes * fetched * self._seconds_per_byte
 
-    def sums(self, batches: int) -> Range:
-        """Bytes of a rank's places, and seconds of its fetches, for the rows up to and including each of ``some_cuts``
-        of its table; shape (P,) each.
+    @cached_property
+    def _sums(self) -> FloatArray:
+        """Bytes of a rank's places, and seconds of its fetches, of each number of batches, for the rows up to and
+        including each of ``some_cuts`` of its table; shape (2, numbers, P).
         """
-        if batches not in self._sums:
-            first, cuts, parts = self.intervals.first, self.some_cuts, []
-            for start, end in _stretches(first, int(self.instance.starts[-1])):  # as much as a processor's cache holds
-                of = slice(int(first[start]), int(first[end]) if end < first.size else None)
-                inside = first[start:end] - of.start
-                parts.append([np.add.reduceat(each, inside) for each in self._of_counts(batches, of)])
-            held, moved = (np.concatenate(each) for each in zip(*parts, strict=True))
-            self._sums[batches] = cuts.within(held), cuts.within(moved)
-        return self._sums[batches]
+        tables = self.instance.table_of_count if any(self.stretches) else None
+
+        def parts(of: slice, number: int, shares: Range) -> Range:
+            whose = None if tables is None else tables[of]
+            return self._in_units(of, self._taken(number, shares, self.chances[of], whose))
+
+        return self._summed(parts)
+
+    def _ahead(self, batches: int | IntArray, interval: IntArray) -> FloatArray:
+        """The same for the rows ahead of intervals in their tables; shape (2, n)."""
+        before = self._sums[:, self._index(batches), interval - 1]
+        return np.where(interval == self.some_cuts.starts[self.intervals.table[interval]], 0.0, before)
 
     def sums_at(self, cuts: Cuts, batches: int) -> Range:
         """The same for those up to some counts: ``some_cuts``, or all between some of them; shape (P,) each."""
         if cuts is self.some_cuts:
-            return self.sums(batches)
+            held, moved = self._sums[:, self._index(batches)]
+            return held, moved
         starts = np.flatnonzero(np.diff(cuts.counts, prepend=-2) != 1)
-        interval = np.searchsorted(self.intervals.last, cuts.counts[starts])
+        ahead = self._ahead(batches, np.searchsorted(self.intervals.last, cuts.counts[starts]))
         sizes = np.diff(starts, append=cuts.counts.size)
         found = []
-        for each, sums in zip(self._of_counts(batches, cuts.counts), self.sums(batches), strict=True):
+        for each, before in zip(self._of_counts(batches, cuts.counts), ahead, strict=True):
             run = np.cumsum(each)
-            ahead = self.some_cuts.before(sums)[interval] - (run[starts] - each[starts])
-            found.append(run + np.repeat(ahead, sizes))
+            found.append(run + np.repeat(before - (run[starts] - each[starts]), sizes))
         return found[0], found[1]
 
-    def sums_of_rows(self, batches: int, table: IntArray, counts: IntArray) -> Range:
+    def sums_of_rows(self, batches: IntArray, table: IntArray, counts: IntArray) -> Range:
         """The same for the rows of so many counts of tables; arguments and results of shape (N,)."""
         intervals, at = self.intervals, self.instance.starts[table] + counts - 1
         interval = np.searchsorted(intervals.last, np.maximum(at, 0))
@@ -229,19 +263,12 @@ class CachedSums:
         first = intervals.first[interval[part]]
         sizes = at[part] - first + 1
         inner, starts = spread(first, sizes), np.cumsum(sizes) - sizes
-        found = []
-        for each, sums in zip(self._of_counts(batches, inner), self.sums(batches), strict=True):
-            result = np.where(counts > 0, sums[interval], 0.0)
-            if part.size:
-                result[part] = self.some_cuts.before(sums)[interval[part]] + np.add.reduceat(each, starts)
-            found.append(result)
+        found = np.where(counts > 0, self._sums[:, self._index(batches), interval], 0.0)
+        if part.size:
+            within = self._of_counts(np.repeat(batches[part], sizes), inner)
+            found[:, part] = self._ahead(batches[part], interval[part])
+            found[:, part] += [np.add.reduceat(each, starts) for each in within]
         return found[0], found[1]
-
-
-def _stretches(first: IntArray, size: int) -> list[tuple[int, int]]:
-    """Intervals that begin at these counts of so many, in stretches of about :data:`_AT_ONCE` counts."""
-    edges = np.unique([*np.searchsorted(first, np.arange(0, size, _AT_ONCE)), first.size])
-    return list(pairwise(edges.tolist()))
 
 
 @dataclass(frozen=True, eq=False)
