@@ -40,6 +40,9 @@ def test_phases_by_hand() -> None:
         index_dedup_seconds=1.5,
         look_up_seconds=4.0,
         update_seconds=6.0,
+        overlapped_look_up_seconds=35.0,
+        overlapped_update_seconds=15.0,
+        row_wise_update_seconds=13.0,
     )
     phases = step_phases(cost, 8, StepWork(100.0))
     assert [(phase.name, phase.seconds) for phase in phases] == [
@@ -53,9 +56,17 @@ def test_phases_by_hand() -> None:
         ("update", 6.0),
     ]
     gradients = next(phase for phase in phases if phase.name == "gradients")
-    assert gradients.links == {"links@2": 30.0, "links@8": 40.0}
+    # Row-wise rows are updated after their gradients came, which takes 20 s, longer than to add up the others'.
+    assert gradients.links == {"links@2": 30.0, "links@8": 40.0, "rank": 33.0}
     assert {one.key for phase in phases for one in phase.collectives} == {one.key for one in cost.collectives}
     assert step_seconds(cost, 8, StepWork(100.0)) == 198.5
+    # Copies, and rows within nodes, are looked up while the others are on their way.
+    rows = next(phase for phase in phases if phase.name == "embeddings")
+    assert rows.links == {"links@2": 40.0, "links@8": 30.0, "rank": 35.0}
+    assert step_seconds(replace(cost, overlapped_look_up_seconds=45.0), 8, StepWork(100.0)) == 203.5
+    assert step_seconds(replace(cost, row_wise_update_seconds=25.0), 8, StepWork(100.0)) == 203.5
+    assert step_seconds(replace(cost, overlapped_update_seconds=30.0), 8, StepWork(100.0)) == 201.5
+    assert cost.local_seconds == 1.5 + 4 + 6 + 35 + 15 + 13
 
 
 def placements(instance: Instance, tiers: int) -> list[np.ndarray]:
@@ -86,6 +97,7 @@ def rows_of(plan: Plan, instance: Instance) -> np.ndarray:
     st.integers(1, 3),
     st.floats(0.0, 1.0),
     st.sampled_from([None, 0.0, 1e-7, 1e-5]),
+    st.sampled_from([0.0, 1e-7, 1e-5]),
     st.sampled_from([None, (-1, 0.8), (1, 0.8), (1, 1.0)]),
 )
 def test_no_placement_beats_the_bound(
@@ -95,11 +107,13 @@ def test_no_placement_beats_the_bound(
     tiers: int,
     generosity: float,
     per_row: float | None,
+    per_update: float,
     hidden: tuple[int, float] | None,
 ) -> None:
     work = StepWork(1e-3)
     if per_row is not None:  # the last table's rows take as long as that
-        own = TableRates(tables[-1].rows, tables[-1].dim, (0.0, 0.0), (0.0, per_row, 0.0), (0.0, 0.0, 0.0))
+        rates = (0.0, per_row, 0.0), (0.0, per_update, 0.0)
+        own = TableRates(tables[-1].rows, tables[-1].dim, (0.0, 0.0), *rates)
         assert WORK.rates is not None
         work = StepWork(1e-3, replace(WORK.rates, tables=(own,)))
     overlap = None if hidden is None else {f"all_to_all@{cluster.group_sizes[hidden[0]]}": hidden[1]}
@@ -221,9 +235,12 @@ def test_lookups_are_of_the_rank_that_serves_most() -> None:
     cost = instance.cost(instance.uniform(4))
     # Reads: 100 per rank, of which row 0 has 50; its owner serves 3 x 50 more than the mean.
     assert cost.look_up_seconds == pytest.approx(250 * (1e-9 + 64e-12))
-    assert cost.update_seconds == pytest.approx(250 * (3e-9 + 128e-12))
+    assert cost.row_wise_update_seconds == pytest.approx(250 * (3e-9 + 128e-12))
+    assert (cost.overlapped_look_up_seconds, cost.overlapped_update_seconds, cost.update_seconds) == (0.0, 0.0, 0.0)
     copies = instance.cost(instance.uniform(1))
-    assert copies.look_up_seconds == pytest.approx(100 * (1e-9 + 64e-12))
-    assert copies.update_seconds == pytest.approx(100 * (3e-9 + 128e-12) + 4 * 64 * 5e-12)
+    assert (copies.look_up_seconds, copies.row_wise_update_seconds) == (0.0, 0.0)
+    assert copies.overlapped_look_up_seconds == pytest.approx(100 * (1e-9 + 64e-12))
+    assert copies.overlapped_update_seconds == pytest.approx(100 * (3e-9 + 128e-12))
+    assert copies.update_seconds == pytest.approx(4 * 64 * 5e-12)
     assert Problem([table], cluster, 100, objective="step").rates == LocalRates.of_bandwidth(2e12)
     assert Problem([table], cluster, 100).rates is None

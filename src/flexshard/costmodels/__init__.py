@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         Phase as Phase,
         StepWork as StepWork,
         phase_of as phase_of,
+        row_wise_gradients as row_wise_gradients,
         step_phases as step_phases,
         step_seconds as step_seconds,
     )
@@ -190,6 +191,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Phase",
             "StepWork",
             "phase_of",
+            "row_wise_gradients",
             "step_phases",
             "step_seconds",
         ],

@@ -98,8 +98,13 @@ class Cost:
         fullest_dynamic_bytes: dynamic memory, with the buffers of backward, that the fullest rank exceeds in one step
             of a thousand (:func:`flexshard.costmodels.fullest_bytes`); None where it was not asked for or is not known.
             Does not add.
-        look_up_seconds, update_seconds: of the rank that serves most; 0 where no rates are known.
+        look_up_seconds: of the rank that serves most; 0 where no rates are known. Of rows in tiers, of row-wise ones.
+        update_seconds: the same, of what other phases do not overlap; of rows in tiers, what calls and copies take
+            whatever is read.
         host_memory_bytes: of host memory.
+        overlapped_look_up_seconds: of rows that are not row-wise, which are looked up while those are on their way.
+        overlapped_update_seconds: of the same, whose gradients are added up while those of row-wise ones are.
+        row_wise_update_seconds: of row-wise rows, which are updated while copies' gradients are on their way.
     """
 
     static_memory_bytes: float = 0.0
@@ -113,6 +118,9 @@ class Cost:
     look_up_seconds: float = 0.0
     update_seconds: float = 0.0
     host_memory_bytes: float = 0.0
+    overlapped_look_up_seconds: float = 0.0
+    overlapped_update_seconds: float = 0.0
+    row_wise_update_seconds: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         merged = {c.key: c for c in self.collectives}
@@ -132,6 +140,9 @@ class Cost:
             self.look_up_seconds + other.look_up_seconds,
             self.update_seconds + other.update_seconds,
             self.host_memory_bytes + other.host_memory_bytes,
+            self.overlapped_look_up_seconds + other.overlapped_look_up_seconds,
+            self.overlapped_update_seconds + other.overlapped_update_seconds,
+            self.row_wise_update_seconds + other.row_wise_update_seconds,
         )
 
     @property
@@ -164,6 +175,13 @@ class Cost:
     def comm_seconds(self) -> float:
         """Time of all collectives, one after the other."""
         return sum(c.seconds for c in self.collectives)
+
+    @property
+    def local_seconds(self) -> float:
+        """Time of what a rank does by itself, one after the other: find distinct ids, look up, update."""
+        look_up = self.look_up_seconds + self.overlapped_look_up_seconds
+        update = self.update_seconds + self.overlapped_update_seconds + self.row_wise_update_seconds
+        return self.index_dedup_seconds + look_up + update
 
     @property
     def exposed_seconds(self) -> float:

@@ -2,21 +2,24 @@
 
 A step finds out who needs which rows (counts, ids), looks rows up, exchanges them, trains everything else, exchanges
 gradients and sums those of copies, and updates. What crosses different links runs at once, as the executor starts it:
-an all-to-all inside groups of g ranks stays on the links of its level, all else crosses the outermost ones. A phase
-takes as long as the link, and on it the rank, that takes longest.
+an all-to-all inside groups of g ranks stays on the links of its level, all else crosses the outermost ones. Row-wise
+rows are looked up first, and the others while these are on their way. Gradients of the others are added up while those
+of row-wise rows are on their way, and then row-wise rows are updated while copies' gradients are. A phase takes as long
+as the link, and on it the rank, that takes longest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flexshard._internal import check_finite
 from flexshard.costmodels.cost import Collective, Cost
 from flexshard.costmodels.local_rates import LocalRates
 from flexshard.errors import JobError
 
-__all__ = ["PHASES", "Phase", "StepWork", "phase_of", "step_phases", "step_seconds"]
+__all__ = ["PHASES", "Phase", "StepWork", "phase_of", "row_wise_gradients", "step_phases", "step_seconds"]
 
 # Of every content, the phase it belongs to.
 PHASES: Mapping[str, str] = {
@@ -103,18 +106,29 @@ def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...
     found += _of_collectives(cost, world_size, of_ids)
     found.append(Phase("look up", {"rank": cost.look_up_seconds}))
     of_rows = ("embeddings", "embeddings within nodes", "embeddings and gradients", "pooled sums", "sequence rows")
-    found += _of_collectives(cost, world_size, of_rows)
+    found += _of_collectives(cost, world_size, of_rows, {"embeddings": cost.overlapped_look_up_seconds})
     found.append(Phase("dense", {"rank": work.dense_seconds}))
     of_gradients = (
         *("gradients within nodes", "gradients", "rows to the host"),
         *("pooled gradients", "sequence gradients", "pooled update"),
     )
-    found += _of_collectives(cost, world_size, of_gradients)
+    rank = max(cost.overlapped_update_seconds, row_wise_gradients(cost, world_size)) + cost.row_wise_update_seconds
+    updates = cost.overlapped_update_seconds or cost.row_wise_update_seconds
+    found += _of_collectives(cost, world_size, of_gradients, {"gradients": rank if updates else 0.0})
     found.append(Phase("update", {"rank": cost.update_seconds}))
     return tuple(phase for phase in found if phase.seconds)
 
 
-def _of_collectives(cost: Cost, world: int, names: tuple[str, ...]) -> list[Phase]:
+def row_wise_gradients(cost: Cost, world_size: int) -> float:
+    """Time of the all-to-all of row-wise rows' gradients, less what other work hides: their updates come after it."""
+    key = ("all_to_all", world_size, "gradients")
+    return sum(one.exposed_seconds for one in cost.collectives if one.key == key)
+
+
+def _of_collectives(
+    cost: Cost, world: int, names: tuple[str, ...], of_rank: Mapping[str, float] = MappingProxyType({})
+) -> list[Phase]:
+    """Phases of these names; ``of_rank``: seconds of the rank itself meanwhile."""
     phases = []
     for name in names:
         mine = tuple(one for one in cost.collectives if phase_of(one) == name)
@@ -122,6 +136,8 @@ def _of_collectives(cost: Cost, world: int, names: tuple[str, ...]) -> list[Phas
         for one in mine:
             link = "links in turn" if name in _IN_TURN else f"links@{one.link(world)}"
             links[link] = links.get(link, 0.0) + one.exposed_seconds
+        if of_rank.get(name):
+            links["rank"] = of_rank[name]
         phases.append(Phase(name, links, mine))
     return phases
 

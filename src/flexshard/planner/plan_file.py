@@ -24,6 +24,9 @@ _CAME_LATER: dict[str, Any] = {
     "fullest_dynamic_bytes": None,
     "look_up_seconds": 0.0,
     "update_seconds": 0.0,
+    "overlapped_look_up_seconds": 0.0,
+    "overlapped_update_seconds": 0.0,
+    "row_wise_update_seconds": 0.0,
     "host_memory_bytes": 0.0,
 }
 

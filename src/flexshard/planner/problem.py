@@ -19,6 +19,7 @@ from flexshard.planner.constraints import TableConstraints, check_constraints, i
 from flexshard.planner.methods import METHODS, Method
 from flexshard.planner.named import parse
 from flexshard.planner.reductions import REDUCTIONS, Reduction
+from flexshard.planner.solver.local_work import COUNTS_IN_FULL, LocalShares
 from flexshard.planner.translations import TRANSLATIONS, Translation
 from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
@@ -257,6 +258,11 @@ class Problem:
             return self.step.rates
         bandwidth = self.cluster.hbm_bytes_per_s
         return None if bandwidth is None else LocalRates.of_bandwidth(bandwidth)
+
+    @property
+    def local_shares(self) -> LocalShares:
+        """What counts of lookups and updates: all of it, where links have no weights."""
+        return COUNTS_IN_FULL
 
     @property
     def pooled_tables(self) -> tuple[Table, ...]:

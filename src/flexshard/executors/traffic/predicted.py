@@ -163,8 +163,7 @@ def step_work(observed: Observation, plan: Plan) -> StepWork:
     """See :meth:`Observation.step_work`."""
     check_observed(plan, observed)
     waited = sum(one.exposed_seconds for one in observed.collectives)
-    known = plan.predicted
-    local = known.look_up_seconds + known.update_seconds + known.index_dedup_seconds
+    local = plan.predicted.local_seconds
     # Waits are means over steps, so the step has to be: one slow step may wait longer than a median one takes.
     left = observed.mean_step_seconds - waited - local
     if left < 0:

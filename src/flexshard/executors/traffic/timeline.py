@@ -67,9 +67,17 @@ def _predicted(process: int, name: str, plan: Plan, cost: Cost) -> Iterator[Even
         start += phase.seconds
 
 
+# What a rank does in phases that are named after what is on its way.
+_BESIDE_LINKS = {
+    "embeddings": "look up rows that are not row-wise",
+    "gradients": "add up gradients, update row-wise rows",
+}
+
+
 def _of_phase(process: int, tracks: list[str], phase: Phase, start: float, world: int) -> Iterator[Event]:
     if "rank" in phase.links:
-        yield _event(process, tracks.index("rank"), phase.name, start, phase.links["rank"], {})
+        work = _BESIDE_LINKS.get(phase.name, phase.name)
+        yield _event(process, tracks.index("rank"), work, start, phase.links["rank"], {})
     ends: dict[str, float] = {}
     for one in phase.collectives:
         link = f"links@{one.link(world)}"

@@ -201,8 +201,5 @@ def _tiers(decision: WholeDecision, table: Table, price: float) -> TableOption:
     index = [one.name for one in instance.tables].index(table.name)
     seconds, memory = (each[index] for each in instance.per_table(allocation))
     memory += instance.table_held_bytes[index]
-    rates, reads = decision.problem.rates, float(instance.total_reads[index])
-    compute = 0.0
-    if rates is not None:
-        compute = reads * sum(own[1] + own[2] * table.row_bytes for own in rates.of(table))
+    compute = float(instance.local_seconds[index])
     return TableOption(None, float(memory), compute, float(seconds), 0.0, float(seconds + compute + price * memory))

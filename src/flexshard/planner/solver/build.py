@@ -11,6 +11,7 @@ import numpy.typing as npt
 from flexshard.costmodels import LocalRates, Overlap, RowWidths, idle_seconds, kind_of, row_lines
 from flexshard.planner.reductions import Reduction
 from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solver.local_work import LocalShares, seconds_per_read
 from flexshard.planner.translations import Translation
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
@@ -41,6 +42,8 @@ class ToPlan(Protocol):
     @property
     def rates(self) -> LocalRates | None: ...  # noqa: D102 - as a Problem has them, where they count
     @property
+    def local_shares(self) -> LocalShares: ...  # noqa: D102 - as an Instance has them
+    @property
     def objective(self) -> str: ...  # noqa: D102 - as a Problem has it
     @property
     def reduction(self) -> Reduction: ...  # noqa: D102 - as a Problem has it
@@ -67,11 +70,13 @@ def build_instance(
     order = np.lexsort((sizes, per_read, sizes > 1)) if order is None else order
     # Row-wise rows are dealt by id where they come last: then only the others need places.
     by_id = bool(sizes[order[-1]] == world_size)
+    _, more = problem.local_shares.of(seconds_per_read(tables, problem.rates))
+    row_wise_more = dict(zip((table.name for table in tables), more.tolist(), strict=True))
     members: dict[tuple[Any, ...], int] = {}
     first: list[Table] = []
     table_class = []
     for table in tables:
-        key = *kind_of(table), table.kappa_replicated, translation.place_bytes(table.rows)
+        key = *kind_of(table), table.kappa_replicated, translation.place_bytes(table.rows), row_wise_more[table.name]
         if key not in members:
             members[key] = len(first)
             first.append(table)
@@ -97,7 +102,12 @@ def build_instance(
         np.stack(fixed)[:, order],
         lines[0].memory_per_read[order],
         np.stack([line.comm_fixed + swept for line in lines])[:, order],
-        np.stack([line.comm_per_read for line in lines])[:, order],
+        np.stack(
+            [
+                line.comm_per_read + by_id * (sizes == world_size) * row_wise_more[table.name] / table.row_bytes
+                for table, line in zip(first, lines, strict=True)
+            ]
+        )[:, order],
         np.array([idle_seconds(cluster, [size], shared, hidden) - always for size in sizes[order].tolist()]),
         always,
         np.array([table.lookups(batch_size) for table in tables]) * problem.index_dedup_seconds_per_id,
@@ -110,6 +120,7 @@ def build_instance(
         np.array([translation.held_bytes(table.rows, dealt_by_id=by_id) for table in tables], np.float64),
         problem.rates,
         problem.objective == "step",
+        problem.local_shares,
     )
 
 

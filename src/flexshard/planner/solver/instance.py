@@ -31,6 +31,7 @@ from flexshard.costmodels import (
     with_hottest,
 )
 from flexshard.planner.solver.gathering import Gathering
+from flexshard.planner.solver.local_work import COUNTS_IN_FULL, LocalShares, busiest_rank_seconds, seconds_per_read
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
@@ -69,6 +70,7 @@ class Instance:
         unit_reads: w per unit. table_held_bytes: static memory of a rank in every placement; of each table, (T,) each.
         rates: of lookups and updates, where they count.
         whole_steps: whether costs are of steps, each call of which waits for its own fullest rank.
+        local_shares: of what lookups and updates take, what counts.
         most_reads: w above which a row may not be at a level; shape (T, G), or None.
         gathering: how gradients of copies may be gathered; None where all are reduced whole.
     """
@@ -100,6 +102,7 @@ class Instance:
     table_held_bytes: FloatArray
     rates: LocalRates | None = None
     whole_steps: bool = False
+    local_shares: LocalShares = COUNTS_IN_FULL
     most_reads: FloatArray | None = None
     gathering: Gathering | None = None
 
@@ -209,7 +212,7 @@ class Instance:
         return float(self.row_bytes @ per_byte.sum(axis=1)) + self.held_bytes
 
     def variable_seconds(self, allocation: Allocation, reads: FloatArray | None = None) -> float:
-        """Exposed communication without latencies; ``reads`` as for :meth:`memory_bytes`."""
+        """Exposed seconds without latencies; ``reads`` as for :meth:`memory_bytes`."""
         reads = self.tier_reads(allocation) if reads is None else reads
         per_byte = allocation * self.table_comm_fixed + reads * self.table_comm_per_read
         return float(self.row_bytes @ per_byte.sum(axis=1))
@@ -226,15 +229,12 @@ class Instance:
     @cached_property
     def local_seconds_per_read(self) -> FloatArray:
         """Time to look a row up, and to update it, of each table; shape (T, 2)."""
-        if self.rates is None:
-            return np.zeros((len(self.tables), 2))
-        rates = np.array([self.rates.of(table) for table in self.tables])  # (T, 2, 3)
-        return np.asarray(rates[:, :, 1] + self.row_bytes[:, None] * rates[:, :, 2])
+        return seconds_per_read(self.tables, self.rates)
 
     @cached_property
     def local_seconds(self) -> FloatArray:
-        """Time to look up and to update what each table reads, wherever its rows are; shape (T,)."""
-        return np.asarray(self.total_reads * self.local_seconds_per_read.sum(axis=1))
+        """Time to look up and to update what each table reads, as far as it counts at every level; shape (T,)."""
+        return np.asarray(self.total_reads * self.local_shares.of(self.local_seconds_per_read)[0])
 
     @property
     def local_call_seconds(self) -> tuple[float, float]:
@@ -249,9 +249,11 @@ class Instance:
         all of its group; shape (T, G).
         """
         sharing = np.array([self.cluster.ranks_on_link(size) for size in self.group_sizes.tolist()])
-        local = self.local_seconds_per_read.sum(axis=1)[:, None]
-        per_read = self.table_comm_per_read * self.row_bytes[:, None] / sharing + local
-        return np.asarray((self.group_sizes - 1) * per_read)
+        row_wise = (self.group_sizes == self.cluster.world_size) & (self.group_sizes[-1] == self.cluster.world_size)
+        everywhere, more = self.local_shares.of(self.local_seconds_per_read)[:, :, None]
+        at_last = more * row_wise  # which ``comm_per_read`` has
+        comm = (self.table_comm_per_read * self.row_bytes[:, None] - at_last) / sharing
+        return np.asarray((self.group_sizes - 1) * (comm + everywhere + at_last))
 
     def hottest_reads(self, allocation: Allocation) -> FloatArray:
         """W of the first row of each tier, 0 where there is none; shape (T, G)."""
@@ -312,37 +314,35 @@ class Instance:
         """The same where tiers have these reads, and their hottest rows these; shape (T, G) each."""
         variations = [table.length_variation(self.batch_size) for table in self.tables]
         known = [variation for variation in variations if variation is not None]
-        sigma = None
-        if len(known) == len(variations):
-            per_table = self.row_bytes * (tier_reads @ self.memory_per_read)
-            sigma = float(per_table @ np.array(known))
+        read_bytes, all_known = tier_reads @ self.memory_per_read, len(known) == len(variations)
+        sigma = float((self.row_bytes * read_bytes) @ np.array(known)) if all_known else None
         static = float(self.row_bytes @ (allocation * self.table_memory_fixed).sum(axis=1))
-        look_up, update = self._local(allocation, tier_reads, hottest)
-        dynamic = float(self.row_bytes @ (tier_reads @ self.memory_per_read))
         return Cost(
             static_memory_bytes=static + self.held_bytes,
-            dynamic_memory_bytes=dynamic,
+            dynamic_memory_bytes=float(self.row_bytes @ read_bytes),
             input_ids=float(tier_reads[:, self.group_sizes > 1].sum()),
             rows_read=float(tier_reads.sum()),
             collectives=self.collectives(allocation, tier_reads, hottest=hottest),
             dynamic_memory_sigma_bytes=sigma,
             index_dedup_seconds=self.index_dedup_seconds,
-            look_up_seconds=look_up,
-            update_seconds=update,
+            **self._local(allocation, tier_reads, hottest),
         )
 
-    def _local(self, allocation: Allocation, reads: FloatArray, hottest: FloatArray) -> tuple[float, float]:
-        """Time of lookups and updates on the busiest rank, which holds each level's hottest row."""
+    def _local(self, allocation: Allocation, reads: FloatArray, hottest: FloatArray) -> dict[str, float]:
+        """Time of lookups and updates on each level's busiest rank, as :class:`Cost` names it."""
         if self.rates is None:
-            return 0.0, 0.0
-        served = reads.sum(axis=1)
-        # Of each, the table whose hottest row takes longest.
-        hot = (hottest[:, :, None] * self.local_seconds_per_read[:, None]).max(axis=0)
-        look_up, update = served @ self.local_seconds_per_read + (self.group_sizes - 1) @ hot
-        copied = np.where(self.group_sizes < self.cluster.world_size, allocation / self.group_sizes, 0.0).sum(axis=1)
-        swept = float(copied @ self.row_bytes) * self.rates.sweep
-        calls = self.local_call_seconds
-        return float(look_up) + calls[0], float(update) + calls[1] + swept
+            return {}
+        each = busiest_rank_seconds(reads, hottest, self.local_seconds_per_read, self.group_sizes)
+        others, calls = self.group_sizes < self.cluster.world_size, self.local_call_seconds
+        row_wise, beside = each[~others].sum(axis=0).tolist(), each[others].sum(axis=0).tolist()
+        swept = float(self.row_bytes @ (allocation / self.group_sizes)[:, others].sum(axis=1)) * self.rates.sweep
+        return {
+            "look_up_seconds": row_wise[0] + calls[0],
+            "update_seconds": calls[1] + swept,
+            "overlapped_look_up_seconds": beside[0],
+            "overlapped_update_seconds": beside[1],
+            "row_wise_update_seconds": row_wise[1],
+        }
 
     def collectives(
         self,

@@ -23,6 +23,7 @@ from flexshard.costmodels import (
     StepWork,
     hidden_share,
     phase_of,
+    row_wise_gradients,
     step_seconds,
 )
 from flexshard.planner.reductions import Reduction, cost_of_reduced
@@ -30,6 +31,7 @@ from flexshard.planner.solver.build import ToPlan
 from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solver.local_work import LocalShares
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.translations import Translation
 from flexshard.tables import Table
@@ -40,6 +42,10 @@ __all__ = ["bounding_view", "solve_step"]
 FloatArray = npt.NDArray[np.float64]
 
 _PHASES = ("ids", "embeddings", "gradients")
+_ROWS, _GRADIENTS = _PHASES.index("embeddings"), _PHASES.index("gradients")
+# Behind links: what a rank does meanwhile; and of gradients, what it does after those of row-wise rows are there.
+_CHAINS = 2
+_RANK, _AFTER = -2, -1
 _ROUNDS, _CLOSE = 10, 1e-4
 _MANY_COUNTS, _CLOSE_OF_MANY = 1_000_000, 3e-3
 _NOTHING = StepWork(0.0)
@@ -47,8 +53,9 @@ _NOTHING = StepWork(0.0)
 
 @dataclass(frozen=True, eq=False)
 class _Met:
-    """A placement: its step, the weighted problem that it is of, what its links take in each phase (shape (phases,
-    links)), and all else; and a bound of all steps, minus infinity where the problem's links come one after another.
+    """A placement: its step, the weighted problem that it is of, what its links and the rank take in each phase (shape
+    (phases, links + 2)), and all else; and a bound of all steps, minus infinity where the problem's links come one
+    after another.
     """
 
     seconds: float
@@ -105,17 +112,17 @@ def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_M
         found.append(_Met(seconds, view, instance, solution, *_by_link(cost, sizes, world), bound))
 
     # As if one link came after another: the shortest step that is not the least communication is shorter still.
-    keep(variants, *variants.solve(limit_bytes, tiers), bounds=len(sizes) < 2)
+    several = len(sizes) > 1 or (len(sizes) == 1 and problem.rates is not None)
+    keep(variants, *variants.solve(limit_bytes, tiers), bounds=not several)
     close = _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY
     exposed = _exposed_per_read(variants.plain, problem)
-    weights = np.zeros((len(_PHASES), len(sizes)))
-    if sizes:
-        weights[:, -1] = 1.0
-    for number in range(_ROUNDS if len(sizes) > 1 else 0):
+    weights = np.zeros((len(_PHASES), len(sizes) + _CHAINS))
+    weights[:, len(sizes) - 1] = 1.0
+    for number in range(_ROUNDS if several else 0):
         if number and is_enough():
             break
         weights = _in_order(exposed, weights)
-        view = Variants(_under(problem, _weighted(problem, sizes, weights)), variants.plain.level_order)
+        view = Variants(_under(problem, sizes, weights), variants.plain.level_order)
         keep(view, *view.solve(limit_bytes, tiers), bounds=True)
         weights, most = _highest(found, weights.shape, exposed)
         if min(most, *(one.seconds for one in found)) <= max(one.bound for one in found) * (1 + close):
@@ -143,16 +150,28 @@ class _Weighted:
     rates: LocalRates | None
     objective: str
     reduction: Reduction
+    local_shares: LocalShares
 
 
-def _under(problem: ToPlan, hidden: Overlap) -> _Weighted:
-    others = {one.name: getattr(problem, one.name) for one in fields(_Weighted) if one.name != "hidden"}
-    return _Weighted(hidden=hidden, **others)
+def _under(problem: ToPlan, sizes: Sequence[int], weights: FloatArray) -> _Weighted:
+    """The problem where this counts of each phase, shape (phases, links + 2)."""
+    (look_up, _), (update, after) = weights[[_ROWS, _GRADIENTS], _RANK:].tolist()
+    given = {
+        "hidden": _weighted(problem, sizes, weights),
+        "local_shares": LocalShares(look_up, update, min(update + after, 1.0)),
+    }
+    return _Weighted(**{one.name: getattr(problem, one.name) for one in fields(_Weighted)} | given)
 
 
 def _by_link(cost: Cost, sizes: Sequence[int], world: int) -> tuple[FloatArray, float]:
-    """Seconds of each phase with several links on each of them, shape (phases, links), and of everything else."""
-    seconds = np.zeros((len(_PHASES), len(sizes)))
+    """Seconds of each phase with several links on each of them, and on the rank, shape (phases, links + 2); and of
+    everything else.
+    """
+    seconds = np.zeros((len(_PHASES), len(sizes) + _CHAINS))
+    seconds[_ROWS, _RANK] = cost.overlapped_look_up_seconds
+    seconds[_GRADIENTS, _RANK:] = cost.row_wise_update_seconds
+    seconds[_GRADIENTS, _RANK] += cost.overlapped_update_seconds
+    seconds[_GRADIENTS, _AFTER] += row_wise_gradients(cost, world)
     rest = cost.index_dedup_seconds + cost.look_up_seconds + cost.update_seconds
     for one in cost.collectives:
         if phase_of(one) in _PHASES:
@@ -184,6 +203,8 @@ def _weighted(
             link = size if kind == "all_to_all" else problem.cluster.world_size
             if link > 1:
                 weight = 1.0 if phase is None else float(weights[_PHASES.index(phase), sizes.index(link)])
+                if (kind, size, content) == ("all_to_all", problem.cluster.world_size, "gradients"):
+                    weight = min(weight + float(weights[_GRADIENTS, _AFTER]), 1.0)
                 shares[kind, size, content] = 1 - weight * (1 - hidden_share(problem.hidden, kind, size, content))
     return shares
 
@@ -210,10 +231,10 @@ def _in_order(exposed: FloatArray, weights: FloatArray) -> FloatArray:
 
     Args:
         exposed: of :func:`_exposed_per_read`.
-        weights: of each phase and link; shape (phases, links).
+        weights: of each phase, shape (phases, links + 2).
     """
     ordered = weights.copy()
-    for link in range(weights.shape[1] - 2, -1, -1):
+    for link in range(weights.shape[1] - _CHAINS - 2, -1, -1):
         mine, next_ = (exposed[:, :, at] @ ordered[:, at] for at in (link, link + 1))
         ratios = next_[mine > 0] / mine[mine > 0]
         ordered[:, link] *= min(1.0, float(ratios.min(initial=1.0)))
@@ -230,8 +251,9 @@ def _highest(found: Sequence[_Met], shape: tuple[int, int], exposed: FloatArray)
     sums = np.zeros((phases, phases * links + 1))
     for phase in range(phases):
         sums[phase, phase * links : (phase + 1) * links] = 1.0
-    order = np.zeros((exposed.shape[0] * (links - 1), phases * links + 1))
-    for row, (index, link) in enumerate(product(range(exposed.shape[0]), range(links - 1))):
+    pairs = list(product(range(exposed.shape[0]), range(links - _CHAINS - 1)))
+    order = np.zeros((len(pairs), phases * links + 1))
+    for row, (index, link) in enumerate(pairs):
         for phase in range(phases):
             order[row, phase * links + link] = exposed[index, phase, link]
             order[row, phase * links + link + 1] = -exposed[index, phase, link + 1]
