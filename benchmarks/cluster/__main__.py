@@ -67,7 +67,7 @@ def main() -> int:
 
 def print_cluster(cluster: Cluster) -> None:
     for level in cluster.levels:
-        for kind in ("all_to_all", "all_reduce", "own_all_gather", "own_reduce_scatter"):
+        for kind in ("all_to_all", "torchrec_all_to_all", "all_reduce", "own_all_gather", "own_reduce_scatter"):
             rate = getattr(level, kind)
             if rate is not None:
                 alpha, beta = units.format_seconds(rate.alpha_seconds), units.format_bandwidth(rate.bytes_per_s)

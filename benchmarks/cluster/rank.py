@@ -155,7 +155,8 @@ def train(workload: Workload, cluster: Cluster, rounds: int) -> dict[str, Any]:
     models |= {name: planned_model(workload, plan) for name, plan in plans.items()}
     costs = {name: with_rates(workload, cluster, plan, rates) for name, plan in plans.items()}
     # A plan's rows are dealt in turn by rank, so that all serve as much; TorchRec's are blocks of ids, which do not.
-    busiest, even = workload.busiest_node(cluster.nodes, cluster.ranks_per_node), costs[ROW_WISE_OURS]
+    busiest = workload.busiest_node(cluster.nodes, cluster.ranks_per_node)
+    even = with_rates(workload, cluster.under_torchrec, plans[ROW_WISE_OURS], rates)
     scaled = tuple(
         replace(one, excess_bytes=0.0).scaled(1.0 if one.content == "counts" else busiest) for one in even.collectives
     )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard._internal import device_of_group, level_groups, moment, seconds_between
+from flexshard._internal import all_to_all, device_of_group, level_groups, moment, seconds_between
 from flexshard.errors import ClusterError, MissingDependencyError
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
@@ -117,14 +117,18 @@ def measure_cluster(
         note = f"{span}, medians of {repeats}, fitted within {fit.error:.0%}; {what}"
         return CollectiveRate(fit.alpha_seconds, fit.bytes_per_s, "measured", note)
 
-    measured = tuple(
-        Level(
+    def level(size: int) -> Level:
+        inside, across, gloo = size > 1, size < world, dist.get_backend() == "gloo"
+        return Level(
             size,
-            rate("all_to_all", size) if size > 1 else None,
-            *(rate(kind, size) if size < world else None for kind in ("all_reduce", "all_gather", "reduce_scatter")),
+            all_to_all=rate("all_to_all", size) if inside else None,
+            all_reduce=rate("all_reduce", size) if across else None,
+            own_all_gather=rate("all_gather", size) if across else None,
+            own_reduce_scatter=rate("reduce_scatter", size) if across else None,
+            torchrec_all_to_all=rate("torchrec_all_to_all", size) if inside and gloo else None,
         )
-        for size in levels
-    )
+
+    measured = tuple(level(size) for size in levels)
     taken = _largest(max(free - _free_bytes(device), 0), device)
     return Cluster(name, nodes, ranks_per_node, memory_bytes, reserve_bytes + taken, measured)
 
@@ -162,13 +166,15 @@ def _timer(device: torch.device, levels: Sequence[int], repeats: int) -> Timer:
             torch.cuda.synchronize(device)
 
     def seconds(kind: str, group_size: int, nbytes: int) -> float:
-        group = groups[group_size].inside if kind == "all_to_all" else groups[group_size].across
+        group = groups[group_size].inside if kind.endswith("all_to_all") else groups[group_size].across
         members = dist.get_world_size(group)
         elements = max(nbytes // 4 // members, 1) * members
+        even = [elements // members] * members
         sent = torch.zeros(elements, dtype=torch.float32, device=device)
         received, part = torch.empty_like(sent), torch.empty(elements // members, dtype=sent.dtype, device=device)
         calls: dict[str, Callable[[], object]] = {
-            "all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),
+            "all_to_all": lambda: all_to_all(received, sent, even, even, group).wait(),
+            "torchrec_all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),
             "all_reduce": lambda: dist.all_reduce(sent, group=group),
             "all_gather": lambda: dist.all_gather_into_tensor(received, part, group=group),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, sent, group=group),

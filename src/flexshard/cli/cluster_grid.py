@@ -22,6 +22,7 @@ def cluster_grid(cluster: Cluster) -> Grid:
     )
     kinds = {"all_to_all": "all-to-all inside groups", "all_reduce": "all-reduce across groups"}
     own = {"own_all_gather": "all-gather across groups", "own_reduce_scatter": "reduce-scatter across groups"}
+    own["torchrec_all_to_all"] = "TorchRec's all-to-all"
     kinds |= {kind: heading for kind, heading in own.items() if any(getattr(one, kind) for one in cluster.levels)}
     grid = new_grid(title, ["group size", *kinds.values(), "from"])
     for level in cluster.levels:

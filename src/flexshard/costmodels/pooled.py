@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,10 @@ class PooledCosts:
     overlap: Overlap | None = None
     rates: LocalRates | None = None
 
+    @cached_property
+    def _cluster(self) -> Cluster:
+        return self.cluster.under_torchrec
+
     # -- what travels
 
     def rate(self, channel: Channel) -> CollectiveRate:
@@ -71,7 +76,7 @@ class PooledCosts:
         if kind == "host":
             assert self.cluster.host_bytes_per_s is not None
             return CollectiveRate(0.0, self.cluster.host_bytes_per_s)
-        rate: CollectiveRate | None = getattr(self.cluster.level(size), kind)
+        rate: CollectiveRate | None = getattr(self._cluster.level(size), kind)
         assert rate is not None
         return rate
 

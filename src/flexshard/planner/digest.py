@@ -47,7 +47,7 @@ def cluster_fields(cluster: Cluster) -> dict[str, Any]:
     """A cluster as a mapping, without the rates of its levels that came later and that are derived."""
     found = asdict(cluster)
     for level in found["levels"]:
-        for name in ("own_all_gather", "own_reduce_scatter"):
+        for name in ("own_all_gather", "own_reduce_scatter", "torchrec_all_to_all"):
             if level[name] is None:
                 del level[name]
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from flexshard._internal import bound, check_finite, check_int
@@ -61,6 +61,8 @@ class Level:
         all_reduce: across them, as all that follow.
         own_all_gather, own_reduce_scatter: where they are known by themselves; of what a rank has gathered, and of what
             it gives to be reduced.
+        torchrec_all_to_all: inside the groups, as TorchRec's modules run it, where that takes another time than ours:
+            under gloo.
     """
 
     group_size: int
@@ -68,6 +70,7 @@ class Level:
     all_reduce: CollectiveRate | None = None
     own_all_gather: CollectiveRate | None = None
     own_reduce_scatter: CollectiveRate | None = None
+    torchrec_all_to_all: CollectiveRate | None = None
 
     @property
     def all_gather(self) -> CollectiveRate | None:
@@ -135,6 +138,14 @@ class Cluster:
         problem = problem_of(self)
         if problem is not None:
             raise ClusterError(f"cluster {self.name!r}: {problem[1]}")
+
+    @property
+    def under_torchrec(self) -> Cluster:
+        """The same where all-to-alls take what they take TorchRec's modules."""
+        levels = tuple(
+            replace(level, all_to_all=level.torchrec_all_to_all or level.all_to_all) for level in self.levels
+        )
+        return replace(self, levels=levels)
 
     @property
     def world_size(self) -> int:
@@ -250,6 +261,9 @@ def _level_problem(cluster: Cluster) -> tuple[tuple[str | int, ...], str] | None
         for kind, rate in (("all_gather", level.own_all_gather), ("reduce_scatter", level.own_reduce_scatter)):
             if rate is not None and size == world:
                 return (*where, kind), f"the level of group size {size} has no other groups; remove its {kind}"
+        if level.torchrec_all_to_all is not None and size == 1:
+            kind = "torchrec_all_to_all"
+            return (*where, kind), f"the level of group size 1 has nobody to exchange with; remove its {kind}"
     if cluster.ranks_per_node not in sizes:
         return (
             ("levels",),

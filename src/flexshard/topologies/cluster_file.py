@@ -57,10 +57,11 @@ class LevelSpec(StrictModel):
     all_reduce: RateSpec | None = None
     all_gather: RateSpec | None = None
     reduce_scatter: RateSpec | None = None
+    torchrec_all_to_all: RateSpec | None = None
 
     def level(self) -> Level:
         """The level that it says."""
-        rates = (self.all_to_all, self.all_reduce, self.all_gather, self.reduce_scatter)
+        rates = self.all_to_all, self.all_reduce, self.all_gather, self.reduce_scatter, self.torchrec_all_to_all
         return Level(self.group_size, *(one.rate() if one else None for one in rates))
 
 
@@ -138,6 +139,7 @@ def _body(cluster: Cluster) -> dict[str, Any]:
                     ("all_reduce", level.all_reduce),
                     ("all_gather", level.own_all_gather),
                     ("reduce_scatter", level.own_reduce_scatter),
+                    ("torchrec_all_to_all", level.torchrec_all_to_all),
                 )
                 if rate is not None
             }

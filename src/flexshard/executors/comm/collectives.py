@@ -1,6 +1,7 @@
 """The collectives that executors use, started asynchronously; a failure names what was being sent and over which ranks.
 
-Everything goes through ``torch.distributed``'s own functions, where :class:`flexshard.executors.Observer` counts it.
+Everything goes through ``torch.distributed``'s own functions and :mod:`flexshard._internal.messages`, where
+:class:`flexshard.executors.Observer` counts it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import lost_rank, used_here
+from flexshard._internal import all_to_all, lost_rank, used_here
 from flexshard.errors import CommunicationError
 
 __all__ = ["Collectives", "Label", "PendingCollective", "label_of_call"]
@@ -71,9 +73,7 @@ def _span(ranks: Sequence[int]) -> str:
 class PendingCollective:
     """A collective under way."""
 
-    def __init__(
-        self, work: dist.Work | None, label: Label, group: dist.ProcessGroup | None, *tensors: torch.Tensor
-    ) -> None:
+    def __init__(self, work: Any, label: Label, group: dist.ProcessGroup | None, *tensors: torch.Tensor) -> None:
         """``tensors`` are what it reads and writes: NCCL keeps them only until anybody has waited, on any stream."""
         self._work, self._label, self._group, self._tensors = work, label, group, tensors
 
@@ -107,14 +107,7 @@ class Collectives:
     ) -> PendingCollective:
         """``dist.all_to_all_single``; splits count entries of the first dimension, None for equal ones."""
         with _labelled(label, group):
-            work = dist.all_to_all_single(
-                received,
-                sent,
-                None if received_splits is None else list(received_splits),
-                None if sent_splits is None else list(sent_splits),
-                group=group,
-                async_op=True,
-            )
+            work = all_to_all(received, sent, received_splits, sent_splits, group=group)
         return PendingCollective(work, label, group, received, sent)
 
     def all_reduce(

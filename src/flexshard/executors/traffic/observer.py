@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import Moment, device_of_group, moment, seconds_between
+from flexshard._internal import Messages, Moment, device_of_group, moment, seconds_between
 from flexshard.errors import DataError
 from flexshard.executors.comm.collectives import label_of_call
 from flexshard.executors.traffic.observation import Observation, ObservedCall, ObservedCollective
@@ -100,9 +100,9 @@ class Observer:
     Bytes are whole buffers, a rank's own part included. A collective's seconds run from its start until it is over;
     its exposed seconds are those in which Python stood waiting, with NCCL those in which the current stream did. Under
     NCCL both are told by CUDA's events, which was never run on a GPU.
-    Seen are ``all_to_all_single``, ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of
-    ``torch.distributed``, ours and TorchRec's (called "other ids" and "other embeddings"); DDP's own gradient reduction
-    starts in C++ and is not: it is none of the plan's.
+    Seen are our own messages under gloo, and ``all_to_all_single``, ``all_reduce``, ``all_gather_into_tensor`` and
+    ``reduce_scatter_tensor`` of ``torch.distributed``, ours and TorchRec's (called "other ids" and "other embeddings");
+    DDP's own gradient reduction starts in C++ and is not: it is none of the plan's.
 
     Args:
         blocking: run every collective by itself, after a barrier of its group: the time of the collective alone, as
@@ -118,9 +118,9 @@ class Observer:
         self._start = time.perf_counter()
 
     def __enter__(self) -> Observer:
-        self._saved = {name: getattr(dist, name) for name in _WATCHED}
+        self._saved = {name: getattr(_home(name), name) for name in _WATCHED}
         for name, original in self._saved.items():
-            setattr(dist, name, self._watch(name, original))
+            setattr(_home(name), name, self._watch(name, original))
         self._start = time.perf_counter()
         self._now.begun = moment()
         return self
@@ -129,7 +129,7 @@ class Observer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name, original in self._saved.items():
-            setattr(dist, name, original)
+            setattr(_home(name), name, original)
 
     def step(self) -> None:
         """The end of a step, after its backward pass."""
@@ -303,8 +303,14 @@ def _of_reduce_scatter(
 
 
 _WATCHED: dict[str, tuple[str, Callable[..., tuple[int, int, torch.dtype]]]] = {
+    "exchange_messages": ("all_to_all", _of_all_to_all),  # ours
     "all_to_all_single": ("all_to_all", _of_all_to_all),
     "all_reduce": ("all_reduce", _of_all_reduce),
     "all_gather_into_tensor": ("all_gather", _of_all_gather),
     "reduce_scatter_tensor": ("reduce_scatter", _of_reduce_scatter),
 }
+
+
+def _home(name: str) -> Any:
+    """Where a watched function is looked up when it is called."""
+    return Messages if name == "exchange_messages" else dist

@@ -111,8 +111,8 @@ def torchrec_choices(problem: Problem) -> list[TorchRecChoice]:
     )
     if pooled:
         model["pooled"] = EmbeddingBagCollection(tables=pooled, device=torch.device("meta"))
-    outer = cluster.level(cluster.world_size).all_to_all
-    inner = cluster.level(cluster.ranks_per_node).all_to_all if cluster.ranks_per_node > 1 else outer
+    outer = cluster.under_torchrec.level(cluster.world_size).all_to_all
+    inner = cluster.under_torchrec.level(cluster.ranks_per_node).all_to_all if cluster.ranks_per_node > 1 else outer
     constraints = {
         f"table_{index}": ParameterConstraints(
             pooling_factors=[table.profile.avg_length / _features(table)] * _features(table)
@@ -180,7 +180,7 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
     """Cost of whole-table choices: what all ranks share, and the busiest rank's part of each metric besides."""
     if problem.pooled_tables:
         return _with_pooled(problem, choices)
-    cluster, hidden = problem.cluster, problem.hidden
+    cluster, hidden = problem.cluster.under_torchrec, problem.hidden
     shared, received = Cost(), Cost()
     per_rank = [Cost() for _ in range(cluster.world_size)]
     hottest, widths = 0.0, RowWidths(0, 0, 0)
