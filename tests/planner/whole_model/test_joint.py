@@ -129,7 +129,7 @@ def test_one_limit_for_both_is_better_than_any_limit_for_each(seed: int) -> None
     assert plan.lower_bound_seconds <= min(found) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", first(2, [0, 2, 1, 3, 4, 5]))
+@pytest.mark.parametrize("seed", first(1, [0, 2, 1, 3, 4, 5]))
 def test_tiers_or_shards_are_the_best_of_every_choice(seed: int) -> None:
     step = StepWork(1e-5) if seed % 2 else None
     own = tables(seed, 2, 2)
