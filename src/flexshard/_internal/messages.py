@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ __all__ = ["Messages", "PendingMessages", "all_to_all"]
 
 # Gloo's buffers must not go while it fills or reads them, even where nobody waits: at a pipeline's end, after an error.
 _under_way: set[PendingMessages] = set()
+_started: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # exchanges of each process group
+_TAGS = 1 << 30
 
 
 class PendingMessages:
@@ -53,13 +56,22 @@ class Messages:
         follows the other, and where links are slow, an exchange takes up to half as long again. Arguments as of
         :func:`all_to_all`.
         """
+        group = dist.group.WORLD if group is None else group
         rank, world = dist.get_rank(group), dist.get_world_size(group)
+        # Each exchange has its own, as gloo numbers collectives: ranks that started more than others wait for them.
+        tag = _started[group] = (_started.get(group, 0) + 1) % _TAGS
         received, sent = _parts(output, output_split_sizes), _parts(input, input_split_sizes)
         received[rank].copy_(sent[rank])
         # Nearest ranks ahead first, so that no rank is asked by all others at once.
         sources, targets = ([(rank + way * step) % world for step in range(1, world)] for way in (-1, 1))
-        works = [dist.irecv(received[peer], group=group, group_src=peer) for peer in sources if received[peer].numel()]
-        works += [dist.isend(sent[peer], group=group, group_dst=peer) for peer in targets if sent[peer].numel()]
+        works = [
+            dist.irecv(received[peer], group=group, group_src=peer, tag=tag)
+            for peer in sources
+            if received[peer].numel()
+        ]
+        works += [
+            dist.isend(sent[peer], group=group, group_dst=peer, tag=tag) for peer in targets if sent[peer].numel()
+        ]
         return PendingMessages([work for work in works if work is not None])
 
 
