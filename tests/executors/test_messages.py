@@ -12,7 +12,7 @@ pytest.importorskip("torchrec")
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import all_to_all
+from flexshard._internal import all_to_all, messages
 from tests.executors import ranks
 
 WORLD = 4
@@ -49,6 +49,8 @@ def exchanged(rank: int, ours: bool) -> list[npt.NDArray[np.generic]]:
     for each in reversed(pending):
         each.wait()
         each.wait()  # does nothing
+    # Those that nobody waited for went with the next; but for the last of all ranks.
+    assert not ours or len(messages._of_group[dist.group.WORLD].under_way) == 1
     even = torch.empty(WORLD)
     all_to_all(even, torch.arange(float(WORLD)) + rank).wait()
     dist.barrier()
@@ -62,3 +64,20 @@ def test_they_are_those_of_torch() -> None:
         for one, other in zip(mine, others, strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(one, other)
+
+
+def refused(rank: int) -> list[str]:
+    rows, found = torch.zeros(4), []
+    for back, out in (([1, 2], [2, 2]), ([4], [2, 2]), ([3, 1], [1, 3]) if rank == 0 else ([1, 3], [3, 1])):
+        with pytest.raises(RuntimeError) as error:
+            all_to_all(torch.empty(4), rows, back, out)
+        found.append(str(error.value))
+    dist.barrier()
+    return found
+
+
+def test_splits_that_do_not_fit_are_refused() -> None:
+    for found in ranks.run(1, 2, refused):
+        assert "2 splits of 3 entries, for 2 ranks and 4" in found[0]
+        assert "1 splits of 4 entries" in found[1]
+        assert "a rank sends itself" in found[2]

@@ -68,7 +68,11 @@ if TYPE_CHECKING:
     )
     from flexshard._internal.keyed_jagged import with_values as with_values
     from flexshard._internal.lazy import INSTALL_TORCHREC as INSTALL_TORCHREC, bound as bound
-    from flexshard._internal.messages import Messages as Messages, all_to_all as all_to_all
+    from flexshard._internal.messages import (
+        Messages as Messages,
+        all_to_all as all_to_all,
+        runs_gloo as runs_gloo,
+    )
     from flexshard._internal.optional import has_numba as has_numba, has_triton as has_triton
     from flexshard._internal.parquet_sources import (
         Chunk as Chunk,
@@ -123,7 +127,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],
         "keyed_jagged": ["with_values"],
         "lazy": ["INSTALL_TORCHREC", "bound"],
-        "messages": ["Messages", "all_to_all"],
+        "messages": ["Messages", "all_to_all", "runs_gloo"],
         "optional": ["has_numba", "has_triton"],
         "parquet_sources": [
             "Chunk",

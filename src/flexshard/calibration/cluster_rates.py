@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard._internal import all_to_all, device_of_group, level_groups, moment, seconds_between
+from flexshard._internal import all_to_all, device_of_group, level_groups, moment, runs_gloo, seconds_between
 from flexshard.errors import ClusterError, MissingDependencyError
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
@@ -118,7 +118,7 @@ def measure_cluster(
         return CollectiveRate(fit.alpha_seconds, fit.bytes_per_s, "measured", note)
 
     def level(size: int) -> Level:
-        inside, across, gloo = size > 1, size < world, dist.get_backend() == "gloo"
+        inside, across, gloo = size > 1, size < world, runs_gloo(device)
         return Level(
             size,
             all_to_all=rate("all_to_all", size) if inside else None,

@@ -98,13 +98,13 @@ class Cost:
         fullest_dynamic_bytes: dynamic memory, with the buffers of backward, that the fullest rank exceeds in one step
             of a thousand (:func:`flexshard.costmodels.fullest_bytes`); None where it was not asked for or is not known.
             Does not add.
-        look_up_seconds: of the rank that serves most; 0 where no rates are known. Of rows in tiers, of row-wise ones.
-        update_seconds: the same, of what other phases do not overlap; of rows in tiers, what calls and copies take
-            whatever is read.
+        look_up_seconds: of the rank that serves most, for all calls and for rows that are not counted as overlapped; 0
+            where no rates are known.
+        update_seconds: the same; of rows in tiers, what calls and copies take whatever is read.
         host_memory_bytes: of host memory.
-        overlapped_look_up_seconds: of rows that are not row-wise, which are looked up while those are on their way.
-        overlapped_update_seconds: of the same, whose gradients are added up while those of row-wise ones are.
-        row_wise_update_seconds: of row-wise rows, which are updated while copies' gradients are on their way.
+        overlapped_look_up_seconds: to look up rows in tiers that are not row-wise, while row-wise ones travel.
+        overlapped_update_seconds: to add up their gradients, while those of row-wise ones travel.
+        row_wise_update_seconds: to update row-wise rows, while copies' gradients travel.
     """
 
     static_memory_bytes: float = 0.0

@@ -105,7 +105,7 @@ class Collectives:
         group: dist.ProcessGroup | None,
         label: Label,
     ) -> PendingCollective:
-        """``dist.all_to_all_single``; splits count entries of the first dimension, None for equal ones."""
+        """:func:`flexshard._internal.all_to_all`; splits count entries of the first dimension, None for equal ones."""
         with _labelled(label, group):
             work = all_to_all(received, sent, received_splits, sent_splits, group=group)
         return PendingCollective(work, label, group, received, sent)

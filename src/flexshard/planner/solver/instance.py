@@ -56,7 +56,7 @@ class Instance:
         memory_fixed: κ_g/g, and the place of a row that is not row-wise, per byte of weight, for each class of tables
             of equal lines; shape (C, G).
         memory_per_read: see :class:`RowLines`; shape (G,).
-        comm_fixed, comm_per_read: see :class:`RowLines`; shape (C, G).
+        comm_fixed, comm_per_read: see :class:`RowLines`, with what of local work depends on the level; shape (C, G).
         alpha_seconds: exposed latency of a level's calls, paid once where it is used at all; shape (G,).
         always_seconds: exposed time of what every plan calls.
         once_seconds: time to find the distinct ids of a table's lookups; shape (T,). table_class: of each; shape (T,).

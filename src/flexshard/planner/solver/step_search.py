@@ -45,7 +45,7 @@ _PHASES = ("ids", "embeddings", "gradients")
 _ROWS, _GRADIENTS = _PHASES.index("embeddings"), _PHASES.index("gradients")
 # Behind links: what a rank does meanwhile; and of gradients, what it does after those of row-wise rows are there.
 _CHAINS = 2
-_RANK, _AFTER = -2, -1
+_MEANWHILE, _AFTERWARDS = -2, -1
 _ROUNDS, _CLOSE = 10, 1e-4
 _MANY_COUNTS, _CLOSE_OF_MANY = 1_000_000, 3e-3
 _NOTHING = StepWork(0.0)
@@ -117,14 +117,15 @@ def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_M
     close = _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY
     exposed = _exposed_per_read(variants.plain, problem)
     weights = np.zeros((len(_PHASES), len(sizes) + _CHAINS))
-    weights[:, len(sizes) - 1] = 1.0
+    if sizes:
+        weights[:, len(sizes) - 1] = 1.0
     for number in range(_ROUNDS if several else 0):
         if number and is_enough():
             break
         weights = _in_order(exposed, weights)
         view = Variants(_under(problem, sizes, weights), variants.plain.level_order)
         keep(view, *view.solve(limit_bytes, tiers), bounds=True)
-        weights, most = _highest(found, weights.shape, exposed)
+        weights, most = _highest(found, weights.shape, exposed, after=sizes[-1] == world)
         if min(most, *(one.seconds for one in found)) <= max(one.bound for one in found) * (1 + close):
             break
     return found, max(one.bound for one in found)
@@ -155,7 +156,7 @@ class _Weighted:
 
 def _under(problem: ToPlan, sizes: Sequence[int], weights: FloatArray) -> _Weighted:
     """The problem where this counts of each phase, shape (phases, links + 2)."""
-    (look_up, _), (update, after) = weights[[_ROWS, _GRADIENTS], _RANK:].tolist()
+    (look_up, _), (update, after) = weights[[_ROWS, _GRADIENTS], _MEANWHILE:].tolist()
     given = {
         "hidden": _weighted(problem, sizes, weights),
         "local_shares": LocalShares(look_up, update, min(update + after, 1.0)),
@@ -168,10 +169,10 @@ def _by_link(cost: Cost, sizes: Sequence[int], world: int) -> tuple[FloatArray, 
     everything else.
     """
     seconds = np.zeros((len(_PHASES), len(sizes) + _CHAINS))
-    seconds[_ROWS, _RANK] = cost.overlapped_look_up_seconds
-    seconds[_GRADIENTS, _RANK:] = cost.row_wise_update_seconds
-    seconds[_GRADIENTS, _RANK] += cost.overlapped_update_seconds
-    seconds[_GRADIENTS, _AFTER] += row_wise_gradients(cost, world)
+    seconds[_ROWS, _MEANWHILE] = cost.overlapped_look_up_seconds
+    seconds[_GRADIENTS, _MEANWHILE:] = cost.row_wise_update_seconds
+    seconds[_GRADIENTS, _MEANWHILE] += cost.overlapped_update_seconds
+    seconds[_GRADIENTS, _AFTERWARDS] += row_wise_gradients(cost, world)
     rest = cost.index_dedup_seconds + cost.look_up_seconds + cost.update_seconds
     for one in cost.collectives:
         if phase_of(one) in _PHASES:
@@ -204,7 +205,7 @@ def _weighted(
             if link > 1:
                 weight = 1.0 if phase is None else float(weights[_PHASES.index(phase), sizes.index(link)])
                 if (kind, size, content) == ("all_to_all", problem.cluster.world_size, "gradients"):
-                    weight = min(weight + float(weights[_GRADIENTS, _AFTER]), 1.0)
+                    weight = min(weight + float(weights[_GRADIENTS, _AFTERWARDS]), 1.0)
                 shares[kind, size, content] = 1 - weight * (1 - hidden_share(problem.hidden, kind, size, content))
     return shares
 
@@ -241,8 +242,12 @@ def _in_order(exposed: FloatArray, weights: FloatArray) -> FloatArray:
     return ordered
 
 
-def _highest(found: Sequence[_Met], shape: tuple[int, int], exposed: FloatArray) -> tuple[FloatArray, float]:
-    """The weights in order under which the least of the placements met is greatest, and that least."""
+def _highest(
+    found: Sequence[_Met], shape: tuple[int, int], exposed: FloatArray, *, after: bool
+) -> tuple[FloatArray, float]:
+    """The weights in order under which the least of the placements met is greatest, and that least; ``after``: whether
+    row-wise rows are the last in order, so that what comes after their gradients may make them dearer.
+    """
     from scipy.optimize import linprog
 
     phases, links = shape
@@ -257,12 +262,14 @@ def _highest(found: Sequence[_Met], shape: tuple[int, int], exposed: FloatArray)
         for phase in range(phases):
             order[row, phase * links + link] = exposed[index, phase, link]
             order[row, phase * links + link + 1] = -exposed[index, phase, link + 1]
+    bounds = np.tile([0.0, 1.0], (phases, links, 1))
+    bounds[_GRADIENTS, _AFTERWARDS, 1] = float(after)
     scale = max(float(np.abs(order).max(initial=0.0)), 1e-300)
     result = linprog(
         np.append(np.zeros(phases * links), -1.0),
         A_ub=np.concatenate([cuts, sums, order / scale]),
         b_ub=np.concatenate([[one.rest for one in found], np.ones(phases), np.zeros(len(order))]),
-        bounds=[(0.0, 1.0)] * (phases * links) + [(None, None)],
+        bounds=[*map(tuple, bounds.reshape(-1, 2)), (None, None)],
         method="highs",
     )
     assert result.x is not None  # the best placement met bounds it
