@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard._internal import all_to_all, device_of_group, level_groups, moment, runs_gloo, seconds_between
+from flexshard._internal import device_of_group, level_groups, moment, seconds_between
 from flexshard.errors import ClusterError, MissingDependencyError
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
@@ -98,6 +98,8 @@ def measure_cluster(
         import torch.distributed as dist
     except ImportError as error:
         raise MissingDependencyError(f"measuring needs torch; install the build for your machine ({error})") from error
+    from flexshard._internal import runs_gloo
+
     device, world = device_of_group(), dist.get_world_size()
     if sizes is None:
         sizes = _SIZES_ON_CUDA if device.type == "cuda" else _SIZES
@@ -158,6 +160,8 @@ def _timer(device: torch.device, levels: Sequence[int], repeats: int) -> Timer:
     """A function of (kind, group size, bytes) that every rank calls alike and that gives all the same seconds."""
     import torch
     import torch.distributed as dist
+
+    from flexshard._internal import all_to_all
 
     groups = level_groups(levels)
 
