@@ -12,10 +12,16 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from flexshard.executors.lookahead.prefetching import prefetch
+
 __all__ = ["admit", "compact", "copy_rows", "find", "retire"]
 
 Words = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.uint32]
+
+# How far ahead of its turn a word of a row, and of a slot whose row is known, is asked for: at 32 and 12 loops still
+# wait (3.4 against 2.7 ms for 426,000 lookups), and beyond these it makes no difference.
+_ROWS_AHEAD, _SLOTS_AHEAD = 96, 48
 
 _compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 
@@ -75,6 +81,9 @@ def admit(
         idle_first += 1
     sizes[5] = idle_first
     for index in range(ids.size):
+        if index + _ROWS_AHEAD < ids.size:
+            prefetch(row_words, ids[index + _ROWS_AHEAD])
+            prefetch(slot_words, row_words[ids[index + _SLOTS_AHEAD]] & low)
         row = np.uint64(ids[index])
         word = row_words[row]
         last, slot = word >> shift, word & low
@@ -103,6 +112,10 @@ def admit(
     left, first, evictions = num_free, idle_first, 0
     for index in range(fetches):
         slot = capacity
+        if index + _SLOTS_AHEAD < fetches:
+            prefetch(row_words, rows[fetched[index + _SLOTS_AHEAD]])
+            if first + _SLOTS_AHEAD < idle_end:
+                prefetch(slot_words, idle[(first + _SLOTS_AHEAD) % idle.size] & low)
         if left > 0:
             left -= 1
             slot = np.uint64(free[left])
@@ -190,6 +203,8 @@ def retire(
     capacity = idle.size
     evictions = 0
     for index in range(row_slots.size):
+        if index + _SLOTS_AHEAD < row_slots.size:
+            prefetch(slot_words, row_slots[index + _SLOTS_AHEAD])
         slot = row_slots[index]
         word = slot_words[slot]
         if word >> shift != number:
