@@ -17,17 +17,18 @@ __all__ = ["prefetch"]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """``prefetch(array, index)``, in compiled code: bring the element's line into the cache; the index is not checked.
+def prefetch(_: Any, array: Any, index: Any) -> Any:
+    """``prefetch(array, index)``, in compiled code: bring the element's line into the cache, of a row its first.
 
-    Nothing else changes, and nothing is waited for.
+    The index, of the first dimension, is not checked. Nothing else changes, and nothing is waited for.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type, index_type = signature.args
         elements = context.make_array(array_type)(context, builder, arguments[0])
-        at = context.cast(builder, arguments[1], index_type, types.intp)
-        element = cgutils.get_item_pointer(context, builder, array_type, elements, [at], wraparound=False)
+        first = context.cast(builder, arguments[1], index_type, types.intp)
+        others = [context.get_constant(types.intp, 0)] * (array_type.ndim - 1)
+        element = cgutils.get_item_pointer(context, builder, array_type, elements, [first, *others], wraparound=False)
         byte = ir.IntType(8).as_pointer()
         hint = builder.module.declare_intrinsic(
             "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, *[ir.IntType(32)] * 3])
