@@ -1,6 +1,6 @@
 """Memory of the fullest rank: how often steps exceed what plans say they do in one of a thousand.
 
-    python -m benchmarks.memory [--data ../shared/data] [--steps 2000]
+    python -m benchmarks.memory [--data ../shared/data] [--steps 2000] [--ranks 8 32 128] [--streams Zipf globo]
 
 Streams: clicks, lookups of a recommendation cache and of an application as recorded, and three that are generated.
 Each is planned row-wise and with tiers in the same memory, for 8, 32 and 128 ranks, and replayed: shuffled again and
@@ -75,7 +75,9 @@ def above(bound: float, seen: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--steps", type=int, default=2_000)
+    parser.add_argument("--steps", type=int, default=2_000, help="shuffled ones")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="multiples of 8")
+    parser.add_argument("--streams", nargs="+", default=[""], help="how the names of those to take begin")
     options = parser.parse_args()
     grid = new_grid(
         f"Dynamic memory of the fullest rank, B = {BATCH}, D = {DIM}",
@@ -94,9 +96,11 @@ def main() -> None:
     )
     ratios, rates, in_order_rates = [], [], []
     for name, raw, lengths in [*(recorded(options.data) if options.data.exists() else ()), *generated()]:
+        if not name.startswith(tuple(options.streams)):
+            continue
         kept, ids = np.unique(raw, return_inverse=True)
         profile = AccessProfile.from_ids(ids, lengths=lengths, num_rows=kept.size)
-        for ranks in RANKS:
+        for ranks in options.ranks:
             cluster = Cluster.preset("dgx-h100", nodes=ranks // 8)
             for kind, tiers in (("row-wise", 1), ("tiers", 3)):
                 start = time.perf_counter()
