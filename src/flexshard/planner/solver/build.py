@@ -20,6 +20,7 @@ __all__ = ["ToPlan", "build_instance"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+_Counts = tuple[IntArray, FloatArray, IntArray, npt.NDArray[Any], FloatArray]
 
 
 class ToPlan(Protocol):
@@ -50,7 +51,10 @@ class ToPlan(Protocol):
 
 
 def build_instance(
-    problem: ToPlan, deduplicated: npt.NDArray[np.bool_] | None = None, order: IntArray | None = None
+    problem: ToPlan,
+    deduplicated: npt.NDArray[np.bool_] | None = None,
+    order: IntArray | None = None,
+    like: Instance | None = None,
 ) -> Instance:
     """Arrays of a planning problem.
 
@@ -58,6 +62,7 @@ def build_instance(
         problem: what to plan.
         deduplicated: tables whose ids are sent once per batch, shape (T,); none by default.
         order: of the cluster's levels; by their time per read by default.
+        like: of the same tables and batches, with the ids of the same tables sent once: has the same counts.
     """
     tables, cluster, batch_size = problem.tables, problem.cluster, problem.batch_size
     hidden, translation, world_size = problem.hidden, problem.translation, cluster.world_size
@@ -116,7 +121,7 @@ def build_instance(
         tuple(shared),
         np.array([table.row_bytes for table in tables], np.float64),
         np.array([table.rows for table in tables], np.int64),
-        *_concatenated(tables, batch_size, once),
+        *(_concatenated(tables, batch_size, once) if like is None else _counts_of(like)),
         np.array([translation.held_bytes(table.rows, dealt_by_id=by_id) for table in tables], np.float64),
         problem.rates,
         problem.objective == "step",
@@ -124,9 +129,11 @@ def build_instance(
     )
 
 
-def _concatenated(
-    tables: Sequence[Table], batch_size: int, deduplicated: npt.NDArray[np.bool_]
-) -> tuple[IntArray, FloatArray, IntArray, npt.NDArray[Any], FloatArray]:
+def _counts_of(like: Instance) -> _Counts:
+    return like.starts, like.reads, like.cum_rows, like.cum_units, like.unit_reads
+
+
+def _concatenated(tables: Sequence[Table], batch_size: int, deduplicated: npt.NDArray[np.bool_]) -> _Counts:
     sizes = [t.profile.counts.size + (t.rows > t.profile.rows_read) for t in tables]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     reads = np.zeros(starts[-1], np.float64)

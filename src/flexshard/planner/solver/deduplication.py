@@ -53,20 +53,23 @@ class Variants:
     Attributes:
         problem: what to plan.
         order: of the cluster's levels; by their time per read by default.
+        like: the same tables and batches under other costs, whose counts need not be put together again.
     """
 
     problem: ToPlan
     order: IntArray | None = None
+    like: Variants | None = None
 
     @cached_property
     def plain(self) -> Instance:
         """Every lookup sent: what "neutral" means, and what the published algorithm plans."""
-        return build_instance(self.problem, None, self.order)
+        return build_instance(self.problem, None, self.order, None if self.like is None else self.like.plain)
 
     @cached_property
     def once(self) -> Instance:
         """Every table's distinct ids."""
-        return build_instance(self.problem, np.ones(len(self.problem.tables), np.bool_), self.order)
+        once = np.ones(len(self.problem.tables), np.bool_)
+        return build_instance(self.problem, once, self.order, None if self.like is None else self.like.once)
 
     @property
     def are_chosen(self) -> bool:

@@ -123,7 +123,7 @@ def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_M
         if number and is_enough():
             break
         weights = _in_order(exposed, weights)
-        view = Variants(_under(problem, sizes, weights), variants.plain.level_order)
+        view = Variants(_under(problem, sizes, weights), variants.plain.level_order, variants)
         keep(view, *view.solve(limit_bytes, tiers), bounds=True)
         weights, most = _highest(found, weights.shape, exposed, after=sizes[-1] == world)
         if min(most, *(one.seconds for one in found)) <= max(one.bound for one in found) * (1 + close):
