@@ -13,6 +13,7 @@ Legend: T tables, G levels, L of them in use, K counts, as of :mod:`flexshard.pl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from weakref import WeakKeyDictionary
 
@@ -214,6 +215,16 @@ class _CountCosts:
             seconds = np.where(reads > instance.most_reads.T[:, table], np.inf, seconds)
         return cls(table, seconds, less, memory)
 
+    @cached_property
+    def gathered(self) -> FloatArray:
+        """Seconds if gathered, shape (G, n)."""
+        return self.seconds - self.saved
+
+    @cached_property
+    def less(self) -> FloatArray:
+        """Seconds if gathered where that takes less, shape (G, n)."""
+        return self.seconds - np.maximum(self.saved, 0.0)
+
 
 def _known(kept: WeakKeyDictionary[Instance, _CountCosts], instance: Instance, every: bool) -> _CountCosts:
     """Costs of an instance's counts, or of those alone where gathering saves anything, worked out once."""
@@ -246,16 +257,27 @@ def least_of_tables(instance: Instance, levels: IntArray, price: float) -> tuple
     else:
         costs = _known(_EVERY, instance, every=True)
         found = np.zeros(len(instance.tables)), np.zeros(len(instance.tables))
-    reduced, memory = costs.seconds[levels], costs.memory[levels]
-    gathered = reduced - (costs.saved[levels] if always else np.maximum(costs.saved[levels], 0.0))
-    best = (gathered + price * memory).argmin(axis=0)
-    number = np.arange(best.size)
-    seconds, nbytes = gathered[best, number], memory[best, number]
+    seconds, nbytes = _least_at(price, levels, costs.gathered if always else costs.less, costs.memory)
     if not by_count:
-        without = (reduced + price * memory).argmin(axis=0)
-        seconds, nbytes = seconds - reduced[without, number], nbytes - memory[without, number]
+        without = _least_at(price, levels, costs.seconds, costs.memory)
+        seconds, nbytes = seconds - without[0], nbytes - without[1]
     more = (np.bincount(costs.table, values, minlength=len(instance.tables)) for values in (seconds, nbytes))
     return found[0] + next(more), found[1] + next(more)
+
+
+def _least_at(price: float, levels: IntArray, seconds: FloatArray, memory: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Seconds and memory, shape (n,) each, of every count at the first level where it costs least at a price of memory;
+    of these at all levels, shape (G, n) each.
+    """
+    first, *others = levels.tolist()
+    best = seconds[first], memory[first]
+    least = seconds[first] + price * memory[first]
+    for level in others:
+        cost = seconds[level] + price * memory[level]
+        better = cost < least
+        best = np.where(better, seconds[level], best[0]), np.where(better, memory[level], best[1])
+        np.copyto(least, cost, where=better)
+    return best
 
 
 def solve_gathered(
