@@ -16,8 +16,8 @@ from flexshard.errors import DataError, TableError
 from flexshard.profiling import power_law_probabilities
 from flexshard.tables import combined_dedup_factor, expected_distinct
 
-PROFILE = AccessProfile.from_probabilities(power_law_probabilities(400_000, 80, 0.8))
-TABLE = Table("items", 400_000, 64, PROFILE)
+PROFILE = AccessProfile.from_probabilities(power_law_probabilities(200_000, 80, 0.8))
+TABLE = Table("items", 200_000, 64, PROFILE)
 CLUSTER = Cluster.preset("a100-4x8-roce")
 
 

@@ -115,7 +115,7 @@ def test_the_frontier_gathers_where_that_takes_less() -> None:
 
 def test_with_pooled_tables() -> None:
     tables = [zipf(), Table("p", 1000, 16, zipf(1.1, 1000).profile, pooling="sum")]
-    how = {"batch_size": 16, "budget": "+60000B", "index_dedup": False}
+    how = {"batch_size": 16, "budget": "+60000B", "index_dedup": False, "gap": 0.05}
     dense, auto = (solve(tables, cluster_of(3e9, nodes=2), reduction=name, **how) for name in ("dense", "auto"))
     assert auto.predicted.exposed_seconds < 0.9 * dense.predicted.exposed_seconds
     assert auto.lower_bound_seconds <= auto.predicted.exposed_seconds <= 1.1 * auto.lower_bound_seconds
