@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 __all__ = ["prefetch"]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(_: Any, array: Any, index: Any) -> Any:
     """``prefetch(array, index)``, in compiled code: bring the element's line into the cache, of a row its first.
 
