@@ -40,7 +40,7 @@ from benchmarks.timing import machine
 from flexshard import AccessProfile, Cluster, Table, solve
 from flexshard._internal import as_text, new_grid
 from flexshard.executors import full_state_dict
-from flexshard.executors.sharding.module import ShardedFlexShardEmbeddingCollection
+from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingCollection
 from flexshard.topologies import CollectiveRate, Level
 
 WORLD = 2
