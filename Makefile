@@ -64,12 +64,14 @@ test-slow: setup
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
 
+# Searches that take minutes, of which versions change nothing: make test has them.
+test-newest test-lowest: LONG = test_fuzz planner/test_compress_whole planner/whole_model/test_cases
 test-newest: CONSTRAINT =
 test-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
 test-newest test-lowest: test-%: .venv-%/bin/python
 	$(if $(CONSTRAINT),$< .ci/lowest_versions.py test > .venv-lowest/lowest.txt)
 	$< -m pip install --quiet $(PIP_ARGS) $(CONSTRAINT) --upgrade --editable ".[test]"
-	$< -m pytest -n auto --dist worksteal --ignore tests/test_fuzz.py
+	$< -m pytest -n auto --dist worksteal $(LONG:%=--ignore tests/%.py)
 
 $(PLANNING:%=%/bin/python):
 	$(PYTHON) -m venv $(@:%/bin/python=%)

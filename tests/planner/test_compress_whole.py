@@ -261,7 +261,7 @@ def test_sequences_become_tensor_trains(seed: int, loss_limit: float | None, bes
 def test_many_sequences_may_become_tensor_trains() -> None:
     pooled, sequences = (
         tables(2, 5),
-        [replace(one, name=f"s{i}", pooling="none") for i, one in enumerate(tables(8, 9))],
+        [replace(one, name=f"s{i}", pooling="none") for i, one in enumerate(tables(12, 9))],
     )
     given, where = [*pooled, *sequences], cluster(4)
     neutral = solve(given, where, batch_size=BATCH).settings.budget_bytes
