@@ -64,7 +64,7 @@ test-slow: setup
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
 
-# Searches that take minutes, of which versions change nothing: make test has them.
+# Long searches and random input, of which versions change nothing: make test has them.
 test-newest test-lowest: LONG = test_fuzz planner/test_compress_whole planner/whole_model/test_cases
 test-newest: CONSTRAINT =
 test-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt

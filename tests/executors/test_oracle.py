@@ -227,6 +227,15 @@ def test_sizes_that_cannot_be(rows: int, slots: int) -> None:
         LookaheadOracle(rows, slots)
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [("i1", 1000), ("i2", 100_000), ("i4", 10), ("i8", 10), (">i8", 10)])
+def test_negative_ids_of_any_width_are_no_rows(dtype: str, rows: int) -> None:
+    oracle = LookaheadOracle(rows, 4)
+    with pytest.raises(CacheError, match=r"row -2 is outside the table"):
+        oracle.admit(np.array([1, -2], dtype))
+    with pytest.raises(CacheError, match=r"row -2 is outside the table"):
+        oracle.find(np.array([1, -2], dtype))
+
+
 @pytest.mark.parametrize("wrong", [[-1], [3, 4], [1 << 40], [0.5], [[1]], [True]])
 def test_ids_that_are_no_rows(wrong: list[object]) -> None:
     oracle = LookaheadOracle(4, 4)
