@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,11 +17,11 @@ from flexshard.planner.translations import Translation
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["ToPlan", "build_instance"]
+__all__ = ["ToPlan", "all_once", "build_instance"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-_Counts = tuple[IntArray, FloatArray, IntArray, npt.NDArray[Any], FloatArray]
+_Counts = tuple[IntArray, IntArray, FloatArray, npt.NDArray[Any], FloatArray]
 
 
 class ToPlan(Protocol):
@@ -129,27 +130,48 @@ def build_instance(
     )
 
 
+def all_once(plain: Instance, like: Instance | None = None) -> Instance:
+    """The same problem with the ids of every table sent once per batch, from that with all sent; ``like`` as for
+    :func:`build_instance`.
+    """
+    once = np.ones(len(plain.tables), np.bool_)
+    if like is None:
+        reads, cum_units, unit_reads = _reads_of(plain.tables, plain.batch_size, plain.starts, once)
+    else:
+        reads, cum_units, unit_reads = like.reads, like.cum_units, like.unit_reads
+    return replace(plain, deduplicated=once, reads=reads, cum_units=cum_units, unit_reads=unit_reads)
+
+
 def _counts_of(like: Instance) -> _Counts:
-    return like.starts, like.reads, like.cum_rows, like.cum_units, like.unit_reads
+    return like.starts, like.cum_rows, like.reads, like.cum_units, like.unit_reads
 
 
 def _concatenated(tables: Sequence[Table], batch_size: int, deduplicated: npt.NDArray[np.bool_]) -> _Counts:
     sizes = [t.profile.counts.size + (t.rows > t.profile.rows_read) for t in tables]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    reads = np.zeros(starts[-1], np.float64)
     cum_rows = np.zeros(starts[-1], np.int64)
+    for table, start, end in zip(tables, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        count = table.profile.counts.size
+        np.cumsum(table.profile.rows, out=cum_rows[start : start + count])
+        cum_rows[start + count : end] = table.rows
+    return starts, cum_rows, *_reads_of(tables, batch_size, starts, deduplicated)
+
+
+def _reads_of(
+    tables: Sequence[Table], batch_size: int, starts: IntArray, deduplicated: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, npt.NDArray[Any], FloatArray]:
+    """Of the counts of tables that start there: reads, units up to and including each, and reads of a unit."""
+    reads = np.zeros(starts[-1], np.float64)
     # Wider than a float64 where the platform has it, so that differences of sums of whole numbers stay exact.
     cum_units = np.zeros(starts[-1], np.longdouble if deduplicated.any() else np.int64)
     for index, (table, start, end) in enumerate(zip(tables, starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-        profile, count = table.profile, table.profile.counts.size
-        part, once = slice(start, start + count), bool(deduplicated[index])
+        profile, once = table.profile, bool(deduplicated[index])
+        part = slice(start, start + profile.counts.size)
         reads[part] = table.reads(batch_size, index_dedup=once)
-        np.cumsum(profile.rows, out=cum_rows[part])
         np.cumsum((reads[part] if once else profile.counts) * profile.rows, out=cum_units[part])
-        cum_rows[start + count : end] = table.rows
-        cum_units[start + count : end] = cum_units[start + count - 1]
+        cum_units[part.stop : end] = cum_units[part.stop - 1]
     unit_reads = [
         1.0 if once else table.distinct_samples(batch_size) / table.profile.num_samples
         for table, once in zip(tables, deduplicated.tolist(), strict=True)
     ]
-    return starts, reads, cum_rows, cum_units, np.array(unit_reads)
+    return reads, cum_units, np.array(unit_reads)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import BudgetError
-from flexshard.planner.solver.bisection import bisect_floats
-from flexshard.planner.solver.build import ToPlan, build_instance
+from flexshard.planner.solver.bisection import bisect_floats, bits_alike
+from flexshard.planner.solver.build import ToPlan, all_once, build_instance
 from flexshard.planner.solver.dual_search import cheapest_tables, price_range, solve_instance
 from flexshard.planner.solver.gathered import MANY_COUNTS, reduced_seconds
 from flexshard.planner.solver.gathering import Gathering, GatheringCosts, latency_of_gathering
@@ -68,8 +68,7 @@ class Variants:
     @cached_property
     def once(self) -> Instance:
         """Every table's distinct ids."""
-        once = np.ones(len(self.problem.tables), np.bool_)
-        return build_instance(self.problem, once, self.order, None if self.like is None else self.like.once)
+        return all_once(self.plain, None if self.like is None else self.like.once)
 
     @property
     def are_chosen(self) -> bool:
@@ -191,14 +190,14 @@ class Variants:
     def _solve(self, limit_bytes: float, tiers: int, start_price: float | None) -> tuple[Instance, Solution]:
         if not self.are_chosen:
             return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
-        masks, bound = self._candidates(limit_bytes, tiers)
+        masks, bound, price = self._candidates(limit_bytes, tiers, start_price)
         found: list[tuple[Instance, Solution]] = []
         errors: list[BudgetError] = []
 
         def plan(mask: BoolArray) -> None:
             instance = self.of(mask)
             try:
-                found.append((instance, solve_instance(instance, limit_bytes, tiers, start_price=start_price)))
+                found.append((instance, solve_instance(instance, limit_bytes, tiers, start_price=price)))
             except BudgetError as error:
                 errors.append(error)
 
@@ -215,28 +214,32 @@ class Variants:
         least = min(one.lower_bound_seconds for _, one in found) if bound is None else bound
         return instance, replace(best, lower_bound_seconds=min(best.seconds, least))
 
-    def _candidates(self, limit_bytes: float, tiers: int) -> tuple[list[BoolArray], float | None]:
-        """Choices of tables to plan, and a lower bound of all others; None where there are no others."""
+    def _candidates(
+        self, limit_bytes: float, tiers: int, start_price: float | None
+    ) -> tuple[list[BoolArray], float | None, float | None]:
+        """Choices of tables to plan, a lower bound of all others, None where there are no others, and what the price of
+        memory may be.
+        """
         count = len(self.problem.tables)
         if count <= _TABLES_TRIED or (count <= _FEW_TABLES and self.plain.reads.size <= _FEW_COUNTS):
-            return [np.array(mask) for mask in product((False, True), repeat=count)], None
+            return [np.array(mask) for mask in product((False, True), repeat=count)], None, start_price
         best: _Joint | None = None
         # The largest choices of levels first: their bounds rule most of the others out. Of equals, the smallest.
         subsets, gathering = self.plain.level_subsets(tiers), self.plain.gathering
         for levels in reversed(subsets):
             if gathering is not None and not gathering.is_at(levels):
                 continue
-            found = self._joint(levels, limit_bytes, best)
+            found = self._joint(levels, limit_bytes, best, start_price if best is None else best.price)
             if found is not None and (best is None or found.bound <= best.bound):
                 best = found
         if best is None:
             # Where none fits, deduplicating all needs the least memory there is.
-            return [np.ones(count, np.bool_)], None
-        return list({mask.tobytes(): mask for mask in _between(*best.ends)}.values()), best.bound
+            return [np.ones(count, np.bool_)], None, start_price
+        return list({mask.tobytes(): mask for mask in _between(*best.ends)}.values()), best.bound, best.price
 
-    def _joint(self, levels: IntArray, limit_bytes: float, best: _Joint | None) -> _Joint | None:
+    def _joint(self, levels: IntArray, limit_bytes: float, best: _Joint | None, near: float | None) -> _Joint | None:
         """Lagrangian bound of all choices with rows at some levels, and those of the prices beside the budget; None
-        where nothing fits, or the bound is above the ``best`` known.
+        where nothing fits, or the bound is above the ``best`` known. The price may be ``near`` that, if it is known.
         """
         limit = memory_limit(limit_bytes)
         latency = self.plain.latency_seconds(levels)
@@ -253,7 +256,8 @@ class Variants:
             return _Joint(at(0.0)[0] + latency, (at(floor)[2], at(floor)[2]), floor)
         if at(ceiling)[1] > limit:
             return None
-        low, high = bisect_floats(floor, ceiling, lambda price: at(price)[1] <= limit)
+        bits = bits_alike(self.plain.reads.size)
+        low, high = bisect_floats(floor, ceiling, lambda price: at(price)[1] <= limit, bits=bits, near=near)
         ends = [(price, *at(price)) for price in (low, high)]
         bound = max(seconds + price * (memory - limit) for price, seconds, memory, _ in ends)
         return _Joint(bound + latency, (ends[0][3], ends[1][3]), high)

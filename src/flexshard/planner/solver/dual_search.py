@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flexshard import units
 from flexshard.errors import BudgetError
-from flexshard.planner.solver.bisection import bisect_floats
+from flexshard.planner.solver.bisection import bisect_floats, bits_alike
 from flexshard.planner.solver.exact_search import polish
 from flexshard.planner.solver.gathered import least_of_tables, solve_gathered
 from flexshard.planner.solver.hottest_rows import FEW_COUNTS, least_with_excess
@@ -46,7 +46,7 @@ def solve_instance(
     """The best allocation within a budget that uses at most ``max_tiers`` group sizes.
 
     Args:
-        start_price: the price at a smaller budget, if known; the search starts from it.
+        start_price: what the price may be, if known: the search starts there.
 
     Raises:
         BudgetError: none fits; says the least budget that would.
@@ -129,7 +129,15 @@ def solve_levels(
         return least_with_excess(
             instance, lambda limited: solve_gathered(limited, levels, limit, prices), _MOST_TRIES_GATHERED
         )
-    return least_with_excess(instance, lambda limited: _solve_sums(limited, levels, budget_bytes, start_price))
+    latest = start_price
+
+    def solve(limited: Instance) -> Solution | None:
+        nonlocal latest
+        found = _solve_sums(limited, levels, budget_bytes, latest)
+        latest = latest if found is None else found.price
+        return found
+
+    return least_with_excess(instance, solve)
 
 
 def _solve_sums(
@@ -146,11 +154,9 @@ def _solve_sums(
     if fits(floor):
         fastest = instance.variable_seconds(*allocate(instance, levels, 0.0))
         return _solution(instance, allocate(instance, levels, floor)[0], fastest + latency, 0.0, levels)
-    if start_price and instance.most_reads is None and fits(start_price):
-        ceiling = start_price  # a larger budget never raises the price
-    elif not fits(ceiling):
+    if not fits(ceiling):
         return None
-    low, high = bisect_floats(floor, ceiling, fits)
+    low, high = bisect_floats(floor, ceiling, fits, bits=bits_alike(instance.reads.size), near=start_price)
     dual = max(_bound(instance, levels, price, limit) for price in (low, high))
     beyond, inside = (allocate(instance, levels, price)[0] for price in (low, high))
     filled = fill(instance, inside, beyond, limit)

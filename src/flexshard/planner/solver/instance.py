@@ -63,8 +63,8 @@ class Instance:
         table_kind: of each table, what travels with what; shape (T,).
         widths: of the rows of each kind. row_bytes, num_rows: D·s and E; shape (T,) each.
         starts: where each table's counts start in the arrays below, and the end; shape (T + 1,).
-        reads: w of the rows of each count, descending within a table, rows never read last; shape (K,).
         cum_rows: rows of the table up to and including each count; shape (K,).
+        reads: w of the rows of each count, descending within a table, rows never read last; shape (K,).
         cum_units: accesses up to and including each count, as whole numbers so that differences are exact (of
             deduplicated tables, w itself); shape (K,).
         unit_reads: w per unit. table_held_bytes: static memory of a rank in every placement; of each table, (T,) each.
@@ -95,8 +95,8 @@ class Instance:
     row_bytes: FloatArray
     num_rows: IntArray
     starts: IntArray
-    reads: FloatArray
     cum_rows: IntArray
+    reads: FloatArray
     cum_units: Numbers
     unit_reads: FloatArray
     table_held_bytes: FloatArray

@@ -69,28 +69,47 @@ def loads_of(instance: Instance, allocation: Allocation) -> Loads:
 
 
 class _Moments:
-    """Second and third central moments of one rank's lookups of a row of each count; shape (K,) each."""
+    """Second and third central moments of one rank's lookups of a row of each count, and their sums.
+
+    Of ids that are sent once a row is a draw of a rank, of others one of each of its samples: then the second moment is
+    w(1 - w/draws), and the third at most that. Rows that samples repeat have moments of their own.
+    """
 
     def __init__(self, instance: Instance) -> None:
-        starts, count = instance.starts, instance.reads.size
+        tables, starts = instance.tables, instance.starts
         self._starts, self._cum_rows, self._reads = starts, instance.cum_rows, instance.reads
-        # Of rows that samples read once, the third moment is at most the second.
-        self._repeats = any(one.profile.samples is not None for one in instance.tables)
-        self.variance = np.empty(count)
-        self.third = np.empty(count) if self._repeats else self.variance
-        self._sums = [np.zeros(count + 1) for _ in range(3 if self._repeats else 2)]
+        self._cum_units, self._unit_reads = instance.cum_units, instance.unit_reads
+        samples = np.array([one.distinct_samples(instance.batch_size) for one in tables])
+        self._draws = np.where(instance.deduplicated, 1.0, samples)
+        repeats = np.array([one.profile.samples is not None for one in tables]) & ~instance.deduplicated
+        # Rows that are read more often than there are samples, though the profile does not know of repeats.
+        more_than_draws = instance.reads[starts[:-1]] > self._draws
+        self._own = repeats | more_than_draws
+        sizes = np.diff(starts)
+        self._own_starts = np.concatenate([[0], np.cumsum(np.where(self._own, sizes, 0))])
+        self._own_moments = np.zeros((2, int(self._own_starts[-1])))
+        self._own_sums = np.zeros((2, int(self._own_starts[-1]) + 1))
+        for index in np.flatnonzero(self._own).tolist():
+            start, end = self._own_starts[index : index + 2].tolist()
+            part = slice(*starts[index : index + 2].tolist())
+            draws, repeated = float(self._draws[index]), bool(repeats[index])
+            moments = np.stack(_central_moments(tables[index], instance.reads[part], draws, repeats=repeated))
+            self._own_moments[:, start:end] = moments
+            added = moments * np.diff(instance.cum_rows[part], prepend=0)
+            np.cumsum(added, axis=1, out=self._own_sums[:, start + 1 : end + 1])
+            self._own_sums[:, start + 1 : end + 1] += self._own_sums[:, start, None]
+        self._squares = np.zeros(instance.reads.size + 1)
         # A few tables at a time: what is between stays in the processor's cache.
-        ends = np.searchsorted(starts, np.arange(_BLOCK_COUNTS, count, _BLOCK_COUNTS))
-        for first, last in pairwise(np.unique([0, *ends, len(instance.tables)]).tolist()):
-            part = slice(int(starts[first]), int(starts[last]))
-            self.variance[part], self.third[part] = variance, third = _central_moments(instance, first, last)
-            rows = np.diff(instance.cum_rows[part], prepend=0)
+        ends = np.searchsorted(starts, np.arange(_BLOCK_COUNTS, instance.reads.size, _BLOCK_COUNTS))
+        for first, last in pairwise(np.unique([0, *ends, len(tables)]).tolist()):
+            start, end = int(starts[first]), int(starts[last])
+            added = instance.reads[start:end] ** 2
+            rows = np.diff(instance.cum_rows[start:end], prepend=0)
             of_first = starts[first:last]
-            rows[of_first - part.start] = instance.cum_rows[of_first]
-            for sums, values in zip(self._sums, (variance, instance.reads[part] ** 2, third), strict=False):
-                added = values * rows
-                added[0] += sums[part.start]
-                np.cumsum(added, out=sums[part.start + 1 : part.stop + 1])
+            rows[of_first - start] = instance.cum_rows[of_first]
+            added *= rows
+            added[0] += self._squares[start]
+            np.cumsum(added, out=self._squares[start + 1 : end + 1])
 
     @classmethod
     def of(cls, instance: Instance) -> _Moments:
@@ -102,43 +121,49 @@ class _Moments:
             _KNOWN[instance] = known
         return known
 
+    def of_counts(self, groups: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """W, variance and third moment of a row of each table's counts; shapes as of ``groups``, (T, M)."""
+        reads = self._reads[self._starts[:-1, None] + groups]
+        variance = np.asarray(reads * (1 - reads / self._draws[:, None]))
+        if not self._own.any():
+            return reads, variance, variance
+        at = np.minimum(self._own_starts[:-1, None] + groups, self._own_moments.shape[1] - 1)
+        own, third = np.where(self._own[:, None], self._own_moments[:, at], variance)
+        return reads, own, third
+
     def of_rows(
         self, ends: IntArray, groups_within: Callable[[IntArray], IntArray]
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Sums of variance, third moment and squared reads over each table's hottest rows; shapes as of ``ends``."""
-        starts, cum_rows = self._starts, self._cum_rows
-        whole = groups_within(ends)
+        starts, whole = self._starts, groups_within(ends)
         at = starts[:-1, None] + whole
-        before = np.where(whole > 0, cum_rows[np.maximum(at - 1, 0)], 0)
-        following = np.minimum(at, starts[1:, None] - 1)
-        first = starts[:-1, None]
-        values = self.variance[following], self._reads[following] ** 2, self.third[following]
-        found = [
-            np.asarray(sums[at] - sums[first] + (ends - before) * each)
-            for each, sums in zip(values, self._sums, strict=False)
-        ]
-        return found[0], found[2] if self._repeats else found[0], found[1]
+        before = np.maximum(at - 1, 0)
+        inside = whole > 0
+        partial = ends - np.where(inside, self._cum_rows[before], 0)
+        following = np.minimum(whole, np.diff(starts)[:, None] - 1)
+        reads, variance, third = self.of_counts(following)
+        squares = self._squares[at] - self._squares[starts[:-1, None]]
+        read = np.where(inside, self._cum_units[before], 0) * self._unit_reads[:, None]
+        found = np.asarray(read - squares / self._draws[:, None], np.float64)
+        of_whole = np.stack([found, found])
+        if self._own.any():
+            first = self._own_starts[:-1, None]
+            own_at = np.minimum(first + whole, self._own_sums.shape[1] - 1)
+            of_whole = np.where(self._own[:, None], self._own_sums[:, own_at] - self._own_sums[:, first], of_whole)
+        return of_whole[0] + partial * variance, of_whole[1] + partial * third, squares + partial * reads**2
 
 
-def _central_moments(instance: Instance, first: int, last: int) -> tuple[FloatArray, FloatArray]:
-    """Second and third, of the counts of tables ``first`` to ``last``."""
-    tables, starts = instance.tables[first:last], instance.starts[first : last + 1]
-    w = instance.reads[starts[0] : starts[-1]]
-    samples = np.array([one.distinct_samples(instance.batch_size) for one in tables])
-    # Of ids that are sent once, a draw of a rank; of others, one of each of its samples.
-    variance = w / np.repeat(np.where(instance.deduplicated[first:last], -1.0, -samples), np.diff(starts))
-    variance += 1.0
-    np.maximum(variance, 0.0, out=variance)
-    variance *= w
-    third = variance.copy() if any(one.profile.samples is not None for one in tables) else variance
-    for one, start, once in zip(tables, starts - starts[0], instance.deduplicated[first:last], strict=False):
-        if one.profile.samples is None or once:
-            continue
-        part = slice(int(start), int(start) + one.profile.counts.size)
-        reads, share = w[part], one.profile.counts / one.profile.num_samples
-        more = _repeats(share / one.profile.sample_share)  # a sample that contains a row repeats it so often
-        variance[part] = reads * np.maximum(1 + more - share, 0.0)
-        third[part] = reads * np.maximum(1 + 3 * more + more**2 - 3 * share * (1 + more) + 2 * share**2, 0.0)
+def _central_moments(table: Table, reads: FloatArray, draws: float, *, repeats: bool) -> tuple[FloatArray, FloatArray]:
+    """Second and third, of the counts of a table that is read ``draws`` times."""
+    variance = np.maximum(reads * (1 - reads / draws), 0.0)
+    if not repeats:
+        return variance, variance
+    third = variance.copy()
+    part = slice(0, table.profile.counts.size)
+    reads, share = reads[part], table.profile.counts / table.profile.num_samples
+    more = _repeats(share / table.profile.sample_share)  # a sample that contains a row repeats it so often
+    variance[part] = reads * np.maximum(1 + more - share, 0.0)
+    third[part] = reads * np.maximum(1 + 3 * more + more**2 - 3 * share * (1 + more) + 2 * share**2, 0.0)
     return variance, third
 
 
@@ -176,11 +201,9 @@ def _served(
     first = ends[:, level] - rows
     position = first[:, None] + np.arange(hot_rows)
     there = np.arange(hot_rows) < rows[:, None]
-    group = instance.starts[:-1, None] + instance.groups_within(np.where(there, position, 0))
-    group = np.minimum(group, instance.starts[1:, None] - 1)
-    hot, variance, third = (
-        np.where(there, values[group], 0.0) for values in (instance.reads, of_counts.variance, of_counts.third)
-    )
+    group = instance.groups_within(np.where(there, position, 0))
+    group = np.minimum(group, np.diff(instance.starts)[:, None] - 1)
+    hot, variance, third = (np.where(there, values, 0.0) for values in of_counts.of_counts(group))
     bounds = np.stack([np.minimum(first + hot_rows, ends[:, level]), ends[:, level]], axis=1)
     rest = [np.maximum(np.diff(sums, axis=1)[:, 0], 0.0) for sums in of_counts.of_rows(bounds, instance.groups_within)]
     last = size == instance.cluster.world_size and level == instance.group_sizes.size - 1

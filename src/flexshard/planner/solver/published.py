@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flexshard import units
 from flexshard.errors import BudgetError
-from flexshard.planner.solver.bisection import bisect_floats
+from flexshard.planner.solver.bisection import bisect_floats, bits_alike
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.rounding import fill
 from flexshard.planner.solver.thresholds import allocation_of_cuts
@@ -72,7 +72,8 @@ def solve_published(instance: Instance, budget_bytes: float, tiers: int) -> Allo
         )
     if fits(shard(0.0)):
         return shard(0.0)
-    low, high = bisect_floats(0.0, float(saving.max()), lambda mark: fits(shard(mark)))
+    bits = bits_alike(instance.reads.size)
+    low, high = bisect_floats(0.0, float(saving.max()), lambda mark: fits(shard(mark)), bits=bits)
     return fill(instance, shard(high), shard(low), limit)
 
 
