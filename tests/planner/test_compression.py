@@ -12,14 +12,26 @@ from hypothesis import given, settings, strategies as st
 
 from flexshard import AccessProfile, Cluster, Table, solve
 from flexshard._internal import as_text
-from flexshard.costmodels import TTRates, TTReads, tensor_train_cost
+from flexshard.costmodels import (
+    PooledCosts,
+    StepWork,
+    TableRates,
+    TTRates,
+    TTReads,
+    pooled_cost,
+    step_seconds,
+    tensor_train_cost,
+)
 from flexshard.errors import BudgetError, FlexShardError, JobError, PlanError, SolverError, TableError
 from flexshard.planner import CompressionPlan, Problem, TTOption, measure_losses, plan_compression
 from flexshard.planner.solver.build import build_instance
 from flexshard.tables.tensor_train_shape import TTShape
 
 # Seconds per unit: an operation takes about as long as on one core, a row of a dense table a microsecond.
-RATES = TTRates("test", (1e-4, 1e-7, 0, 0, 1e-7, 1e-9, 0, 1e-5, 2e-11, 1e-9, 3e-11, 5e-10), (1e-4, 1e-7, 1e-9))
+DENSE = TableRates(1, 1, (0.0, 1e-4), (1e-7, 1e-9, 0.0), (1e-7, 1e-9, 0.0))
+RATES = TTRates(
+    "test", (1e-4, 1e-7, 0, 0, 1e-7, 1e-9, 0, 1e-5, 2e-11, 1e-9, 3e-11, 5e-10), (1e-4, 1e-7, 1e-9), (), (DENSE,)
+)
 CLUSTER = Cluster.preset("a100-4x8-roce")
 
 
@@ -43,35 +55,33 @@ def options(tables: list[Table], ranks: list[int]) -> dict[str, list[TTOption]]:
 def every_choice(
     tables: list[Table], offered: dict[str, list[TTOption]], limit: float, batch_size: int, loss_limit: float
 ) -> float:
-    """Least step of all choices, each with the exact plan of the tables that stay."""
+    """The shortest step of all choices, each with the exact plan of the tables that stay."""
     best = float("inf")
+    costs = PooledCosts(CLUSTER, batch_size, {}, RATES.local)
     for choice in itertools.product(*[[None, *offered.get(t.name, [])] for t in tables]):
         stay = [t for t, own in zip(tables, choice, strict=True) if own is None]
         taken = [(t, own) for t, own in zip(tables, choice, strict=True) if own is not None]
         if sum(own.loss for _, own in taken) > loss_limit * (1 + 1e-9):
             continue
-        seconds = memory = 0.0
+        placed, left, seconds = [], limit, 0.0
         for t, own in taken:
             reads = TTReads.expected(t, batch_size, own.shape)
-            cost = tensor_train_cost(t, CLUSTER, own.shape, reads)
-            seconds += RATES.step_seconds(own.shape, reads)
-            seconds += cost.collectives[0].nbytes / cost.collectives[0].bytes_per_s
-            memory += cost.memory_bytes
-        if taken:
-            rate = CLUSTER.level(1).all_reduce
-            assert rate is not None
-            seconds += rate.alpha_seconds
-        if memory > limit:
+            option = costs.tensor_train(t, own.shape, reads, RATES.step_seconds(own.shape, reads), own.loss)
+            placed.append((option, tuple(range(CLUSTER.world_size))))
+        if placed:
+            cost = pooled_cost(costs, placed, sum(costs.received_bytes(t) for t, _ in taken))
+            left -= cost.memory_bytes
+            seconds += step_seconds(cost, CLUSTER.world_size, StepWork(0.0))
+        if left < 0:
             continue
         if stay:
             row_wise = build_instance(Problem(stay, CLUSTER, batch_size))
-            neutral = row_wise.cost(row_wise.uniform(CLUSTER.world_size)).memory_bytes
+            left -= row_wise.cost(row_wise.uniform(CLUSTER.world_size)).memory_bytes
             try:
-                plan = solve(stay, CLUSTER, batch_size=batch_size, budget=limit - memory - neutral, index_dedup=False)
+                plan = solve(stay, CLUSTER, batch_size=batch_size, budget=left, step=StepWork(0.0, RATES.local))
             except BudgetError:
                 continue
-            seconds += plan.predicted.exposed_seconds
-            seconds += sum(RATES.dense_seconds(batch_size * t.profile.avg_length, t.dim) for t in stay)
+            seconds += plan.objective_seconds(plan.predicted)
         best = min(best, seconds)
     return best
 
@@ -103,6 +113,7 @@ def test_no_choice_is_better(
             batch_size=batch_size,
             budget=limit - neutral,
             loss_limit=loss_limit,
+            gap=1e-4,
         )
 
     if np.isinf(expected):
@@ -111,8 +122,7 @@ def test_no_choice_is_better(
         return
     found = decide()
     assert found.step_seconds >= expected * (1 - 1e-9), "no choice that was tried is better"
-    # To within a row, and how long ranks wait for the owner of the hottest one, which the program does not see.
-    assert found.step_seconds <= expected * (1 + 2e-3)
+    assert found.step_seconds <= expected * (1 + 2e-4)
     assert found.lower_bound_seconds <= expected * (1 + 1e-9)
     assert found.memory_bytes <= limit * (1 + 1e-9)
     assert loss_limit is None or found.loss <= loss_limit * (1 + 1e-9)
@@ -126,7 +136,7 @@ def test_a_budget_that_row_wise_needs_leaves_tables_as_they_are_and_a_small_one_
     rich = plan_compression(own, cluster, options=offered, rates=RATES, batch_size=256, budget="+30GiB")
     assert rich.shapes == {}
     assert rich.plan is not None
-    alone = solve(own, cluster, batch_size=256, budget="+30GiB", index_dedup=False)
+    alone = solve(own, cluster, batch_size=256, budget="+30GiB", step=StepWork(0.0, RATES.local))
     assert rich.plan.predicted == alone.predicted
     assert "budget does not bind" in rich.explain("a")
     least = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-14MB")
@@ -144,7 +154,8 @@ def test_all_tables_may_be_compressed_and_decisions_are_kept(tmp_path: Path) -> 
     own = tables()[:1]
     shape = TTShape.choose(own[0].rows, own[0].dim, 8)
     reads = TTReads.expected(own[0], 256, shape)
-    memory = tensor_train_cost(own[0], CLUSTER, shape, reads).memory_bytes
+    received = PooledCosts(CLUSTER, 256, {}, RATES.local).received_bytes(own[0])
+    memory = tensor_train_cost(own[0], CLUSTER, shape, reads).memory_bytes + received
     instance = build_instance(Problem(own, CLUSTER, 256))
     neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
     found = plan_compression(
@@ -176,7 +187,7 @@ def test_options_say_what_was_planned() -> None:
         assert -1e-9 <= latency <= 3 * sum(rate.alpha_seconds for pair in alphas for rate in pair if rate is not None)
         if not offered:
             assert found.plan is not None
-            assert found.lower_bound_seconds == pytest.approx(found.step_seconds, rel=1e-3)
+            assert found.lower_bound_seconds == pytest.approx(found.step_seconds, rel=1.01e-2)
             assert found.memory_price_seconds_per_gib == pytest.approx(
                 found.plan.memory_price_seconds_per_gib, rel=0.05
             )
@@ -187,10 +198,13 @@ def test_limits_hold_to_the_last_byte() -> None:
     shapes = [TTShape.choose(own[0].rows, own[0].dim, rank) for rank in (4, 8)]
     instance = build_instance(Problem(own, CLUSTER, 256))
     neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
+    received = PooledCosts(CLUSTER, 256, {}, RATES.local).received_bytes(own[0])
     memory = [
-        tensor_train_cost(own[0], CLUSTER, shape, TTReads.expected(own[0], 256, shape)).memory_bytes for shape in shapes
+        tensor_train_cost(own[0], CLUSTER, shape, TTReads.expected(own[0], 256, shape)).memory_bytes + received
+        for shape in shapes
     ]
-    slow_small = TTRates("test", (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1e-12), (0, 0, 0))
+    at_once = TableRates(1, 1, (0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    slow_small = TTRates("test", (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1e-12), (0, 0, 0), (), (at_once,))
     for short, rank in ((0.0, 0), (1e-7, 0), (1e-8, 0)):
         found = plan_compression(
             own,
@@ -213,26 +227,38 @@ def test_limits_hold_to_the_last_byte() -> None:
 def test_too_little_for_one_tier_is_a_matter_of_the_budget() -> None:
     hot = Table("hot", 10, 64, AccessProfile.from_counts([10**6] * 10, num_samples=1000))
     cold = Table("cold", 10**6, 64, AccessProfile.from_counts([1], num_samples=1000, num_rows=10**6))
-    with pytest.raises(BudgetError, match="no choice of tensor trains and tiers fits") as raised:
-        plan_compression([hot, cold], CLUSTER, options={}, rates=RATES, batch_size=256, budget="-20MB", tiers=1)
+    with pytest.raises(BudgetError, match="no choice of tensor trains and tiers fits budget") as raised:
+        plan_compression([hot, cold], CLUSTER, options={}, rates=RATES, batch_size=256, budget="-1314MB", tiers=1)
     least = raised.value.least_bytes
     instance = build_instance(Problem([hot, cold], CLUSTER, 256))
     neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
     budget = least - neutral + 1
     plan_compression([hot, cold], CLUSTER, options={}, rates=RATES, batch_size=256, budget=budget, tiers=1)
+    own = tables()
+    how = {"options": options(own[:2], [4, 16]), "rates": RATES, "batch_size": 256}
+    instance = build_instance(Problem(own, CLUSTER, 256))
+    neutral = instance.cost(instance.uniform(CLUSTER.world_size)).memory_bytes
+    with pytest.raises(BudgetError, match="no choice of tensor trains and tiers fits budget") as raised:
+        plan_compression(own, CLUSTER, **how, budget=1 - neutral)  # type: ignore[arg-type]
+    least = raised.value.least_bytes - neutral
+    assert plan_compression(own, CLUSTER, **how, budget=least + 1).shapes  # type: ignore[arg-type]
+    with pytest.raises(BudgetError):
+        plan_compression(own, CLUSTER, **how, budget=least - 100)  # type: ignore[arg-type]
 
 
-def test_a_program_that_runs_out_of_time() -> None:
+def test_a_search_that_runs_out_of_time() -> None:
     own = [table(f"t{k}", 20_000 + 1000 * k, 0.8 + 0.01 * k, 5 + k) for k in range(40)]
     offered = {
         t.name: [TTOption(TTShape.choose(t.rows, t.dim, r), (k % 7 + 1) / r) for r in range(2, 34, 4)]
         for k, t in enumerate(own)
     }
-    with pytest.raises(SolverError, match="raise the time limit"):
-        plan_compression(
-            own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-10MB", loss_limit=2.0,
-            time_limit_seconds=1e-3,
-        )  # fmt: skip
+    found = plan_compression(
+        own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-10MB", loss_limit=2.0,
+        time_limit_seconds=1e-3,
+    )  # fmt: skip
+    assert found.loss <= 2.0
+    assert found.memory_bytes <= found.budget_bytes
+    assert 0 < found.lower_bound_seconds <= found.step_seconds
 
 
 @pytest.mark.parametrize("text", ['"a": 1e999', '"tables": 3', '"plan": null'])
@@ -248,7 +274,7 @@ def test_damaged_decisions(tmp_path: Path, text: str) -> None:
     [
         ({"options": {"z": []}}, JobError, "table 'z', which is not there; there are a"),
         ({"options": {"a": [TTOption(TTShape.choose(100, 64, 4))]}}, JobError, "an option is for 100 rows of 64"),
-        ({"budget": "-1TB"}, BudgetError, "no choice of tensor trains and tiers fits"),
+        ({"budget": "-1TB"}, BudgetError, "no choice of tensor trains .* fits budget '-1TB'"),
         ({"loss_limit": -1.0}, JobError, "loss_limit must be at least 0"),
         ({"loss_limit": "much"}, JobError, "loss_limit must be a number"),
         ({"tiers": 2.5}, JobError, "tiers must be a whole number"),

@@ -66,8 +66,9 @@ class Optimal(Method):
         """See :meth:`Variants.solve`; what a GiB more would save, and what else each table could have."""
         reduction = variants.problem.reduction
         if variants.problem.objective == "step":
-            instance, best, within = solve_step(variants, limit_bytes, tiers)
-            more = within(limit_bytes + units.GIB)
+            shortest = solve_step(variants, limit_bytes, tiers)
+            instance, best = shortest.instance, shortest.solution
+            more = shortest.within(limit_bytes + units.GIB)
         else:
             instance, best = variants.solve(limit_bytes, tiers)
             _, roomier = variants.solve(limit_bytes + units.GIB, tiers, start_price=best.price or None)
@@ -92,7 +93,7 @@ class Published(Method):
         """See :func:`solve_published`; ids are deduplicated only if the problem says so."""
         instance = variants.fixed
         if variants.problem.objective == "step":
-            _, best, _ = solve_step(variants, limit_bytes, tiers)
+            best = solve_step(variants, limit_bytes, tiers).solution
         else:
             best = solve_instance(instance, limit_bytes, tiers)
         allocation = solve_published(instance, limit_bytes, tiers)

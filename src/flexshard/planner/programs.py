@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
-__all__ = ["Outcome", "solve_program", "weighted_sum"]
+__all__ = ["Outcome", "solve_program"]
 
 Outcome = Literal["solution", "infeasible", "nothing"]
-
-
-def weighted_sum(terms: Iterable[tuple[Any, float]]) -> Any:
-    """Sum of variables times numbers (PuLP 4 makes no expression of a list of pairs)."""
-    import pulp  # takes longer to import than everything else of the planner
-
-    return pulp.lpSum(number * variable for variable, number in terms)
 
 
 def solve_program(model: Any, *, gap: float, time_limit_seconds: float) -> Outcome:
@@ -24,7 +16,7 @@ def solve_program(model: Any, *, gap: float, time_limit_seconds: float) -> Outco
         "solution" if the variables hold one, proven or the best so far when time was up (it may still be fractional);
         "infeasible" if there is none; "nothing" if none was found.
     """
-    import pulp
+    import pulp  # takes longer to import than everything else of the planner
 
     result = model.solve(pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_seconds, threads=1))
     # PuLP 3 returns a number and puts the status into the model; PuLP 4 returns both the status and whether it has one.

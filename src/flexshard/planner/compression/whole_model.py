@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from flexshard import units
 from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
 from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.budget import Limit
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
-from flexshard.planner.compression.menu import check_options
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.deciding import objective_seconds
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.dual_search import cheapest_tables
 from flexshard.planner.solver.thresholds import allocate
 from flexshard.planner.solving import solve
 from flexshard.planner.whole_model.assembly import plan_decided
@@ -37,7 +39,7 @@ def compress_whole(
     """Choose sharding types, ranks, tiers of rows and tensor trains of all tables at once: the shortest step within the
     budget. Arguments, and errors, as of :func:`plan_compression`.
     """
-    check_options(problem.tables, options)
+    _check_options(problem.tables, options)
     for name, offered in options.items():
         partners = [*problem.constraints.get(name, TableConstraints()).with_tables]
         partners += [other for other, one in problem.constraints.items() if name in one.with_tables]
@@ -55,10 +57,13 @@ def compress_whole(
     }
     try:
         decision = decide_whole(problem, trains, loss_limit)
-    except BudgetError:
-        if loss_limit is None:
-            raise
-        decide_whole(problem, trains)  # raises where losses are not what stands in the way
+    except BudgetError as error:
+        try:
+            if loss_limit is None:
+                raise
+            decide_whole(problem, trains)
+        except BudgetError:  # losses are not what stands in the way
+            raise _nothing_fits(problem, trains, costs, error) from error
         raise SolverError(
             f"no choice keeps the losses within {loss_limit} and memory within budget {problem.budget.name!r}; raise"
             " one of them, or offer other ranks"
@@ -88,8 +93,64 @@ def compress_whole(
         step_seconds=seconds,
         lower_bound_seconds=min(lower, seconds),
         memory_price_seconds_per_gib=price * units.GIB,
-        loss=sum(option.loss for option, _ in decision.pooled),
+        loss=sum((option.loss for option, _ in decision.pooled), start=0.0),
         loss_limit=loss_limit,
+    )
+
+
+def _check_options(tables: Sequence[Table], options: Mapping[str, Sequence[TTOption]]) -> None:
+    """Whether options are of tables that there are.
+
+    Raises:
+        JobError: one is of a table that is not there, or of another shape.
+    """
+    known = {table.name: table for table in tables}
+    for name, offered in options.items():
+        if name not in known:
+            raise JobError(f"options are given for table {name!r}, which is not there; there are {', '.join(known)}")
+        table = known[name]
+        if isinstance(offered, TTOption) or not all(isinstance(option, TTOption) for option in offered):
+            raise JobError(f"options of table {name!r} must be a list of TTOption, found {offered!r}")
+        for shape in (option.shape for option in offered):
+            if (shape.num_embeddings, shape.embedding_dim) != (table.rows, table.dim):
+                raise JobError(
+                    f"table {name!r} has {table.rows:,} rows of {table.dim}, an option is for"
+                    f" {shape.num_embeddings:,} rows of {shape.embedding_dim}"
+                )
+
+
+def _nothing_fits(
+    problem: Problem, trains: Mapping[str, Sequence[PooledOption]], costs: PooledCosts, error: BudgetError
+) -> BudgetError:
+    """Why no choice does, and what would; of whole models as far as their search knows."""
+    advice = "raise the budget, or offer smaller ranks"
+    if problem.sharded_tables:
+        return BudgetError(
+            f"no choice of tensor trains, tiers and shards fits budget {problem.budget.name!r}: {error}; {advice}",
+            error.least_bytes,
+            error.by_sums,
+        )
+    variants = Variants(problem.of_rows(problem.tables))
+    sides = (variants.plain, variants.once) if variants.are_chosen else (variants.fixed,)
+    compressed = np.array(
+        [
+            min((float((one.static_bytes + one.dynamic_bytes)[0]) for one in trains[table.name]), default=np.inf)
+            + costs.received_bytes(table)
+            for table in problem.tables
+        ]
+    )
+    least = min(
+        float(
+            np.min(
+                [compressed, *(cheapest_tables(one, levels, np.inf)[1] + one.table_held_bytes for one in sides)], axis=0
+            ).sum()
+        )
+        for levels in variants.plain.level_subsets(problem.tiers)
+    )
+    return BudgetError(
+        f"no choice of tensor trains and tiers fits budget {problem.budget.name!r}; the least is"
+        f" {units.format_bytes(least)} ({np.ceil(least):,.0f} bytes) per rank: {advice}",
+        least,
     )
 
 

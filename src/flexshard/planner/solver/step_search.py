@@ -37,7 +37,7 @@ from flexshard.planner.translations import Translation
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["bounding_view", "solve_step"]
+__all__ = ["ShortestStep", "bounding_view", "solve_step"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -53,13 +53,14 @@ _NOTHING = StepWork(0.0)
 
 @dataclass(frozen=True, eq=False)
 class _Met:
-    """A placement: its step, the weighted problem that it is of, what its links and the rank take in each phase (shape
-    (phases, links + 2)), and all else; and a bound of all steps, minus infinity where the problem's links come one
-    after another.
+    """A placement: its step, the problem that it is of and its weights, what its links and the rank take in each phase
+    (both of shape (phases, links + 2)), and all else; and a bound of all steps, minus infinity where the problem's
+    links come one after another.
     """
 
     seconds: float
     view: Variants
+    weights: FloatArray
     instance: Instance
     solution: Solution
     links: FloatArray
@@ -67,28 +68,51 @@ class _Met:
     bound: float
 
 
-def solve_step(
-    variants: Variants, limit_bytes: float, tiers: int
-) -> tuple[Instance, Solution, Callable[[float], float]]:
-    """The placement within a budget with the shortest step but for dense work; its seconds and bound are of that.
+@dataclass(frozen=True, eq=False)
+class ShortestStep:
+    """The placement within a budget with the shortest step.
 
-    Returns:
-        The problem under the weights with which the placement was found; the placement; and the seconds of the one
-        found under these weights within another budget.
+    Attributes:
+        instance: the problem under the weights with which it was found.
+        solution: the placement; its seconds and bound are of a step but for dense work.
+        weights: under which steps are bounded best.
+        within: seconds of the placement under the weights with which this one was found, within another budget.
+    """
+
+    instance: Instance
+    solution: Solution
+    weights: FloatArray
+    within: Callable[[float], float]
+
+
+def solve_step(
+    variants: Variants,
+    limit_bytes: float,
+    tiers: int,
+    *,
+    weights: FloatArray | None = None,
+    enough: float = np.inf,
+) -> ShortestStep:
+    """The placement within a budget with the shortest step but for dense work.
+
+    Args:
+        variants, limit_bytes, tiers: the problem, the budget, and how many group sizes there may be.
+        weights: of a problem much like this one, to start from.
+        enough: seconds; once it is known that no step is shorter, the best so far will do.
 
     Raises:
         BudgetError: nothing fits; its ``least_bytes`` would.
     """
-    found, bound = _search(variants, limit_bytes, tiers)
-    best = min(found, key=lambda one: one.seconds)
+    found, bound = _search(variants, limit_bytes, tiers, weights, enough)
+    best, highest = min(found, key=lambda one: one.seconds), max(found, key=lambda one: one.bound)
     solution = replace(best.solution, seconds=best.seconds, lower_bound_seconds=min(best.seconds, bound))
     price = solution.price or None
 
-    def at(limit: float) -> float:
+    def within(limit: float) -> float:
         cost = _cost(variants, *best.view.solve(limit, tiers, start_price=price))
         return step_seconds(cost, variants.problem.cluster.world_size, _NOTHING)
 
-    return best.instance, solution, at
+    return ShortestStep(best.instance, solution, highest.weights, within)
 
 
 def bounding_view(variants: Variants, limit_bytes: float, tiers: int) -> Variants:
@@ -99,32 +123,45 @@ def bounding_view(variants: Variants, limit_bytes: float, tiers: int) -> Variant
     return max(found, key=lambda one: one.bound).view
 
 
-def _search(variants: Variants, limit_bytes: float, tiers: int) -> tuple[list[_Met], float]:
-    """The placements met, and a bound of all steps."""
+def _search(
+    variants: Variants,
+    limit_bytes: float,
+    tiers: int,
+    start: FloatArray | None = None,
+    enough: float = np.inf,
+) -> tuple[list[_Met], float]:
+    """The placements met, and a bound of all steps; arguments as of :func:`solve_step`."""
     problem, world = variants.problem, variants.problem.cluster.world_size
     sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
     found: list[_Met] = []
 
-    def keep(view: Variants, instance: Instance, solution: Solution, *, bounds: bool) -> None:
+    def keep(view: Variants, weights: FloatArray, *, bounds: bool) -> None:
+        price = found[-1].solution.price if found else 0.0
+        instance, solution = view.solve(limit_bytes, tiers, start_price=price or None)
         cost = _cost(variants, instance, solution)
         bound = solution.lower_bound_seconds if bounds else -np.inf
         seconds = step_seconds(cost, world, _NOTHING)
-        found.append(_Met(seconds, view, instance, solution, *_by_link(cost, sizes, world), bound))
+        found.append(_Met(seconds, view, weights, instance, solution, *_by_link(cost, sizes, world), bound))
 
     # As if one link came after another: the shortest step that is not the least communication is shorter still.
     several = len(sizes) > 1 or (len(sizes) == 1 and problem.rates is not None)
-    keep(variants, *variants.solve(limit_bytes, tiers), bounds=not several)
-    close = _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY
-    exposed = _exposed_per_read(variants.plain, problem)
     weights = np.zeros((len(_PHASES), len(sizes) + _CHAINS))
     if sizes:
         weights[:, len(sizes) - 1] = 1.0
-    for number in range(_ROUNDS if several else 0):
-        if number and is_enough():
+    if several and start is not None and start.shape == weights.shape:
+        weights = start
+    else:
+        keep(variants, weights, bounds=not several)
+    close = _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY
+    exposed = _exposed_per_read(variants.plain, problem)
+    for _ in range(_ROUNDS if several else 0):
+        if any(np.isfinite(one.bound) for one in found) and is_enough():
             break
         weights = _in_order(exposed, weights)
         view = Variants(_under(problem, sizes, weights), variants.plain.level_order, variants)
-        keep(view, *view.solve(limit_bytes, tiers), bounds=True)
+        keep(view, weights, bounds=True)
+        if found[-1].bound >= enough:
+            break
         weights, most = _highest(found, weights.shape, exposed, after=sizes[-1] == world)
         if min(most, *(one.seconds for one in found)) <= max(one.bound for one in found) * (1 + close):
             break

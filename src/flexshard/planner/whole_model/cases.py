@@ -15,7 +15,7 @@ from flexshard.planner.deciding import checked_limit
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.solver.instance import memory_limit
-from flexshard.planner.whole_model.columns import MOST_WORK, Column, Sequences
+from flexshard.planner.whole_model.columns import MOST_WORK, Column, Latest, Sequences
 from flexshard.planner.whole_model.menus import Menus, Option
 from flexshard.planner.whole_model.pooled_menus import HBM, Choice, PooledMenus, pooled_menus, table_options
 from flexshard.planner.whole_model.relaxation import Relaxation
@@ -71,6 +71,7 @@ class Cases:
         undecided = [table.name for table in problem.tables if table.name in choose - self._sharded]
         self.undecided = tuple(name for name in undecided if self._offered[name])
         _, needed = row_wise(self.costs, problem.sharded_tables)
+        self._latest = Latest()
         self._first = self._sequences(())
         self.limit = checked_limit(problem, needed + (0.0 if self._first is None else self._first.row_wise_bytes()))
 
@@ -93,7 +94,7 @@ class Cases:
     def _sequences(self, names: Collection[str]) -> Sequences | None:
         """Those in tiers where some of the undecided ones are not."""
         rows = [table for table in self._problem.tables if table.name not in {*self._sharded, *names}]
-        return Sequences(self._problem.of_rows(rows), self._until) if rows else None
+        return Sequences(self._problem.of_rows(rows), self._until, self._latest) if rows else None
 
     def _menus(self, names: Collection[str]) -> PooledMenus:
         problem = self._problem

@@ -4,27 +4,38 @@ where they matter, and what plans take at least that have others.
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from flexshard.errors import BudgetError
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.step_search import solve_step
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
 from flexshard.planner.whole_model.master import Assignment, relative_gap
-from flexshard.planner.whole_model.menus import Menus, undominated
+from flexshard.planner.whole_model.menus import Menus, Spread, undominated
 from flexshard.planner.whole_model.pooled_menus import HBM
 from flexshard.planner.whole_model.program import solve_menus_program
 
-__all__ = ["MOST_WORK", "Bound", "Column", "Sequences", "first_columns"]
+__all__ = ["MOST_WORK", "Bound", "Column", "Latest", "Sequences", "columns_of_choices", "first_columns"]
 
 MOST_WORK = 500_000.0  # microseconds that may go into making one placement of the sequences exact
 _FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
+FloatArray = npt.NDArray[np.float64]
+
+_CHOICES = 1_000  # of the other tables, that are looked at one by one
+_WORK_OF_CHOICE = 10 * MOST_WORK  # of few placements
 _CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
 _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
 
@@ -39,12 +50,20 @@ class Column:
     lower_bound: float
 
 
+@dataclass
+class Latest:
+    """Weights under which steps were bounded best the last time; those of other tables or memory are much the same."""
+
+    weights: FloatArray | None = None
+
+
 class Sequences:
     """The sequences' best placements within any limit, each found once."""
 
-    def __init__(self, problem: Problem, until: float) -> None:
+    def __init__(self, problem: Problem, until: float, latest: Latest) -> None:
         self.problem, self.variants, self.until = problem, Variants(problem), until
         self._known: dict[float, Column] = {}
+        self._latest = latest
 
     def row_wise_bytes(self) -> float:
         """What they need row by row on all ranks."""
@@ -62,23 +81,24 @@ class Sequences:
         """Those that were found, in order of their limits."""
         return sorted(self._known.values(), key=lambda one: one.limit)
 
-    def within(self, limit: float) -> Column:
-        """The best placement; raises BudgetError where none fits."""
+    def within(self, limit: float, enough: float = np.inf, work: float = MOST_WORK) -> Column:
+        """The best placement; raises BudgetError where none fits. Any, of which the bound says so, where none takes
+        less than ``enough``. ``work`` is what may go into making it exact, in microseconds.
+        """
         if limit not in self._known:
-            solve = self._step if self.problem.objective == "step" else self._communication
             # What takes longest is to prove the last millionth of one placement.
-            with ended_at(self.until, MOST_WORK):
-                self._known[limit] = Column(limit, *solve(limit))
+            with ended_at(self.until, work):
+                instance, found = self._solved(limit, enough)
+            memory = self.variants.of(instance.deduplicated).memory_bytes(found.allocation)
+            self._known[limit] = Column(limit, memory, found.seconds, found.lower_bound_seconds)
         return self._known[limit]
 
-    def _communication(self, limit: float) -> tuple[float, float, float]:
-        instance, found = self.variants.solve(limit, self.problem.tiers)
-        return instance.memory_bytes(found.allocation), found.seconds, found.lower_bound_seconds
-
-    def _step(self, limit: float) -> tuple[float, float, float]:
-        instance, found, _ = solve_step(self.variants, limit, self.problem.tiers)
-        memory = self.variants.of(instance.deduplicated).memory_bytes(found.allocation)
-        return memory, found.seconds, found.lower_bound_seconds
+    def _solved(self, limit: float, enough: float) -> tuple[Instance, Solution]:
+        if self.problem.objective != "step":
+            return self.variants.solve(limit, self.problem.tiers)
+        found = solve_step(self.variants, limit, self.problem.tiers, weights=self._latest.weights, enough=enough)
+        self._latest.weights = found.weights
+        return found.instance, found.solution
 
 
 @dataclass(frozen=True)
@@ -110,6 +130,55 @@ def _pooled_bound(menus: Menus, less: float) -> float:
     """What pooled tables take at least where sequences have so many bytes."""
     left = undominated(_within(menus, less))
     return lagrangian_bound(left).bound if all(left.options) else np.inf
+
+
+def columns_of_choices(
+    sequences: Sequences, menus: Menus, enough: float, gap: float
+) -> tuple[list[Column], float] | None:
+    """The sequences' placements within what choices of the other tables' options leave, where every rank has the same
+    of each and there are few choices; None elsewhere. The choice that takes least by what is known so far is looked at
+    next, until none is left that takes less than what was found, or than ``enough``, by more than the gap.
+
+    Returns:
+        the placements, and a bound of all plans. One placement, the least that the sequences can do with, where no
+        choice leaves enough memory; none where no choice takes less than ``enough``.
+    """
+    options = [option for _, option in menus.pairs()]
+    if math.prod(map(len, menus.options)) > _CHOICES or any(
+        one.spread is not Spread.EVERY_RANK or any(np.ptp(each, axis=1).any() for each in (one.perf, one.memory))
+        for one in options
+    ):
+        return None
+    hbm, room = menus.kinds.index(HBM), menus.capacity.min(axis=1)
+    waiting: list[tuple[float, float, float]] = []  # bound, limit, seconds of the other tables
+    for choice in itertools.product(*menus.options):
+        left = room - np.sum([one.memory[:, 0] for one in choice], axis=0)
+        if (left >= 0).all():
+            charged = {one.charge for one in choice if one.charge >= 0}
+            seconds = sum(float(one.perf[:, 0].sum()) for one in choice) + sum(menus.charges[one] for one in charged)
+            waiting.append((seconds, float(left[hbm]), seconds))
+    found: dict[float, Column] = {}
+    best = lower = np.inf
+    heapq.heapify(waiting)
+    while waiting:
+        bound, limit, seconds = heapq.heappop(waiting)
+        # Those with less memory take no less than those with more.
+        more = [one.lower_bound for one in found.values() if one.limit >= limit]
+        closer = seconds + max(more, default=0.0)
+        if closer > bound:
+            heapq.heappush(waiting, (closer, limit, seconds))
+            continue
+        if bound >= min(best * (1 - gap), enough):
+            lower = min(lower, bound)
+            break
+        if limit in found:
+            continue
+        with contextlib.suppress(BudgetError):
+            one = found[limit] = sequences.within(limit, min(best, enough) - seconds, _WORK_OF_CHOICE)
+            best, lower = min(best, seconds + one.seconds), min(lower, seconds + one.lower_bound)
+    if not found and not np.isfinite(lower):
+        return [sequences.within(sequences.least_bytes())], lower
+    return sorted(found.values(), key=lambda one: one.limit), lower
 
 
 def first_columns(sequences: Sequences, menus: Menus, until: float) -> list[Column]:

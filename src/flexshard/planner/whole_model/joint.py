@@ -22,7 +22,7 @@ from flexshard.planner.deciding import Decision, decide
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model.cases import Case, Cases, row_wise, with_dense, with_sequences
-from flexshard.planner.whole_model.columns import Bound, Column, Sequences, first_columns
+from flexshard.planner.whole_model.columns import Bound, Column, Sequences, columns_of_choices, first_columns
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
 from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
 from flexshard.planner.whole_model.menus import Menus, undominated
@@ -211,25 +211,25 @@ class _Search:
         if outside not in self._solved:
             case, seconds = self._cases.of(outside), self._seconds() * (_OF_TIME if self._cases.undecided else 1.0)
             try:
-                menus, found, least, column = _searched(
-                    self._problem, case.sequences, case.pooled, time.monotonic() + seconds
+                found, least = _searched(
+                    self._problem, case.sequences, case.pooled, time.monotonic() + seconds, self._enough
                 )
             except (BudgetError, JobError) as error:
                 self._errors.append(error)
                 # What fits all ranks together may fit them one by one, though no plan was found.
                 least = 0.0 if isinstance(error, BudgetError) and not error.by_sums else np.inf
             else:
-                if self._best is None or found.rating < self._best.found.rating:
-                    self._best = _Solved(case, menus, found, column)
+                if found is not None and (self._best is None or found[1].rating < self._best.found.rating):
+                    self._best = _Solved(case, *found)
             self._solved[outside] = least
         return self._solved[outside]
 
 
 def _searched(
-    problem: Problem, sequences: Sequences | None, pooled: PooledMenus, until: float
-) -> tuple[Menus, Assignment, float, Column | None]:
-    """The menus, the best assignment, a bound, and the sequences' placement; with more placements of the sequences as
-    long as the bound asks for them.
+    problem: Problem, sequences: Sequences | None, pooled: PooledMenus, until: float, enough: float
+) -> tuple[tuple[Menus, Assignment, Column | None] | None, float]:
+    """The menus, the best assignment and the sequences' placement, with more placements of the sequences as long as the
+    bound asks for them; and a bound. None where it is known early that nothing takes less than ``enough``.
     """
 
     def best_of(menus: Menus, share: float) -> Assignment:
@@ -242,10 +242,20 @@ def _searched(
     if sequences is None:
         menus = with_dense(pooled.menus, problem)
         found = best_of(menus, 1.0)
-        return menus, found, found.lower_bound, None
+        return (menus, found, None), found.lower_bound
+    place = len(pooled.menus.tables)
+    dense = 0.0 if problem.step is None else problem.step.dense_seconds
+    of_choices = columns_of_choices(sequences, pooled.menus, enough - dense, problem.gap)
+    if of_choices is not None:
+        columns, lower = of_choices
+        if not columns:
+            return None, lower + dense
+        menus = with_dense(with_sequences(pooled.menus, columns, sequences.problem.tables), problem)
+        found = best_of(menus, 1.0)
+        return (menus, found, columns[found.choice[place]]), lower + dense
     started = time.monotonic()
     columns = first_columns(sequences, pooled.menus, started + (until - started) * _FOR_COLUMNS)
-    place, lower = len(pooled.menus.tables), 0.0
+    lower = 0.0
     best: tuple[Menus, Assignment, Column] | None = None
     for _ in range(_ROUNDS):
         menus = with_dense(with_sequences(pooled.menus, columns, sequences.problem.tables), problem)
@@ -259,8 +269,7 @@ def _searched(
             break
         columns = more
     assert best is not None
-    menus, found, column = best
-    return menus, found, lower, column
+    return best, lower
 
 
 def _no_plan(problem: Problem, pooled: PooledMenus, error: BudgetError) -> Exception:

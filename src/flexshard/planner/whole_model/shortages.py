@@ -6,7 +6,7 @@ import numpy as np
 
 from flexshard import units
 from flexshard.errors import BudgetError
-from flexshard.planner.whole_model.menus import Menus
+from flexshard.planner.whole_model.menus import Menus, Spread
 
 __all__ = ["budget_error"]
 
@@ -39,10 +39,13 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
             shard = min(float(option.memory[kind].max(initial=0.0)) for option in menu)
             beyond = shard - float(room[kind].max(initial=0.0))
             if beyond > 0:
+                # Tiers of rows and tensor trains are on every rank in any case.
+                alike = all(option.spread is Spread.EVERY_RANK for option in menu)
+                other = "" if alike else "; allow it further sharding types, or kernels in host memory"
                 return BudgetError(
-                    f"table {name!r}: whatever way it is sharded, a rank needs {units.format_bytes(shard)} of"
-                    f" {kind_name} for it, {units.format_bytes(beyond)} more than any has; allow it further sharding"
-                    " types, or kernels in host memory",
+                    f"table {name!r}: whatever way it is {'held' if alike else 'sharded'}, a rank needs"
+                    f" {units.format_bytes(shard)} of {kind_name} for it, {units.format_bytes(beyond)} more than any"
+                    f" has{other}",
                     shard if kind_name == "HBM" or "HBM" not in menus.kinds else per_rank,
                     by_sums,
                 )
