@@ -37,7 +37,7 @@ from flexshard.planner.translations import Translation
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["ShortestStep", "bounding_view", "solve_step"]
+__all__ = ["ShortestStep", "bounding_view", "solve_step", "weighted_view"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -97,7 +97,7 @@ def solve_step(
 
     Args:
         variants, limit_bytes, tiers: the problem, the budget, and how many group sizes there may be.
-        weights: of a problem much like this one, to start from.
+        weights: of a problem much like this one, on the same cluster, to start from.
         enough: seconds; once it is known that no step is shorter, the best so far will do.
 
     Raises:
@@ -121,6 +121,15 @@ def bounding_view(variants: Variants, limit_bytes: float, tiers: int) -> Variant
     """
     found, _ = _search(variants, limit_bytes, tiers)
     return max(found, key=lambda one: one.bound).view
+
+
+def weighted_view(variants: Variants, weights: FloatArray) -> Variants:
+    """The problem under the weights of a step search on the same cluster, which bounds its steps as
+    :func:`bounding_view` does.
+    """
+    sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
+    ordered = _in_order(_exposed_per_read(variants.plain, variants.problem), weights)
+    return Variants(_under(variants.problem, sizes, ordered), variants.plain.level_order, variants)
 
 
 def _search(
@@ -148,7 +157,7 @@ def _search(
     weights = np.zeros((len(_PHASES), len(sizes) + _CHAINS))
     if sizes:
         weights[:, len(sizes) - 1] = 1.0
-    if several and start is not None and start.shape == weights.shape:
+    if several and start is not None:
         weights = start
     else:
         keep(variants, weights, bounds=not several)

@@ -80,7 +80,7 @@ class Cases:
         return Case(self._menus(names), self._sequences(names) if names else self._first)
 
     def relaxation(self) -> Relaxation:
-        """Bounds of all of them; there are undecided tables."""
+        """Bounds of all of them, under the weights of the latest steps; there are undecided tables."""
         assert self._first is not None
         menus = with_dense(self._menus(self.undecided).menus, self._problem)
         received = {table.name: self.costs.received_bytes(table) for table in self._problem.tables}
@@ -89,7 +89,9 @@ class Cases:
         capacity[menus.kinds.index(HBM)] = max(left, 0.0)  # of what is not sharded in any case, nothing is taken off
         menus = replace(menus, capacity=capacity)
         with ended_at(self._until, MOST_WORK):
-            return Relaxation(menus, received, self._first.variants, self.limit, self._problem.tiers)
+            return Relaxation(
+                menus, received, self._first.variants, self.limit, self._problem.tiers, self._latest.weights
+            )
 
     def _sequences(self, names: Collection[str]) -> Sequences | None:
         """Those in tiers where some of the undecided ones are not."""

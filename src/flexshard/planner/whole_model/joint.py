@@ -185,7 +185,10 @@ class _Search:
                 if likely is None and not relaxation.fits(relaxed, self._seconds()):
                     continue
                 outside = outside if likely is None else likely
+            known = self._best
             least = self._solve(outside)
+            if self._best is not known:  # whose steps are bounded best under other weights
+                relaxation = self._cases.relaxation()
             if relaxed.most_decided is None:
                 self._lower = min(self._lower, max(bound, least))
                 continue

@@ -20,7 +20,7 @@ from flexshard.costmodels import kind_of
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import price_range
-from flexshard.planner.solver.step_search import bounding_view
+from flexshard.planner.solver.step_search import bounding_view, weighted_view
 from flexshard.planner.whole_model.lagrangian import Totals, lagrangian_bound, totals
 from flexshard.planner.whole_model.master import assign
 from flexshard.planner.whole_model.menus import Menus, Option, undominated
@@ -60,7 +60,15 @@ class Relaxed:
 class Relaxation:
     """Bounds of all plans with some tables in tiers of rows and some not."""
 
-    def __init__(self, menus: Menus, received: Mapping[str, float], rows: Variants, limit: float, tiers: int) -> None:
+    def __init__(
+        self,
+        menus: Menus,
+        received: Mapping[str, float],
+        rows: Variants,
+        limit: float,
+        tiers: int,
+        weights: FloatArray | None = None,
+    ) -> None:
         """Of a problem.
 
         Args:
@@ -70,10 +78,11 @@ class Relaxation:
             rows: all tables without pooling that may be in tiers.
             limit: memory per rank, of everything.
             tiers: how many there may be.
+            weights: under which steps of a plan were bounded, of which the search knows none better.
         """
         self._menus = undominated(menus, with_kinds=(HBM,))
         self._sums, self._hbm = totals(self._menus), self._menus.kinds.index(HBM)
-        view = _bounding(rows, limit, tiers)
+        view = _bounding(rows, limit, tiers) if weights is None else weighted_view(rows, weights)
         # Gradients may be gathered in several ways, and tiers may be at several choices of levels.
         self._ways = [
             (one, levels)
