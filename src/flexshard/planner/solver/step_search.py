@@ -92,6 +92,7 @@ def solve_step(
     *,
     weights: FloatArray | None = None,
     enough: float = np.inf,
+    close: float = 0.0,
 ) -> ShortestStep:
     """The placement within a budget with the shortest step but for dense work.
 
@@ -99,11 +100,12 @@ def solve_step(
         variants, limit_bytes, tiers: the problem, the budget, and how many group sizes there may be.
         weights: of a problem much like this one, on the same cluster, to start from.
         enough: seconds; once it is known that no step is shorter, the best so far will do.
+        close: share of the bound within which the best so far will do, too; 1e-4 at least.
 
     Raises:
         BudgetError: nothing fits; its ``least_bytes`` would.
     """
-    found, bound = _search(variants, limit_bytes, tiers, weights, enough)
+    found, bound = _search(variants, limit_bytes, tiers, weights, enough, close)
     best, highest = min(found, key=lambda one: one.seconds), max(found, key=lambda one: one.bound)
     solution = replace(best.solution, seconds=best.seconds, lower_bound_seconds=min(best.seconds, bound))
     price = solution.price or None
@@ -138,6 +140,7 @@ def _search(
     tiers: int,
     start: FloatArray | None = None,
     enough: float = np.inf,
+    close: float = 0.0,
 ) -> tuple[list[_Met], float]:
     """The placements met, and a bound of all steps; arguments as of :func:`solve_step`."""
     problem, world = variants.problem, variants.problem.cluster.world_size
@@ -161,12 +164,14 @@ def _search(
         weights = start
     else:
         keep(variants, weights, bounds=not several)
-    close = _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY
+    close = max(close, _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY)
     exposed = _exposed_per_read(variants.plain, problem)
     for _ in range(_ROUNDS if several else 0):
         if any(np.isfinite(one.bound) for one in found) and is_enough():
             break
         weights = _in_order(exposed, weights)
+        if any(np.allclose(weights, one.weights, rtol=0.0, atol=1e-9) for one in found if np.isfinite(one.bound)):
+            break  # the gap is of the placement under these weights, and no others are better
         view = Variants(_under(problem, sizes, weights), variants.plain.level_order, variants)
         keep(view, weights, bounds=True)
         if found[-1].bound >= enough:

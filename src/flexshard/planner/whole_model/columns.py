@@ -36,6 +36,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _CHOICES = 1_000  # of the other tables, that are looked at one by one
 _WORK_OF_CHOICE = 10 * MOST_WORK  # of few placements
+_OF_GAP = 0.25  # that is asked of a plan: gap of a placement
 _CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
 _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
 
@@ -96,7 +97,9 @@ class Sequences:
     def _solved(self, limit: float, enough: float) -> tuple[Instance, Solution]:
         if self.problem.objective != "step":
             return self.variants.solve(limit, self.problem.tiers)
-        found = solve_step(self.variants, limit, self.problem.tiers, weights=self._latest.weights, enough=enough)
+        close = self.problem.gap * _OF_GAP
+        latest, tiers = self._latest.weights, self.problem.tiers
+        found = solve_step(self.variants, limit, tiers, weights=latest, enough=enough, close=close)
         self._latest.weights = found.weights
         return found.instance, found.solution
 
