@@ -17,7 +17,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.modules.embedding_configs import PoolingType
 
 import flexshard
-from flexshard.costmodels import TTRates
+from flexshard.costmodels import TableRates, TTRates
 from flexshard.embeddings import CompressedEmbeddingCollection, TTEmbedding, TTShape, compress, updated_in_backward
 from flexshard.errors import TableError
 from flexshard.executors import FlexShardEmbeddingCollectionSharder
@@ -328,11 +328,12 @@ def decide() -> tuple[CompressionPlan, flexshard.AccessProfile]:
     profile = flexshard.AccessProfile.from_counts(counts, num_samples=10, num_rows=ROWS)
     tables = [flexshard.Table(name, ROWS, DIM, profile, optimizer="sgd") for name in "xyz"]
     shape = TTShape.choose(ROWS, DIM, **full_rank())
+    slow = TableRates(ROWS, DIM, (0.0, 1.0), (0.0, 0.5, 0.0), (0.0, 0.5, 0.0))
     decision = plan_compression(
         tables,
         models.small_cluster(2, 2),
         options={"x": [TTOption(shape)]},
-        rates=TTRates("imagined", (0.0,) * 12, (0.0, 1.0, 0.0)),
+        rates=TTRates("imagined", (0.0,) * 12, (0.0, 1.0, 0.0), (), (slow,)),
         batch_size=12,
         budget="+1MiB",
     )
