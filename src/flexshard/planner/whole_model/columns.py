@@ -36,6 +36,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _CHOICES = 1_000  # of the other tables, that are looked at one by one
 _WORK_OF_CHOICE = 10 * MOST_WORK  # of few placements
+_NARROW = 0.5  # of the gap that is asked for
 _OF_GAP = 0.25  # that is asked of a plan: gap of a placement
 _CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
 _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
@@ -247,19 +248,22 @@ class Bound:
         intervals = [
             self._interval(high if high.memory <= low.limit else low, low, high, closer=False) for low, high in pairs
         ]
+        narrow: list[_Interval] = []  # of which a bound by columns is close once the master problem has their ends
         for _ in range(_LOOKS):
             intervals.sort(key=lambda one: (one.bound, one.low.limit))
             if relative_gap(self._found.rating, intervals[0].bound) <= self._gap or time.monotonic() >= self._until:
                 break
             closer = self._closer(intervals[0])
             if not closer:
-                break
-            intervals[:1] = closer
-        return min(one.bound for one in intervals)
+                narrow.append(intervals.pop(0))
+                if not intervals:
+                    break
+            intervals[:1] = closer or intervals[:1]
+        return min(one.bound for one in (*intervals, *narrow))
 
     def _closer(self, one: _Interval) -> list[_Interval]:
         """The same plans, looked at more closely: by a program; on both sides of the memory that the larger placement
-        has, where sequences' time may fall by a step; in halves.
+        has, where sequences' time may fall by a step; in halves. None where they are too narrow.
         """
         low, high = one.low, one.high
         if not one.closer:
@@ -272,7 +276,9 @@ class Bound:
                 self._interval(high, from_there, high, closer=True),
             ]
         middle = (low.limit + high.limit) / 2
-        if not low.limit < middle < high.limit:
+        # The smaller placement takes little longer: with it, the master problem bounds these plans closely.
+        narrow = low.seconds - high.lower_bound <= _NARROW * self._gap * self._found.rating
+        if narrow or not low.limit < middle < high.limit:
             return []
         between = self._sequences.within(middle)
         return [self._interval(one.known, *ends, closer=True) for ends in ((low, between), (between, high))]

@@ -33,7 +33,7 @@ __all__ = ["WholeDecision", "decide_whole"]
 
 _FOR_COLUMNS = 0.4  # of the time, for the first placements of the sequences
 _SHARE = 0.5  # of what is left, for plans; the rest is for the bound, and for further placements
-_ROUNDS = 4  # of further placements
+_ROUNDS = 8  # of further placements
 _OF_TIME = 0.3  # that is left, for one choice of the tables in tiers
 _WITHOUT_PLAN = 100  # choices, decided in part or whole, that are looked at whatever the time while no plan is known
 _AT_LEAST = 5.0  # seconds for the placement that is taken, whatever is left
