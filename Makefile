@@ -101,6 +101,7 @@ $(VENV)/.bench: $(VENV)/.ready
 bench: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.paper_tables
 	$(VENV)/bin/python -m benchmarks.solver
+	$(VENV)/bin/python -m benchmarks.compression
 	$(VENV)/bin/python -m benchmarks.profiling
 	$(VENV)/bin/python -m benchmarks.encoding
 	$(VENV)/bin/python -m benchmarks.replay
