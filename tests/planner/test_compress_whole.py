@@ -24,6 +24,7 @@ from flexshard.costmodels import (
 )
 from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner import CompressionPlan, TTOption, plan_compression
+from flexshard.planner.whole_model import joint
 from flexshard.tables.tensor_train_shape import TTShape
 from flexshard.topologies import CollectiveRate, Level
 from tests.slow import first
@@ -276,6 +277,23 @@ def test_many_sequences_may_become_tensor_trains() -> None:
     assert free.step_seconds >= less.lower_bound_seconds * (1 - 0.0102)
     with pytest.raises(SolverError, match="no choice keeps the losses within"):  # which is proven, not given up
         plan_compression(given, where, **how, loss_limit=0.2)  # type: ignore[arg-type]
+
+
+def test_few_choices_are_looked_at_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing travels, bounds of open choices are of what the rank itself does."""
+    where = Cluster("c", 1, 1, 1e10, 0.0, (Level(1, None, None),))
+    given = [replace(one, name=f"s{i}", pooling="none") for i, one in enumerate(tables(9, 4))]
+    neutral = solve(given, where, batch_size=BATCH).settings.budget_bytes
+    looked: list[int] = []
+    real = joint._searched
+    monkeypatch.setattr(joint, "_searched", lambda *args: (looked.append(1), real(*args))[1])
+    for share in (0.5, 0.7):
+        found = plan_compression(
+            given, where, options=offered(given, [4]), rates=RATES, batch_size=BATCH, budget=f"{share * neutral!r} B"
+        )
+        assert found.shapes
+        assert found.step_seconds <= found.lower_bound_seconds * 1.0021
+    assert len(looked) <= 30
 
 
 def test_pins_are_of_sharded_tables() -> None:

@@ -53,14 +53,14 @@ _NOTHING = StepWork(0.0)
 
 @dataclass(frozen=True, eq=False)
 class _Met:
-    """A placement: its step, the problem that it is of and its weights, what its links and the rank take in each phase
-    (both of shape (phases, links + 2)), and all else; and a bound of all steps, minus infinity where the problem's
-    links come one after another.
+    """A placement: its step, the problem that it is of and its weights (None without any), what its links and the rank
+    take in each phase (as weights of shape (phases, links + 2)), and all else; and a bound of all steps, minus infinity
+    where the problem's links come one after another.
     """
 
     seconds: float
     view: Variants
-    weights: FloatArray
+    weights: FloatArray | None
     instance: Instance
     solution: Solution
     links: FloatArray
@@ -75,13 +75,13 @@ class ShortestStep:
     Attributes:
         instance: the problem under the weights with which it was found.
         solution: the placement; its seconds and bound are of a step but for dense work.
-        weights: under which steps are bounded best.
+        weights: under which steps are bounded best; None where links and ranks have nothing to do at once.
         within: seconds of the placement under the weights with which this one was found, within another budget.
     """
 
     instance: Instance
     solution: Solution
-    weights: FloatArray
+    weights: FloatArray | None
     within: Callable[[float], float]
 
 
@@ -147,7 +147,7 @@ def _search(
     sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
     found: list[_Met] = []
 
-    def keep(view: Variants, weights: FloatArray, *, bounds: bool) -> None:
+    def keep(view: Variants, weights: FloatArray | None, *, bounds: bool) -> None:
         price = found[-1].solution.price if found else 0.0
         instance, solution = view.solve(limit_bytes, tiers, start_price=price or None)
         cost = _cost(variants, instance, solution)
@@ -163,14 +163,15 @@ def _search(
     if several and start is not None:
         weights = start
     else:
-        keep(variants, weights, bounds=not several)
+        keep(variants, None, bounds=not several)
     close = max(close, _CLOSE if variants.plain.reads.size < _MANY_COUNTS else _CLOSE_OF_MANY)
     exposed = _exposed_per_read(variants.plain, problem)
     for _ in range(_ROUNDS if several else 0):
         if any(np.isfinite(one.bound) for one in found) and is_enough():
             break
         weights = _in_order(exposed, weights)
-        if any(np.allclose(weights, one.weights, rtol=0.0, atol=1e-9) for one in found if np.isfinite(one.bound)):
+        met = [one.weights for one in found if one.weights is not None]
+        if any(np.allclose(weights, one, rtol=0.0, atol=1e-9) for one in met):
             break  # the gap is of the placement under these weights, and no others are better
         view = Variants(_under(problem, sizes, weights), variants.plain.level_order, variants)
         keep(view, weights, bounds=True)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from flexshard.costmodels import PooledCosts, PooledOption
 from flexshard.errors import JobError
@@ -22,6 +23,8 @@ from flexshard.planner.whole_model.relaxation import Relaxation
 from flexshard.tables import Table
 
 __all__ = ["Case", "Cases", "row_wise", "with_dense", "with_sequences"]
+
+FloatArray = npt.NDArray[np.float64]
 
 _NAMED = 3  # of the tables in tiers, where nothing fits
 
@@ -72,6 +75,7 @@ class Cases:
         self.undecided = tuple(name for name in undecided if self._offered[name])
         _, needed = row_wise(self.costs, problem.sharded_tables)
         self._latest = Latest()
+        self._relaxed: tuple[FloatArray | None, Relaxation] | None = None
         self._first = self._sequences(())
         self.limit = checked_limit(problem, needed + (0.0 if self._first is None else self._first.row_wise_bytes()))
 
@@ -81,6 +85,11 @@ class Cases:
 
     def relaxation(self) -> Relaxation:
         """Bounds of all of them, under the weights of the latest steps; there are undecided tables."""
+        if self._relaxed is None or self._relaxed[0] is not self._latest.weights:
+            self._relaxed = self._latest.weights, self._relaxation()
+        return self._relaxed[1]
+
+    def _relaxation(self) -> Relaxation:
         assert self._first is not None
         menus = with_dense(self._menus(self.undecided).menus, self._problem)
         received = {table.name: self.costs.received_bytes(table) for table in self._problem.tables}

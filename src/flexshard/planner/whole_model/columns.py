@@ -4,7 +4,6 @@ where they matter, and what plans take at least that have others.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import math
@@ -30,10 +29,10 @@ from flexshard.planner.whole_model.program import solve_menus_program
 
 __all__ = ["MOST_WORK", "Bound", "Column", "Latest", "Sequences", "columns_of_choices", "first_columns"]
 
-MOST_WORK = 500_000.0  # microseconds that may go into making one placement of the sequences exact
-_FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
 FloatArray = npt.NDArray[np.float64]
 
+MOST_WORK = 500_000.0  # microseconds that may go into making one placement of the sequences exact
+_FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
 _CHOICES = 1_000  # of the other tables, that are looked at one by one
 _WORK_OF_CHOICE = 10 * MOST_WORK  # of few placements
 _NARROW = 0.5  # of the gap that is asked for
@@ -162,7 +161,7 @@ def columns_of_choices(
             seconds = sum(float(one.perf[:, 0].sum()) for one in choice) + sum(menus.charges[one] for one in charged)
             waiting.append((seconds, float(left[hbm]), seconds))
     found: dict[float, Column] = {}
-    best = lower = np.inf
+    too_little, best, lower = -np.inf, np.inf, np.inf
     heapq.heapify(waiting)
     while waiting:
         bound, limit, seconds = heapq.heappop(waiting)
@@ -172,14 +171,16 @@ def columns_of_choices(
         if closer > bound:
             heapq.heappush(waiting, (closer, limit, seconds))
             continue
-        if bound >= min(best * (1 - gap), enough):
+        if bound >= min(best * (1 - gap), enough) or (found and time.monotonic() >= sequences.until):
             lower = min(lower, bound)
             break
-        if limit in found:
+        if limit in found or limit <= too_little:
             continue
-        with contextlib.suppress(BudgetError):
+        try:
             one = found[limit] = sequences.within(limit, min(best, enough) - seconds, _WORK_OF_CHOICE)
             best, lower = min(best, seconds + one.seconds), min(lower, seconds + one.lower_bound)
+        except BudgetError:
+            too_little = limit
     if not found and not np.isfinite(lower):
         return [sequences.within(sequences.least_bytes())], lower
     return sorted(found.values(), key=lambda one: one.limit), lower
