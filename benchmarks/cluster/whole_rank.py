@@ -229,7 +229,7 @@ def evenly(problem: Problem, cost: Cost, choices: Sequence[TorchRecChoice]) -> C
             total += option_of(costs, table, choice).local_seconds.sum(axis=1) / problem.cluster.world_size
         else:
             reads = float(table.reads(problem.batch_size) @ table.profile.rows)
-            total += [reads * (own[1] + own[2] * table.row_bytes) for own in problem.rates.of(table.rows, table.dim)]
+            total += [reads * (own[1] + own[2] * table.row_bytes) for own in problem.rates.of(table)]
     return replace(cost, look_up_seconds=float(total[0]), update_seconds=float(total[1]))
 
 
