@@ -20,7 +20,7 @@ from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.loads import fullest_rank_bytes
 
-__all__ = ["Decision", "checked_limit", "decide", "limit_of", "objective_seconds", "settings_of"]
+__all__ = ["Decision", "checked_limit", "decide", "dense_seconds", "limit_of", "objective_seconds", "settings_of"]
 
 _ROUNDS, _CLOSE = 12, 1e-4
 
@@ -84,7 +84,7 @@ class Decision:
     @property
     def dense_seconds(self) -> float:
         """Dense work of a step, where steps are planned."""
-        return 0.0 if self.problem.step is None else self.problem.step.dense_seconds
+        return dense_seconds(self.problem)
 
     @property
     def seconds(self) -> float:
@@ -210,6 +210,11 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
         )
     seconds, within, best = min(found, key=lambda one: one[0])
     return replace(best, lower_bound_seconds=min(first.lower_bound_seconds, seconds)), within
+
+
+def dense_seconds(problem: Problem) -> float:
+    """Dense work of a step, where it is known."""
+    return 0.0 if problem.step is None else problem.step.dense_seconds
 
 
 def objective_seconds(problem: Problem, cost: Cost, dense_seconds: float = 0.0) -> float:

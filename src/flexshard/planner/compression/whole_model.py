@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from flexshard import units
 from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
@@ -13,7 +14,7 @@ from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.budget import Limit
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
 from flexshard.planner.constraints import TableConstraints
-from flexshard.planner.deciding import objective_seconds
+from flexshard.planner.deciding import dense_seconds, objective_seconds
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deduplication import Variants
@@ -26,6 +27,8 @@ from flexshard.planner.whole_model.pooled_menus import HBM
 from flexshard.tables import Table
 
 __all__ = ["compress_whole"]
+
+IntArray = npt.NDArray[np.int64]
 
 
 def compress_whole(
@@ -48,7 +51,7 @@ def compress_whole(
                 f"table {name!r} is to be with {partners[0]!r}, which it could not be as a tensor train; offer none, or"
                 " leave 'with' out"
             )
-    dense = 0.0 if problem.step is None else problem.step.dense_seconds
+    dense = dense_seconds(problem)
     problem = replace(problem, step=StepWork(dense, rates.local), objective="step")
     costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
     trains = {
@@ -131,7 +134,6 @@ def _nothing_fits(
             error.by_sums,
         )
     variants = Variants(problem.of_rows(problem.tables))
-    sides = (variants.plain, variants.once) if variants.are_chosen else (variants.fixed,)
     compressed = np.array(
         [
             min((float((one.static_bytes + one.dynamic_bytes)[0]) for one in trains[table.name]), default=np.inf)
@@ -139,14 +141,12 @@ def _nothing_fits(
             for table in problem.tables
         ]
     )
-    least = min(
-        float(
-            np.min(
-                [compressed, *(cheapest_tables(one, levels, np.inf)[1] + one.table_held_bytes for one in sides)], axis=0
-            ).sum()
-        )
-        for levels in variants.plain.level_subsets(problem.tiers)
-    )
+
+    def least_of(levels: IntArray) -> float:
+        in_tiers = [cheapest_tables(side, levels, np.inf)[1] + side.table_held_bytes for side in variants.sides]
+        return float(np.min([compressed, *in_tiers], axis=0).sum())
+
+    least = min(map(least_of, variants.plain.level_subsets(problem.tiers)))
     return BudgetError(
         f"no choice of tensor trains and tiers fits budget {problem.budget.name!r}; the least is"
         f" {units.format_bytes(least)} ({np.ceil(least):,.0f} bytes) per rank: {advice}",

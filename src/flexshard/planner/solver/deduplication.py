@@ -80,6 +80,11 @@ class Variants:
         """As the problem says, where it does not leave the choice; then plain."""
         return self.once if self.problem.index_dedup is True else self.plain
 
+    @property
+    def sides(self) -> tuple[Instance, ...]:
+        """What each table may be: all sent, and distinct ids alone; or as the problem says."""
+        return (self.plain, self.once) if self.are_chosen else (self.fixed,)
+
     def of(self, deduplicated: BoolArray) -> Instance:
         """With these tables deduplicated, shape (T,)."""
         if not deduplicated.any():
@@ -275,9 +280,8 @@ class Variants:
         """Of each table whose rows are where they cost least at a price: seconds without those of calls, memory, and
         whether it is deduplicated; shape (T,) each.
         """
-        sides = (self.plain, self.once) if self.are_chosen else (self.fixed,)
         found = []
-        for side in sides:
+        for side in self.sides:
             seconds, memory = cheapest_tables(side, levels, price)
             # Rows that are not sent are not looked up either.
             local = side.local_seconds + np.where(side.deduplicated, side.once_seconds, 0.0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flexshard import units
 from flexshard.costmodels import Cost, PooledOption, pooled_cost
-from flexshard.planner.deciding import objective_seconds, settings_of
+from flexshard.planner.deciding import dense_seconds, objective_seconds, settings_of
 from flexshard.planner.digest import job_digest
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.pooled_plan import PooledAlternative, PooledShard, PooledTablePlan
@@ -36,7 +36,7 @@ def plan_decided(decision: WholeDecision) -> Plan:
     pooled = pooled_cost(costs, decision.pooled, received)
     sequences = decision.sequences
     predicted = pooled if sequences is None else sequences.predicted + pooled
-    dense = 0.0 if problem.step is None else problem.step.dense_seconds
+    dense = dense_seconds(problem)
     settings = settings_of(problem, decision.limit_bytes)
     seconds, spare = objective_seconds(problem, predicted, dense), decision.limit_bytes - predicted.memory_bytes
     return Plan(

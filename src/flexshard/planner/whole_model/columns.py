@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import BudgetError
+from flexshard.planner.deciding import dense_seconds
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.solver.deduplication import Variants
@@ -241,7 +242,7 @@ class Bound:
     ) -> None:
         self._sequences, self._menus, self._found, self._until = sequences, menus, found, until
         self._columns, self._gap = columns, problem.gap
-        self._dense = 0.0 if problem.step is None else problem.step.dense_seconds
+        self._dense = dense_seconds(problem)
 
     def value(self) -> float:
         """The bound; as close as gap or time ask for."""

@@ -18,7 +18,7 @@ import numpy as np
 from flexshard.costmodels import PooledOption
 from flexshard.errors import BudgetError, FlexShardError, JobError
 from flexshard.planner.budget import Budget
-from flexshard.planner.deciding import Decision, decide
+from flexshard.planner.deciding import Decision, decide, dense_seconds
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model.cases import Case, Cases, row_wise, with_dense, with_sequences
@@ -247,7 +247,7 @@ def _searched(
         found = best_of(menus, 1.0)
         return (menus, found, None), found.lower_bound
     place = len(pooled.menus.tables)
-    dense = 0.0 if problem.step is None else problem.step.dense_seconds
+    dense = dense_seconds(problem)
     of_choices = columns_of_choices(sequences, pooled.menus, enough - dense, problem.gap)
     if of_choices is not None:
         columns, lower = of_choices
