@@ -340,8 +340,7 @@ def decide() -> tuple[CompressionPlan, flexshard.AccessProfile]:
     return decision, profile
 
 
-def train(rank: int) -> dict[str, np.ndarray]:
-    decision, profile = decide()
+def train(rank: int, decision: CompressionPlan, profile: flexshard.AccessProfile) -> dict[str, np.ndarray]:
     model, _ = compress(Model(), decision.shapes, allow_larger=True)
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
     sharders = [FlexShardEmbeddingCollectionSharder(fused)]
@@ -366,7 +365,7 @@ def train(rank: int) -> dict[str, np.ndarray]:
 def test_under_distributed_model_parallel_beside_a_plan() -> None:
     """A decision carried out: cores on every rank, their gradients all-reduced; other tables split as planned."""
     expected = reference(4)
-    first, *others = ranks.run(2, 2, train)
+    first, *others = ranks.run(2, 2, train, *decide())
     assert first.keys() == expected.keys()
     for name, weight in expected.items():
         np.testing.assert_allclose(first[name], weight, atol=2e-5, rtol=2e-4)

@@ -141,11 +141,10 @@ def _sides(problem: Problem, variants: Variants) -> list[Side]:
     assert rate is not None
     stretches = tuple(_stretches(table) if problem.in_order else None for table in problem.tables)
     caches = CachedSums(variants.plain, chances, rate, np.array(samples), stretches)
-    plain = Side(variants.plain, False, np.zeros(len(problem.tables)), caches)
-    once = Side(variants.once, True, variants.once.once_seconds, caches)
-    if variants.are_chosen:
-        return [plain, once]
-    return [once if problem.index_dedup is True else plain]
+    return [
+        Side(instance, instance is not variants.plain, instance.once_seconds * instance.deduplicated, caches)
+        for instance in variants.sides
+    ]
 
 
 def _stretches(table: Table) -> Callable[[float], float] | None:

@@ -75,11 +75,13 @@ def admit(
     low, shift, one = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(1)
     stamp, capacity = number << shift, np.uint64(slot_words.size)
     distinct = fetches = carries = 0
+    at = idle_first % idle.size
     while idle_first < idle_end:  # those that do not count are seen once, though the batch may be refused
-        entry = idle[idle_first % idle.size]
+        entry = idle[at]
         if slot_words[entry & low] >> shift == entry >> shift:
             break
         idle_first += 1
+        at = at + 1 if at + 1 < idle.size else 0
     sizes[5] = idle_first
     for index in range(ids.size):
         if index + _ROWS_AHEAD < ids.size:
@@ -110,68 +112,39 @@ def admit(
         slots[index] = slot
         distinct += 1
     sizes[0], sizes[1] = distinct, fetches
-    left, first, evictions = num_free, idle_first, 0
+    wanted, first, evictions = max(fetches - num_free, 0), idle_first, 0
+    while evictions < wanted and first < idle_end:
+        entry = idle[at]
+        if at + _SLOTS_AHEAD < idle.size:  # behind the last one are some that will come to count, or did
+            prefetch(slot_words, idle[at + _SLOTS_AHEAD] & low)
+        word = slot_words[entry & low]
+        evicted_rows[evictions] = np.int64(word & low)
+        evicted_slots[evictions] = entry & low
+        evictions += np.int64(word >> shift == entry >> shift)
+        first += 1
+        at = at + 1 if at + 1 < idle.size else 0
+    if evictions < wanted:  # let everything be as it was
+        for index in range(distinct):
+            word = before[index]
+            row_words[rows[index]] = word
+            if row_slots[index] < capacity:
+                slot_words[row_slots[index]] = (word >> shift << shift) | np.uint64(rows[index])
+        return False
     for index in range(fetches):
-        slot = capacity
         if index + _SLOTS_AHEAD < fetches:
             prefetch(row_words, rows[fetched[index + _SLOTS_AHEAD]])
-            if first + _SLOTS_AHEAD < idle_end:
-                prefetch(slot_words, idle[(first + _SLOTS_AHEAD) % idle.size] & low)
-        if left > 0:
-            left -= 1
-            slot = np.uint64(free[left])
-        else:
-            while first < idle_end and slot == capacity:
-                entry = idle[first % idle.size]
-                first += 1
-                if slot_words[entry & low] >> shift == entry >> shift:
-                    slot = entry & low
-            if slot == capacity:
-                _undo(distinct, evictions, capacity, row_words, slot_words, rows, row_slots, before, fetched[:fetches],
-                      evicted_rows)  # fmt: skip
-                return False
-            evicted_rows[evictions] = np.int64(slot_words[slot] & low)
-            evicted_slots[evictions] = slot
-            evictions += 1
-        at = fetched[index]
-        row_slots[at] = slot
-        row_words[rows[at]] = stamp | slot
-        slot_words[slot] = stamp | np.uint64(rows[at])
+        left = num_free - index
+        slot = np.uint64(free[left - 1]) if left > 0 else np.uint64(evicted_slots[-left])
+        place = fetched[index]
+        row_slots[place] = slot
+        row_words[rows[place]] = stamp | slot
+        slot_words[slot] = stamp | np.uint64(rows[place])
     if fetches:
         for index in range(ids.size):
             if slots[index] >= capacity:
                 slots[index] = row_slots[fetched[slots[index] - capacity]]
-    sizes[2], sizes[3], sizes[4], sizes[5] = evictions, carries, left, first
+    sizes[2], sizes[3], sizes[4], sizes[5] = evictions, carries, max(num_free - fetches, 0), first
     return True
-
-
-@_compiled
-def _undo(
-    distinct: int,
-    evictions: int,
-    capacity: int,
-    row_words: Words,
-    slot_words: Words,
-    rows: npt.NDArray[np.int64],
-    row_slots: Slots,
-    before: Words,
-    fetched: Slots,
-    evicted_rows: npt.NDArray[np.int64],
-) -> None:
-    """Let everything be as it was before the batch."""
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    for at in fetched:  # their slots were free, or another row's
-        if row_slots[at] < capacity:
-            slot_words[row_slots[at]] = np.uint64(0)
-            row_slots[at] = capacity
-    for index in range(distinct):
-        word = before[index]
-        row_words[rows[index]] = word
-        if row_slots[index] < capacity:
-            slot_words[row_slots[index]] = (word >> shift << shift) | np.uint64(rows[index])
-    for index in range(evictions):
-        word = row_words[evicted_rows[index]]
-        slot_words[word & low] = (word >> shift << shift) | np.uint64(evicted_rows[index])
 
 
 @_compiled
@@ -201,8 +174,7 @@ def retire(
         ``num_free`` and ``idle_end`` after it.
     """
     number, shift, low = np.uint64(batch), np.uint64(32), np.uint64(0xFFFFFFFF)
-    capacity = idle.size
-    evictions = 0
+    evictions, at = 0, idle_end % idle.size
     for index in range(row_slots.size):
         if index + _SLOTS_AHEAD < row_slots.size:
             prefetch(slot_words, row_slots[index + _SLOTS_AHEAD])
@@ -211,7 +183,8 @@ def retire(
         if word >> shift != number:
             continue
         if keep:
-            idle[idle_end % capacity] = (number << shift) | np.uint64(slot)
+            idle[at] = (number << shift) | np.uint64(slot)
+            at = at + 1 if at + 1 < idle.size else 0
             idle_end += 1
         else:
             evicted_rows[evictions] = np.int64(word & low)

@@ -31,7 +31,7 @@ _TINY = 1e-12  # instead of a bound of 0
 _PATIENCE = 6  # rounds of most moves without a better plan, after which none is expected
 _AIMS = (1.02, 1.1, 1.3, 2.0, 4.0, 16.0)  # times the bound: asked for in turn until a plan is found
 # Temperatures at the beginning and the end, and steps by which the rating asked for falls, in turn.
-_SCHEDULES = (((0.02, 3e-4), 0.001), ((0.1, 1e-3), 0.005), ((0.02, 1e-3), 0.005))
+_SCHEDULES = (((0.02, 3e-4), 0.001), ((0.1, 1e-3), 0.005), ((0.02, 1e-4), 0.0003))
 _PHASE_SCHEDULES = (((0.005, 3e-4), 0.001), ((0.002, 1e-4), 0.003), ((0.02, 3e-4), 0.005))  # of several kinds of load
 _FAR = (10.0, 1e4)  # times the bound: ratings that programs look at, one after the other, while no plan is known
 _SMALL_PROGRAM = 300  # columns, about, of a program that is solved to _EXACT, whatever gap was asked for
