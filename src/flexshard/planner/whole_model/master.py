@@ -28,10 +28,16 @@ _SAFETY = 1e-6  # what HiGHS may be off by
 # Moves of the first round, of the longest, and between two looks at the clock: compiled, and in Python.
 _MOVES, _PLAIN_MOVES = (30_000, 2_000_000, 20_000), (1_000, 20_000, 200)
 _TINY = 1e-12  # instead of a bound of 0
-_PATIENCE = 6  # rounds of most moves without a better plan, after which none is expected
+_TURNS = 2  # of every schedule at most moves, without a better plan, after which none is expected
 _AIMS = (1.02, 1.1, 1.3, 2.0, 4.0, 16.0)  # times the bound: asked for in turn until a plan is found
 # Temperatures at the beginning and the end, and steps by which the rating asked for falls, in turn.
-_SCHEDULES = (((0.02, 3e-4), 0.001), ((0.1, 1e-3), 0.005), ((0.02, 1e-4), 0.0003))
+_SCHEDULES = (
+    ((0.02, 3e-4), 0.001),
+    ((0.1, 1e-3), 0.005),
+    ((0.02, 1e-4), 0.0003),
+    ((0.1, 3e-4), 0.002),
+    ((0.005, 5e-5), 0.0002),
+)
 _PHASE_SCHEDULES = (((0.005, 3e-4), 0.001), ((0.002, 1e-4), 0.003), ((0.02, 3e-4), 0.005))  # of several kinds of load
 _FAR = (10.0, 1e4)  # times the bound: ratings that programs look at, one after the other, while no plan is known
 _SMALL_PROGRAM = 300  # columns, about, of a program that is solved to _EXACT, whatever gap was asked for
@@ -95,6 +101,7 @@ class _Master:
         self._end = time.monotonic() + seconds
         self._gap, self._seed = gap, seed
         self._menus = undominated(menus)
+        self._schedules = _SCHEDULES if len(menus.loads) == 1 else _PHASE_SCHEDULES
         self._lower, self._rating = 0.0, np.inf
         self._best: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None = None
         self._state: State | None = None
@@ -148,7 +155,7 @@ class _Master:
             idle = 0 if better else idle + 1
             if self._best is None and not programs and number > 2 * len(_AIMS):
                 return
-            if idle >= _PATIENCE and moves == most and not programs:
+            if idle >= _TURNS * len(self._schedules) and moves == most and not programs:
                 # What annealing does not improve, the program with ranks one by one does at times; or it proves more.
                 known = self._rating
                 if last or self._best is None:
@@ -170,8 +177,7 @@ class _Master:
 
     def _anneal(self, number: int, moves: int) -> bool:
         """Anneal from the program's choice or from the best plan; whether that gives a better one."""
-        schedules = _SCHEDULES if len(self._menus.loads) == 1 else _PHASE_SCHEDULES
-        heat, step = schedules[number % len(schedules)]
+        heat, step = self._schedules[number % len(self._schedules)]
         state = self._state
         if state is None:
             # At last, anything that memory holds.
