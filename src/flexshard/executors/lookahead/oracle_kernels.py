@@ -120,7 +120,7 @@ def admit(
         word = slot_words[entry & low]
         evicted_rows[evictions] = np.int64(word & low)
         evicted_slots[evictions] = entry & low
-        evictions += np.int64(word >> shift == entry >> shift)
+        evictions += int(word >> shift == entry >> shift)
         first += 1
         at = at + 1 if at + 1 < idle.size else 0
     if evictions < wanted:  # let everything be as it was
