@@ -148,8 +148,7 @@ class _Master:
                 self._gap = min(self._gap, _EXACT)
             if self._done(number):
                 return
-            wanted = small or number > (0 if self._best is not None else len(_AIMS))
-            if programs and wanted and not self._is_close():
+            if programs and (small or number > (0 if self._best is not None else len(_AIMS))):
                 self._solve_program(programs.pop(0))
                 if self._done(number):
                     return
@@ -172,15 +171,7 @@ class _Master:
         self._timed_out = self._timed_out or time.monotonic() >= self._end
         if self._best is None:
             return self._refuted is not None or (self._timed_out and number >= len(_AIMS))
-        if self._timed_out or self._rating <= self._lower * (1 + _SAFETY):
-            return True
-        # The first rounds are short: where one kind of load makes them cheap, each schedule gets one of them.
-        tried = number >= len(self._schedules) - 1 or len(self._menus.loads) > 1
-        return tried and self._is_close()
-
-    def _is_close(self) -> bool:
-        """Whether the plan is within the gap asked for."""
-        return self._rating <= self._lower * (1 + self._gap)
+        return self._timed_out or self._rating <= self._lower * (1 + self._gap)
 
     # -- plans
 
