@@ -28,6 +28,12 @@ _compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="n
 
 
 @_compiled
+def _following(at: int, size: int) -> int:
+    """The next place of a ring; a remainder for every entry would take longer than the entry."""
+    return at + 1 if at + 1 < size else 0
+
+
+@_compiled
 def admit(
     ids: npt.NDArray[Any],
     batch: int,
@@ -81,7 +87,7 @@ def admit(
         if slot_words[entry & low] >> shift == entry >> shift:
             break
         idle_first += 1
-        at = at + 1 if at + 1 < idle.size else 0
+        at = _following(at, idle.size)
     sizes[5] = idle_first
     for index in range(ids.size):
         if index + _ROWS_AHEAD < ids.size:
@@ -122,7 +128,7 @@ def admit(
         evicted_slots[evictions] = entry & low
         evictions += int(word >> shift == entry >> shift)
         first += 1
-        at = at + 1 if at + 1 < idle.size else 0
+        at = _following(at, idle.size)
     if evictions < wanted:  # let everything be as it was
         for index in range(distinct):
             word = before[index]
@@ -184,7 +190,7 @@ def retire(
             continue
         if keep:
             idle[at] = (number << shift) | np.uint64(slot)
-            at = at + 1 if at + 1 < idle.size else 0
+            at = _following(at, idle.size)
             idle_end += 1
         else:
             evicted_rows[evictions] = np.int64(word & low)
