@@ -3,7 +3,7 @@
 Tables are drawn as rows, dimensions and pooling factors from log-uniform ranges; every plan is rated by TorchRec's
 ``NoopPerfModel`` and checked against memory from a search space of its own enumerator, whatever its planner thinks.
 
-    python -m benchmarks.whole_model [--parts eight tight large random small] [--seconds 60]
+    python -m benchmarks.whole_model [--parts eight tight large random small] [--seconds 60] [--random-models 200]
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def eight() -> None:
 def plain_program(menus: Menus, seconds: float) -> tuple[float, float]:
     """Rating and bound of HiGHS on the program with ranks one by one, on two cores; infinite if it finds nothing."""
     given = undominated(menus)
-    answer = solve_menus_program(given, "ranks", gap=1e-3, seconds=seconds, threads=2)
+    answer = solve_menus_program(given, "ranks", gap=1e-3, seconds=seconds, threads=2, twice=False)
     if answer.choice is None:
         return np.inf, answer.bound
     problem = flat(given)
@@ -235,15 +235,20 @@ def large(seconds: float) -> None:
             print(f"   TorchRec's planner: {took:.1f} s, rating {judge.rate(theirs) / planner.rating:.3f} times ours")
 
 
-def random_models(number: int = 200) -> None:
-    """Never worse than TorchRec's planner, on models of many sizes with much and little memory."""
+def random_model(seed: int) -> tuple[torch.nn.Module, Any, int, float]:
+    """A model, its constraints, ranks, and GiB per rank: of many sizes, with much and little memory."""
+    rng = np.random.default_rng(10_000 + seed)
+    ranks, tables = int(rng.choice([2, 4, 8, 16])), int(rng.integers(2, 25))
+    model, constraints = drawn(20_000 + seed, tables, smallest=1e3)
+    weights = sum(c.num_embeddings * c.embedding_dim * 4 for c in model.embedding_bag_configs())
+    return model, constraints, ranks, float(weights / GIB / ranks * rng.choice([0.5, 1.0, 1.3, 2.0, 10.0])) + 0.05
+
+
+def random_models(number: int) -> None:
+    """Never worse than TorchRec's planner."""
     ratios, worse, only_ours, neither = [], 0, 0, 0
     for seed in range(number):
-        rng = np.random.default_rng(10_000 + seed)
-        ranks, tables = int(rng.choice([2, 4, 8, 16])), int(rng.integers(2, 25))
-        model, constraints = drawn(20_000 + seed, tables, smallest=1e3)
-        weights = sum(c.num_embeddings * c.embedding_dim * 4 for c in model.embedding_bag_configs())
-        gib = float(weights / GIB / ranks * rng.choice([0.5, 1.0, 1.3, 2.0, 10.0])) + 0.05
+        model, constraints, ranks, gib = random_model(seed)
         judge = Judge(model, arguments(ranks, gib, constraints))
         theirs, _ = timed_plan(EmbeddingShardingPlanner(**arguments(ranks, gib, constraints)), model)
         ours, _ = timed_plan(OptimalShardingPlanner(**arguments(ranks, gib, constraints), timeout_seconds=10), model)
@@ -255,6 +260,8 @@ def random_models(number: int = 200) -> None:
         else:
             ratios.append(judge.rate(theirs) / judge.rate(ours))
             worse += ratios[-1] < 1 - 1e-9
+        if (seed + 1) % 50 == 0:
+            print(f"{seed + 1} random models done", flush=True)
     quartiles = np.percentile(ratios, [0, 25, 50, 75, 100])
     print(
         f"{number} random models: worse than TorchRec's {worse} times; only ours fits {only_ours}, neither {neither};"
@@ -311,6 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", default=["eight", "tight", "large", "random", "small"])
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--random-models", type=int, default=200)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -320,7 +328,7 @@ def main() -> None:
         "eight": eight,
         "tight": lambda: tight(options.seconds),
         "large": lambda: large(options.seconds),
-        "random": random_models,
+        "random": lambda: random_models(options.random_models),
         "small": small,
     }
     for part in options.parts:

@@ -60,7 +60,7 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
     room = limits.room(sides[0].instance)
     every = _every_option(sides, levels)
     if every is not None:
-        chosen = best_of_each(sides, every, room, gap=0.0, seconds=limits.timeout_seconds)
+        chosen = best_of_each(sides, every, room, gap=0.0, seconds=limits.timeout_seconds, proves=True)
         return CachedChoice(chosen, best_mixture(every, room).prices)
     pool, bound = _generated(sides, levels, limits)
     mixture = best_mixture(pool, room)
@@ -71,7 +71,7 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
     if room.tables > _FEW_TABLES:
         pool = pool[mixed | (shares >= 1 - _SOME)]
     pool = Options.joined([pool, near]).distinct()
-    chosen = best_of_each(sides, pool, room, gap=_CLOSE, seconds=limits.timeout_seconds)
+    chosen = best_of_each(sides, pool, room, gap=_CLOSE, seconds=limits.timeout_seconds, proves=False)
     # Options that were not met are under the bound alone.
     return CachedChoice(replace(chosen, lower_bound_seconds=min(bound, chosen.seconds)), mixture.prices)
 

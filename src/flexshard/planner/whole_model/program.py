@@ -7,8 +7,9 @@ what such programs spend their time on; what is left out is how shards share a r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,9 @@ IntArray = npt.NDArray[np.int64]
 Bins = Literal["cluster", "hosts", "ranks"]
 
 _FEASIBLE = 2  # of HiGHS's solution statuses
+_ABOVE = 1 + 1e-4  # times a bound: what the second search looks for plans below
+# HiGHS's options of the second search: another tree.
+_OTHERWISE = {"random_seed": 1, "mip_allow_restart": False}
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class ProgramAnswer:
         choice: option of each table in the best solution; None where none was found.
         ranks: by table, the rank of each shard, where bins are ranks.
         proven: whether the solver came to its end.
+        rating: of the best solution in this program.
     """
 
     bound: float
     choice: tuple[int, ...] | None
     ranks: dict[int, list[int]] = field(default_factory=dict)
     proven: bool = False
+    rating: float = np.inf
 
 
 def solve_menus_program(
@@ -54,18 +60,47 @@ def solve_menus_program(
     nodes: int = 1_000_000,
     threads: int = 1,
     costs: bool = True,
+    twice: bool = True,
 ) -> ProgramAnswer:
-    """Solve the program with HiGHS.
+    """Solve the program with HiGHS, and search once more, in another tree, for what the first search says is not there.
+
+    Of a thousand such programs HiGHS 1.15 calls about one solved that has a better solution, by up to 4 %. What two
+    searches agree on counts: the lower of their bounds, and the better of their solutions.
 
     Args:
         menus: undominated.
         bins: what is added up: nothing ("ranks"), the ranks of a host, or all.
         at_most: rating of a plan that is known; only better ones are looked for.
         gap: relative, at which the solver stops.
-        seconds, nodes: after which the solver stops with what it has.
+        seconds: after which the solver stops with what it has, both searches together.
+        nodes: after which a search stops with what it has.
         threads: of the solver; its answer depends on how many.
         costs: whether they are looked at; otherwise any plan will do that memory allows, and the bound is 0.
+        twice: whether to search once more.
     """
+    end = time.monotonic() + seconds
+
+    def searched(at_most: float, options: dict[str, Any]) -> ProgramAnswer:
+        limits = {
+            "time_limit": min(end - time.monotonic(), 1e6),
+            "mip_rel_gap": gap,
+            "mip_max_nodes": nodes,
+            "threads": threads,
+        }
+        return _search(menus, bins, at_most, limits | options, costs=costs)
+
+    first = searched(at_most, {})
+    says_nothing = first.bound <= 0 and (first.choice is not None or not first.proven)
+    if not twice or says_nothing:
+        return first
+    second = searched(min(at_most, first.bound * _ABOVE), _OTHERWISE)
+    better = second if second.rating < first.rating else first
+    return replace(better, bound=min(first.bound, second.bound), proven=first.proven and second.proven)
+
+
+def _search(menus: Menus, bins: Bins, at_most: float, limits: dict[str, Any], *, costs: bool) -> ProgramAnswer:
+    """Solve the program once, with HiGHS's options ``limits``."""
+    seconds = limits["time_limit"]
     if seconds <= 0 or any(not any(menus.dearest(o) <= at_most for o in menu) for menu in menus.options):
         return ProgramAnswer(0.0 if seconds <= 0 else np.inf, None, proven=seconds > 0)
     # Ratings near 1: the solver's tolerances are absolute.
@@ -77,14 +112,8 @@ def solve_menus_program(
     build = _Program(menus, bins, at_most, unit)
     solver = build.loaded()
     # Nodes, not time, end what takes too long, so that every machine gets the same answer.
-    for name, value in {
-        "time_limit": min(seconds, 1e6),
-        "mip_rel_gap": gap,
-        "mip_abs_gap": 0.0,
-        "mip_max_nodes": nodes,
-    }.items():
+    for name, value in {"mip_abs_gap": 0.0, **limits}.items():
         solver.setOptionValue(name, value)
-    solver.setOptionValue("threads", threads)
     # A process that used HiGHS with another number of threads could not use it again.
     solver.resetGlobalScheduler(True)
     solver.run()
@@ -96,7 +125,8 @@ def solve_menus_program(
     if info.primal_solution_status != _FEASIBLE:
         return ProgramAnswer(bound, None)
     values = np.array(solver.getSolution().col_value)
-    return build.answer(np.rint(values).astype(np.int64), bound, status == "Optimal")
+    answer = build.answer(np.rint(values).astype(np.int64), bound, status == "Optimal")
+    return replace(answer, rating=float(info.objective_function_value) * unit if costs else 0.0)
 
 
 def program_columns(menus: Menus, bins: Bins) -> int:
