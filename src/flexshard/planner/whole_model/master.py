@@ -42,9 +42,9 @@ _PHASE_SCHEDULES = (((0.005, 3e-4), 0.001), ((0.002, 1e-4), 0.003), ((0.02, 3e-4
 _FAR = (10.0, 1e4)  # times the bound: ratings that programs look at, one after the other, while no plan is known
 _SMALL_PROGRAM = 300  # columns, about, of a program that is solved to _EXACT, whatever gap was asked for
 _EXACT = 5 * _SAFETY
-# Columns, about, of a program that a plan within the gap is looked at with once more, its gap, and its nodes: it costs
-# less than a second then, and at times finds a plan that is better by nearly the gap.
-_MIDDLE_PROGRAM, _MIDDLE_GAP, _MIDDLE_NODES = 800, 0.001, 200
+# Columns, about, of a program that a plan within the gap is looked at with once more, its gap, and its nodes: it takes
+# three seconds at most, and at times finds a plan that is better by nearly the gap.
+_MIDDLE_PROGRAM, _MIDDLE_GAP, _MIDDLE_NODES = 500, 0.001, 200
 # Columns, about, and nodes of programs with hosts or ranks one by one: while annealing goes on, and when it is over.
 _MOST_COLUMNS, _NODES = 1_500, 1_000
 _LAST_COLUMNS, _LAST_NODES = 6_000, 2_000
