@@ -27,8 +27,10 @@ Bins = Literal["cluster", "hosts", "ranks"]
 
 _FEASIBLE = 2  # of HiGHS's solution statuses
 _ABOVE = 1 + 1e-4  # times a bound: what the second search looks for plans below
-# HiGHS's options of the second search: another tree.
-_OTHERWISE = {"random_seed": 1, "mip_allow_restart": False}
+# HiGHS's options of the second search: another tree, without heuristics, since it is expected to find nothing.
+_OTHERWISE = {"random_seed": 1, "mip_allow_restart": False, "mip_heuristic_effort": 0.0} | dict.fromkeys(
+    (f"mip_heuristic_run_{name}" for name in ("feasibility_jump", "rins", "rens", "root_reduced_cost")), False
+)
 
 
 @dataclass(frozen=True)
