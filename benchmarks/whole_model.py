@@ -3,7 +3,7 @@
 Tables are drawn as rows, dimensions and pooling factors from log-uniform ranges; every plan is rated by TorchRec's
 ``NoopPerfModel`` and checked against memory from a search space of its own enumerator, whatever its planner thinks.
 
-    python -m benchmarks.whole_model [--parts eight tight large random small] [--seconds 60] [--random-models 200]
+    python -m benchmarks.whole_model [--parts eight tight large random small searches] [--random-models 200]
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from flexshard.planner.torchrec.search_space import menus_of
 from flexshard.planner.whole_model.annealing import State, flat, rating
 from flexshard.planner.whole_model.master import assign
 from flexshard.planner.whole_model.menus import Menus, Option, Spread, undominated
-from flexshard.planner.whole_model.program import solve_menus_program
+from flexshard.planner.whole_model.program import program_columns, solve_menus_program
 
 SHARDERS = [EmbeddingBagCollectionSharder()]
 BATCH, RESERVED, GIB = 512, 0.1, 2**30
+MOST_COLUMNS = 1_500  # of programs that are searched several times
 # Memory per rank, GiB, and the seeds of 64 tables: one for all, and one that makes each tight.
 TIGHT = ((12, (0,)), (8, (0, 2)), (5, (0, 1)), (3, (0, 3)))
 
@@ -269,6 +270,40 @@ def random_models(number: int) -> None:
     )
 
 
+def searches(number: int) -> None:
+    """How often HiGHS calls a program of a random model solved that has a better solution: searched once, and twice."""
+    bounds: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+    best: dict[int, float] = {}
+    for seed in range(number):
+        model, constraints, ranks, gib = random_model(seed)
+        given = arguments(ranks, gib, constraints)
+        reserved = given["storage_reservation"].reserve(given["topology"], BATCH, model, SHARDERS, constraints)
+        menus = menus_of(
+            enumerate_options(EmbeddingEnumerator(reserved, BATCH, constraints), model, SHARDERS), reserved
+        )
+        try:
+            best[seed] = assign(menus, seconds=10, gap=1e-3).rating
+        except BudgetError:
+            continue
+        if program_columns(undominated(menus), "ranks") > MOST_COLUMNS:
+            continue
+        known = best[seed]
+        for factor in (1.02, 1.07, 1.2, 1.21, 1.5, 2.0):  # of a plan that is known: other trees
+            for twice, found in bounds.items():
+                answer = solve_menus_program(
+                    undominated(menus), "ranks", at_most=known * factor, gap=1e-5, seconds=10, twice=twice
+                )
+                best[seed] = min(best[seed], answer.rating)
+                found.append((seed, answer.bound))
+    for twice, found in bounds.items():
+        over = [bound / best[seed] - 1 for seed, bound in found]
+        wrong = [each for each in over if each > 2e-5]
+        print(
+            f"{len(over)} programs, {'twice' if twice else 'once'}: a plan is below the bound {len(wrong)} times"
+            + (f", by up to {100 * max(wrong):.3f} %" if wrong else "")
+        )
+
+
 def small_menus(seed: int) -> Menus:
     """A few tables on 2 x 2 ranks with menus of every spread."""
     rng = np.random.default_rng(seed)
@@ -328,6 +363,7 @@ def main() -> None:
         "eight": eight,
         "tight": lambda: tight(options.seconds),
         "large": lambda: large(options.seconds),
+        "searches": lambda: searches(options.random_models),
         "random": lambda: random_models(options.random_models),
         "small": small,
     }
