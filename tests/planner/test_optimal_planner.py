@@ -177,6 +177,14 @@ def test_no_plan_is_below_a_bound_because_the_solver_of_programs_errs() -> None:
     assert max(ratings) <= min(ratings) * 1.01
 
 
+def test_the_second_search_of_a_program_leaves_a_bound_that_holds_as_it_is() -> None:
+    """Both find the optimum of this model; the second would stop within the gap below it."""
+    model, constraints, ranks, gib = random_model(130)
+    planner = OptimalShardingPlanner(**reserving_a_part(ranks, gib, constraints))
+    planner.plan(model, SHARDERS)
+    assert planner.gap < 1e-5
+
+
 def test_a_plan_within_the_gap_is_looked_at_once_more_where_that_is_cheap() -> None:
     """Annealing ends at 3.8159 here, within 1 % of the bound; TorchRec's planner finds 3.8100."""
     model, constraints, ranks, gib = random_model(1)

@@ -173,9 +173,10 @@ class _Master:
     def _polish(self) -> None:
         """A plan within the gap may be better still, which a program that is not large finds out soon."""
         close = self._rating <= self._lower * (1 + _MIDDLE_GAP)
-        if self._best is None or self._timed_out or close:
+        looked = self._gap <= _MIDDLE_GAP  # programs did, as closely, before the search ended
+        if self._best is None or self._timed_out or close or looked:
             return
-        self._gap = min(self._gap, _MIDDLE_GAP)
+        self._gap = _MIDDLE_GAP
         self._solve_program("ranks", _MIDDLE_PROGRAM, _MIDDLE_NODES)
 
     def _done(self, number: int) -> bool:
