@@ -162,6 +162,13 @@ def eight() -> None:
     )
 
 
+def menus_under(model: torch.nn.Module, given: dict[str, Any]) -> Menus:
+    """The model's options under TorchRec's costs, with the memory that its reservation leaves."""
+    reserved = given["storage_reservation"].reserve(given["topology"], BATCH, model, SHARDERS, given["constraints"])
+    enumerator = EmbeddingEnumerator(reserved, BATCH, given["constraints"])
+    return menus_of(enumerate_options(enumerator, model, SHARDERS), reserved)
+
+
 def plain_program(menus: Menus, seconds: float) -> tuple[float, float]:
     """Rating and bound of HiGHS on the program with ranks one by one, on two cores; infinite if it finds nothing."""
     given = undominated(menus)
@@ -192,9 +199,7 @@ def tight(seconds: float) -> None:
             planner = OptimalShardingPlanner(**arguments(16, gib, constraints), timeout_seconds=int(seconds))
             ours, our_time = timed_plan(planner, model)
             assert ours is not None
-            reserved = given["storage_reservation"].reserve(given["topology"], BATCH, model, SHARDERS, constraints)
-            options = enumerate_options(EmbeddingEnumerator(reserved, BATCH, constraints), model, SHARDERS)
-            highs, bound = plain_program(menus_of(options, reserved), seconds)
+            highs, bound = plain_program(menus_under(model, given), seconds)
             their_rating = judge.rate(theirs) if theirs is not None else np.inf
             if highs < judge.rate(ours):  # it stopped at a proven gap of 1 %, HiGHS had all the time
                 longer = OptimalShardingPlanner(
@@ -277,23 +282,16 @@ def searches(number: int) -> None:
     best: dict[int, float] = {}
     for seed in range(number):
         model, constraints, ranks, gib = random_model(seed)
-        given = arguments(ranks, gib, constraints)
-        reserved = given["storage_reservation"].reserve(given["topology"], BATCH, model, SHARDERS, constraints)
-        menus = menus_of(
-            enumerate_options(EmbeddingEnumerator(reserved, BATCH, constraints), model, SHARDERS), reserved
-        )
+        menus = undominated(menus_under(model, arguments(ranks, gib, constraints)))
+        if program_columns(menus, "ranks") > MOST_COLUMNS:
+            continue
         try:
-            best[seed] = assign(menus, seconds=10, gap=1e-3).rating
+            best[seed] = known = assign(menus, seconds=10, gap=1e-3).rating
         except BudgetError:
             continue
-        if program_columns(undominated(menus), "ranks") > MOST_COLUMNS:
-            continue
-        known = best[seed]
         for factor in (1.02, 1.07, 1.2, 1.21, 1.5, 2.0):  # of a plan that is known: other trees
             for twice, found in bounds.items():
-                answer = solve_menus_program(
-                    undominated(menus), "ranks", at_most=known * factor, gap=1e-5, seconds=10, twice=twice
-                )
+                answer = solve_menus_program(menus, "ranks", at_most=known * factor, gap=1e-5, seconds=10, twice=twice)
                 best[seed] = min(best[seed], answer.rating)
                 found.append((seed, factor, answer.bound))
     for twice, found in bounds.items():

@@ -123,8 +123,8 @@ def best_of_each(
         # HiGHS is at times wrong about what is best; where its bound counts, another tree has to say the same.
         seeds = (0, 1) if proves else (0,)
         answers = [_solved(pool, waits, least, scale, gap, seconds / len(seeds), seed) for seed in seeds]
-        taken, _, dual = min(answers, key=lambda answer: answer[1])
-        dual = min(dual, *(answer[2] for answer in answers))
+        taken = min(answers, key=lambda answer: answer[1])[0]
+        dual = min(answer[2] for answer in answers)
         bound = dual if least is room else bound  # of the memory that there is
         if taken is None:
             break
