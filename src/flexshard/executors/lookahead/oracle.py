@@ -141,8 +141,11 @@ class LookaheadOracle:
         """Compiled loops do not look whether there is such a row."""
         if ids.dtype.kind not in "iu" or ids.ndim != 1:
             raise CacheError(f"ids of rows must be whole numbers in one dimension, found {ids.dtype}, {ids.shape}")
-        if ids.size and (ids.min() < 0 or ids.max() >= self.num_rows):
-            row = ids.min() if ids.min() < 0 else ids.max()
+        if not ids.size:
+            return
+        least = ids.min() if ids.dtype.kind == "i" else 0
+        if least < 0 or ids.max() >= self.num_rows:
+            row = least if least < 0 else ids.max()
             raise CacheError(f"row {row} is outside the table, which has rows 0 to {self.num_rows - 1}")
 
     def _scratch(self, lookups: int) -> list[npt.NDArray[Any]]:

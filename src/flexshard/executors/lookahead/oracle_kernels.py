@@ -136,6 +136,7 @@ def admit(
             if row_slots[index] < capacity:
                 slot_words[row_slots[index]] = (word >> shift << shift) | np.uint64(rows[index])
         return False
+    given = before  # nothing will be undone any more
     for index in range(fetches):
         if index + _SLOTS_AHEAD < fetches:
             prefetch(row_words, rows[fetched[index + _SLOTS_AHEAD]])
@@ -145,10 +146,11 @@ def admit(
         row_slots[place] = slot
         row_words[rows[place]] = stamp | slot
         slot_words[slot] = stamp | np.uint64(rows[place])
+        given[index] = slot
     if fetches:
         for index in range(ids.size):
             if slots[index] >= capacity:
-                slots[index] = row_slots[fetched[slots[index] - capacity]]
+                slots[index] = given[slots[index] - capacity]
     sizes[2], sizes[3], sizes[4], sizes[5] = evictions, carries, max(num_free - fetches, 0), first
     return True
 

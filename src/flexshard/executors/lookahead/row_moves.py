@@ -43,6 +43,15 @@ class AnnouncedBatch:
     admission: Admission | None = None
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A step's part in a batch's rows: whether it changed them, and is the last to use them."""
+
+    batch: AnnouncedBatch
+    changed: bool
+    over: bool
+
+
 @dataclass
 class CacheTraffic:
     """What a cache has done so far, in rows.
@@ -82,6 +91,8 @@ class RowMoves:
         self._newer = np.zeros(oracle.slots, np.bool_)  # than the host's
         self._waiting: deque[AnnouncedBatch] = deque()
         self._under_way: deque[AnnouncedBatch] = deque()
+        self._steps_done: deque[_Trained] = deque()  # that the moves' thread has not heard of
+        self._last: Future[None] | None = None  # of what was asked for and is not waited for
         self._refused: AnnouncedBatch | None = None  # for want of room, since when nothing has left
         self.failure: CacheError | None = None
 
@@ -91,7 +102,7 @@ class RowMoves:
         """Fetch a batch's rows as soon as there is room for them."""
         batch = AnnouncedBatch(ids)
         self._waiting.append(batch)
-        self._thread.submit(self._guarded, self._advance)
+        self._last = self._thread.submit(self._guarded, self._advance)
         return batch
 
     def slots_of(self, batch: AnnouncedBatch) -> torch.Tensor | None:
@@ -117,11 +128,13 @@ class RowMoves:
 
     def finish(self, batch: AnnouncedBatch, *, trained: bool) -> None:
         """Its rows have been trained, or will not be."""
-        self._thread.submit(self._guarded, lambda: self._finish(batch, trained=trained))
+        self._steps_done.append(_Trained(batch, changed=trained, over=True))
+        if self._waiting:  # for room, perhaps; or else whatever is asked for next begins with it
+            self._last = self._thread.submit(self._guarded, self._advance)
 
     def changes(self, batch: AnnouncedBatch) -> None:
         """Some of its rows are trained, and later others."""
-        self._thread.submit(self._guarded, lambda: self._mark(batch))
+        self._steps_done.append(_Trained(batch, changed=True, over=False))
 
     def read(self, ids: IntArray, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Rows as they are now, wherever they are; shape (n, width) each. Nothing enters the cache or leaves it."""
@@ -147,7 +160,9 @@ class RowMoves:
         """Whether every batch that was announced has its rows in the cache, once what was begun has ended; or moving
         rows failed, which other ranks have to hear before it is raised.
         """
-        if self.failure is None:
+        if self._last is not None:
+            self._last.exception()
+        if self._waiting and self.failure is None:  # some that others have let go of may leave room
             self._thread.submit(self._guarded, self._advance).exception()
         return not self._waiting or self.failure is not None
 
@@ -168,6 +183,7 @@ class RowMoves:
             raise self.failure
         try:
             with torch.inference_mode(False), torch.no_grad():
+                self._take_steps()
                 return work()
         except Exception as error:
             self.failure = (
@@ -216,16 +232,14 @@ class RowMoves:
             gone = self._oracle.retire()
             self._write_back(gone.rows, gone.slots)
 
-    def _finish(self, batch: AnnouncedBatch, *, trained: bool) -> None:
-        if trained:
-            self._mark(batch)
-        batch.over = True
-        self._retire()
-        self._advance()
-
-    def _mark(self, batch: AnnouncedBatch) -> None:
-        assert batch.admission is not None
-        self._newer[batch.admission.row_slots] = True
+    def _take_steps(self) -> None:
+        """Hear of what has been trained."""
+        while self._steps_done:
+            step = self._steps_done.popleft()
+            if step.changed:
+                assert step.batch.admission is not None
+                self._newer[step.batch.admission.row_slots] = True
+            step.batch.over |= step.over
 
     def _move(self, admission: Admission) -> None:
         self._write_back(admission.evicted.rows, admission.evicted.slots)
