@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.planner.solver.cached_rows import Options, Side, options_and_least, options_of
-from flexshard.planner.solver.cached_sums import CachedSums, Cuts, Prices, least_of
+from flexshard.planner.solver.cached_sums import CachedSums, Cuts, Prices, Range, least_of
 from flexshard.planner.solver.instance import Allocation
 from flexshard.planner.solver.thresholds import allocate, thresholds
 
@@ -19,6 +19,8 @@ __all__ = ["Between", "cheapest"]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Between = Literal["looked at", "bounded", "left out"]  # counts between some
+
+_ROUNDING = 1e-12  # relative, of sums over a table's counts: those of rows that any cache keeps are alike
 
 
 def cheapest(
@@ -157,30 +159,70 @@ def _look_between(
     """
     caches, cuts = side.caches, side.caches.some_cuts
     intervals, table = caches.intervals, caches.intervals.table
-    low, high = intervals.gains(side.instance, levels, _tier_ends(side, levels, prices), prices)
+    gains = intervals.gains(side.instance, levels, _tier_ends(side, levels, prices), prices)
     nbytes, _ = side.sums_at(cuts)
     nbytes = nbytes - cuts.before(nbytes)
-    several = intervals.last > intervals.first
-    live, lowest = {}, best.value.copy()
-    for stays, each in behind.items():
-        least, most = intervals.places_and_fetches(stays, prices)
-        falls, rises = low < most, high > least
-        bound = each[cuts.ends][table] + cuts.before(gain - each) + np.minimum(low - most, 0.0) * nbytes
-        live[stays] = several & falls & rises & (bound < best.value[table])
-        if bounded:
-            np.minimum.at(lowest, table[live[stays]], bound[live[stays]])
-    union = np.logical_or.reduce(list(live.values()))
-    if bounded or not union.any():
-        return best.value - lowest
+    of_bytes = [intervals.places_and_fetches(stays, prices) for stays in behind]
+    bounds = np.stack(
+        [
+            each[cuts.ends][table] + _least_between(gain - each, gains, costs, nbytes, cuts)
+            for each, costs in zip(behind.values(), of_bytes, strict=True)
+        ]
+    )
+    live = (intervals.last > intervals.first) & (bounds < best.value[table])
+    if bounded or not live.any():
+        return best.value - np.minimum.reduceat(np.where(live, bounds, best.value[table]).min(axis=0), cuts.starts)
+    some = np.flatnonzero(live.any(axis=0))
+    following = np.stack([each[cuts.ends][table[some]] - cuts.before(each)[some] for each in behind.values()])
+    live[:, some] &= ~_dominated(bounds[:, some], following, np.stack(of_bytes)[..., some], nbytes[some])
+    union = np.asarray(live.any(axis=0))
     every, sizes = intervals.cuts(union), (intervals.last - intervals.first)[union]
     gain_between = _gain_of_caches(side, levels, prices, every)
     assert gain_between is not None
-    for stays, mask in live.items():
+    for (stays, each), mask in zip(behind.items(), live, strict=True):
         if mask.any():
             between = intervals.cuts(mask)
             change = gain_between[np.repeat(mask[union], sizes)] - _behind(caches, between, stays, prices)
-            best.take(stays, behind[stays][cuts.ends], change, between)
+            best.take(stays, each[cuts.ends], change, between)
     return np.zeros(cuts.sizes.size)
+
+
+def _least_between(change: FloatArray, gains: Range, costs: Range, nbytes: FloatArray, cuts: Cuts) -> FloatArray:
+    """The least that a change may be between two cuts, where it is known at both; infinite where it is at one of them.
+    Shape (P,), as all of these.
+
+    Args:
+        change: up to each cut, from 0 before a table's first one.
+        gains, costs: the least and the most by which a byte of the rows in between makes it more, and less.
+        nbytes: of these rows.
+    """
+    falls, rises = gains[0] - costs[1], gains[1] - costs[0]
+    inside = (falls < 0) & (rises > 0)
+    before = cuts.before(change)
+    # At worst it falls as fast as it can, and then rises as fast as it can to where it ends.
+    falling = (rises * nbytes - (change - before)) / np.where(inside, rises - falls, 1.0)
+    return np.where(inside, before + falls * np.clip(falling, 0.0, nbytes), np.inf)
+
+
+def _dominated(
+    bounds: FloatArray, following: FloatArray, of_bytes: FloatArray, nbytes: FloatArray
+) -> npt.NDArray[np.bool_]:
+    """For which numbers of batches an interval need not be looked at, since another one is no worse wherever in it the
+    last tier begins; shape (numbers, n).
+
+    Args:
+        bounds: the least that each may cost; shape (numbers, n).
+        following: what places and fetches of the rows from the interval's first on cost; shape (numbers, n).
+        of_bytes: the least and the most that those of a byte in it cost; shape (numbers, 2, n).
+        nbytes: in it; shape (n,).
+    """
+    best = bounds.argmin(axis=0)
+    intervals = np.arange(best.size)
+    least_of_best = of_bytes[best, 0, intervals]
+    more = following - following[best, intervals] + np.minimum(least_of_best - of_bytes[:, 1], 0.0) * nbytes
+    result = more >= -_ROUNDING * following
+    result[best, intervals] = False
+    return np.asarray(result)
 
 
 def _tier_ends(side: Side, levels: IntArray, prices: Prices) -> IntArray:
@@ -212,13 +254,13 @@ def _gain_of_caches(side: Side, levels: IntArray, prices: Prices, cuts: Cuts) ->
 
     groups = _tier_ends(side, levels, prices)
     gain = -cost(last, host_price * instance.memory_fixed[:, last], nbytes, reads)
-    all_bytes, all_reads = side.sums
+    tables = np.arange(instance.table_class.size)
     before_bytes, before_reads = np.zeros(1), np.zeros(1)
     for index, level in enumerate(copies.tolist()):
         if index < copies.size - 1:  # sums grow with the counts, so those up to the tier's end are the lesser of both
             at = instance.starts[:-1] + groups[:, index] - 1
             inside = groups[:, index] > 0
-            ends = (np.where(inside, sums[np.maximum(at, 0)], 0.0) for sums in (all_bytes, all_reads))
+            ends = (np.where(inside, sums, 0.0) for sums in side.sums(np.maximum(at, 0), tables))
             up_to_bytes, up_to_reads = (
                 np.minimum(sums, cuts.each(end)) for sums, end in zip((nbytes, reads), ends, strict=True)
             )

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -71,14 +70,6 @@ class Options:
         return self[np.sort(first)]
 
 
-def _within(values: FloatArray, starts: Sequence[int]) -> FloatArray:
-    """Cumulative sums of stretches that begin at ``starts``, the last of which is the end of all; of values' shape."""
-    sums = np.empty_like(values)
-    for start, end in pairwise(starts):
-        np.cumsum(values[start:end], out=sums[start:end])
-    return sums
-
-
 @dataclass(frozen=True, eq=False)
 class Side:
     """Tables as they are looked up.
@@ -95,28 +86,23 @@ class Side:
     extra_seconds: FloatArray
     caches: CachedSums
 
-    @cached_property
-    def sums(self) -> Range:
-        """Bytes of weights, and of those that a step reads, of the rows up to and including each count of their table;
-        shape (K,) each.
+    def sums(self, counts: IntArray, table: IntArray) -> Range:
+        """Bytes of weights, and of those that a step reads, of the rows of tables up to and including a count of each;
+        shape (n,) each.
         """
         instance = self.instance
-        nbytes = np.asarray(
-            instance.rows_of_count * np.repeat(instance.row_bytes, np.diff(instance.starts)), np.float64
-        )
-        starts = instance.starts.tolist()
-        return _within(nbytes, starts), _within(nbytes * instance.reads, starts)
+        row_bytes = instance.row_bytes[table]
+        reads = instance.cum_units[counts] * instance.unit_reads[table]
+        return np.asarray(instance.cum_rows[counts] * row_bytes, np.float64), np.asarray(reads * row_bytes, np.float64)
 
     @cached_property
     def _some_sums(self) -> Range:
-        nbytes, reads = self.sums
-        return nbytes[self.caches.some_cuts.counts], reads[self.caches.some_cuts.counts]
+        cuts = self.caches.some_cuts
+        return self.sums(cuts.counts, cuts.table)
 
-    def sums_at(self, cuts: Cuts) -> tuple[FloatArray, FloatArray]:
+    def sums_at(self, cuts: Cuts) -> Range:
         """The same up to some counts; shape (P,) each."""
-        if cuts is self.caches.some_cuts:
-            return self._some_sums
-        return self.sums[0][cuts.counts], self.sums[1][cuts.counts]
+        return self._some_sums if cuts is self.caches.some_cuts else self.sums(cuts.counts, cuts.table)
 
 
 def options_of(side: Side, table: IntArray, allocation: Allocation, batches: IntArray) -> Options:

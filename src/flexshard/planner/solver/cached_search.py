@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.planner.solver.cached_cuts import Between, cheapest
-from flexshard.planner.solver.cached_program import Chosen, Room, best_mixture, best_of_each
+from flexshard.planner.solver.cached_program import Chosen, Mixture, Room, best_mixture, best_of_each
 from flexshard.planner.solver.cached_rows import Options, Side, options_of
 from flexshard.planner.solver.cached_sums import Prices
 from flexshard.planner.solver.instance import Instance
@@ -62,8 +62,7 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
     if every is not None:
         chosen = best_of_each(sides, every, room, gap=0.0, seconds=limits.timeout_seconds, proves=True)
         return CachedChoice(chosen, best_mixture(every, room).prices)
-    pool, bound = _generated(sides, levels, limits)
-    mixture = best_mixture(pool, room)
+    pool, mixture, bound = _generated(sides, levels, limits)
     shares = mixture.shares
     # Of many tables those are settled that a mixture has whole; of the others, what is between is tried, too.
     mixed = np.isin(pool.table, pool.table[(shares > _SOME) & (shares < 1 - _SOME)])
@@ -161,8 +160,8 @@ def _every_option(sides: Sequence[Side], levels: IntArray) -> Options | None:
     return Options.joined(parts).distinct()
 
 
-def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple[Options, float]:
-    """Options that some prices ask for, and the highest bound of these prices."""
+def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple[Options, Mixture, float]:
+    """Options that some prices ask for, the best mixture of them, and the highest bound of these prices."""
     every, room = _batches(sides, levels), limits.room(sides[0].instance)
 
     def at(prices: Prices, batches: Sequence[int] = every, *, between: Between) -> tuple[Options, float]:
@@ -180,23 +179,26 @@ def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple
         low, high = (low, price) if fits else (price, high)
         price = price * _WIDER if np.isinf(high) else high / _WIDER if low == 0.0 else float(np.sqrt(low * high))
     pool, best = Options.joined([*parts, *ends.values()]).distinct(), -np.inf
+    mixture = best_mixture(pool, room)
     for _ in range(_ROUNDS):
-        mixture = best_mixture(pool, room)
         value, prices = mixture.seconds, (1.0, *mixture.prices)
+        if best >= value - _CLOSE * abs(value):
+            break
         # Most rounds look at some cuts; what bounds all plans looks at all.
         options, near_bound = at(prices, between="left out")
-        size = pool.table.size
+        size, ended = pool.table.size, False
         pool = Options.joined([pool, options]).distinct()
-        if pool.table.size > size and near_bound < value - _NEAR * abs(value):
-            continue
-        options, bound = at(prices, between="looked at")
-        best, size = max(best, bound), pool.table.size
-        pool = Options.joined([pool, options]).distinct()
-        if best >= value - _CLOSE * abs(value) or pool.table.size == size:
+        if pool.table.size == size or near_bound >= value - _NEAR * abs(value):
+            options, bound = at(prices, between="looked at")
+            best, size = max(best, bound), pool.table.size
+            pool = Options.joined([pool, options]).distinct()
+            ended = pool.table.size == size
+        mixture = best_mixture(pool, room)
+        if ended:
             break
     else:
-        best = max(best, at((1.0, *best_mixture(pool, room).prices), between="looked at")[1])
-    return pool, best
+        best = max(best, at((1.0, *mixture.prices), between="looked at")[1])
+    return pool, mixture, best
 
 
 def _between(sides: Sequence[Side], levels: IntArray, options: Options) -> Options:

@@ -28,7 +28,7 @@ Prices = tuple[float, float, float]  # of a second, of a byte of a rank's memory
 # Batches for which rows may stay, that which reads them included: at least two are known besides it.
 BATCHES = (3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513, 1_025, 4_097, 16_385)
 _SOME_CUTS = 96
-_AT_ONCE = 1 << 13
+_AT_ONCE = 1 << 14
 _SOME = 1e-250  # of rows that are held or fetched; less is rounding
 SLACK = 1.05  # places of a cache over those that are expected to be taken: batches differ
 
