@@ -103,6 +103,23 @@ def test_no_count_is_better_than_those_that_are_found(seed: int, *, bursts: bool
     assert compared  # with copies of some rows, and others behind a cache
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_dominated_is_nowhere_better(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    numbers, intervals, rows = 6, 400, 8
+    spread = 10 ** generator.uniform(-4, 0, (numbers, intervals, 1))
+    of_rows = 1.0 + spread * generator.random((numbers, intervals, rows))  # of a byte each
+    following = of_rows.sum(axis=-1) + 10 ** generator.uniform(-4, 1, (numbers, intervals))
+    ahead = np.concatenate([np.zeros((numbers, intervals, 1)), np.cumsum(of_rows, axis=-1)], axis=-1)
+    values = following[..., None] - ahead + generator.random((intervals, rows + 1))  # wherever the last tier begins
+    of_bytes = np.stack([of_rows.min(axis=-1), of_rows.max(axis=-1)], axis=1)
+    nbytes = np.full(intervals, float(rows))
+    dominated = cached_cuts._dominated(values.min(axis=-1), following, of_bytes, nbytes)
+    best = values[values.min(axis=-1).argmin(axis=0), np.arange(intervals)]
+    assert (values >= best - 1e-9)[dominated].all()
+    assert 0.1 < dominated.mean() < 5 / 6
+
+
 @pytest.mark.parametrize("bursts", [False, True])
 def test_sums_of_any_rows(*, bursts: bool) -> None:
     side = sides_of(1, bursts=bursts)[0]
