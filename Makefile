@@ -65,7 +65,7 @@ test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
 
 # Long searches and random input, of which versions change nothing: make test has them.
-test-newest test-lowest: LONG = test_fuzz planner/test_compress_whole planner/whole_model/test_cases
+test-newest test-lowest: LONG = test_fuzz planner/test_compress_whole planner/test_compression planner/whole_model/test_cases planner/whole_model/test_joint
 test-newest: CONSTRAINT =
 test-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
 test-newest test-lowest: test-%: .venv-%/bin/python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,28 @@ def test_ranks_that_hang_are_killed(shape: Network) -> None:
     with pytest.raises(NetworkError, match="not done in time"), network(shape) as built:
         built.run("http.server", ["0"], timeout_s=1)
     assert not left()
+
+
+def test_a_rank_has_the_cores_it_is_given(shape: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = tmp_path / "busy.py"
+    busy.write_text(
+        "import time\nbegin = time.monotonic()\nwhile time.process_time() < 0.5:\n    pass\n"
+        "assert time.monotonic() - begin > 1.2, time.monotonic() - begin\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    quarter = replace(shape, cores=0.25)
+    with network(quarter) as built:
+        try:
+            built.run("busy", [], timeout_s=60)
+        except NetworkError as error:
+            if "no control group" in str(error):
+                pytest.skip(str(error))
+            raise
+    groups = [*Path("/sys/fs/cgroup").glob("fstest-*"), *Path("/sys/fs/cgroup/cpu").glob("fstest-*")]
+    assert not groups
+    assert not left()
+
+
+def test_more_cores_than_there_are(shape: Network) -> None:
+    with network(replace(shape, cores=1000.0)) as built, pytest.raises(NetworkError, match="do not fit"):
+        built.run("platform", [], timeout_s=20)

@@ -20,6 +20,7 @@ from typer.main import get_command
 from flexshard._internal import INSTALL_TORCHREC
 from flexshard.cli.app import app
 from flexshard.cli.commands import register
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -53,18 +54,17 @@ def test_the_commands_are_there_with_the_options_that_they_are_given(tmp_path: P
     for line in lines[1].splitlines():
         words = shlex.split(line)
         assert words[0] == "flexshard"
-        words = [sys.executable, "-m", "flexshard.cli", *words[1:]]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = commands.run(tmp_path, *words[1:])
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.html").stat().st_size > 10_000
     register()
-    commands: Any = get_command(app)
+    known: Any = get_command(app)
     for document in ("README.md", "docs/command_line.md", "docs/running.md", "docs/dedup.md", "docs/ingestion.md"):
         for line in re.findall(
             r"^    (?:torchrun .*)?flexshard (.*)$", (ROOT / document).read_text(), flags=re.MULTILINE
         ):
             name, *words = shlex.split(line, comments=True)
-            commands.commands[name].make_context(name, words)
+            known.commands[name].make_context(name, words)
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:

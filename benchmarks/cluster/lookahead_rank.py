@@ -11,8 +11,9 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from torchrec.streamable import Pipelineable
 from benchmarks.cluster.models import ROWS
 from flexshard import AccessProfile, Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan, Table, solve
 from flexshard._internal import write_text
+from flexshard.embeddings import compress
 from flexshard.executors import LookaheadPipeline
 from flexshard.executors.comm.delayed import DelayedRows
 from flexshard.executors.stores.base import LookedUp
@@ -59,6 +61,7 @@ FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 HOST = torch.device("cpu")
 BLOCK = 3  # steps that are timed together: what a step leaves under way is some step's
 SAMPLES = 1_000_000
+TT_RANK = 16
 
 
 def main() -> None:
@@ -67,15 +70,16 @@ def main() -> None:
     parser.add_argument("--model", choices=list(DENSE), required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--most-rows", type=int, required=True)
-    parser.add_argument("--exponent", type=float, required=True)
+    parser.add_argument("--ids", required=True)
+    parser.add_argument("--ways", nargs="*", default=[], help="of training; all by default")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=4)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    stream = Stream(args.batch_size, args.most_rows, args.exponent)
-    results = train(DENSE[args.model], stream, Cluster.load(args.cluster), args.rounds)
+    stream = Stream(args.batch_size, args.most_rows, args.ids)
+    results = train(DENSE[args.model], stream, Cluster.load(args.cluster), args.rounds, args.ways)
     if dist.get_rank() == 0:
         write_text(args.result, json.dumps(results))
     dist.barrier()
@@ -103,14 +107,37 @@ class Batch(Pipelineable):
         return self
 
 
-class Stream:
-    """Batches shaped as Criteo's: 13 numbers and 26 ids by a power law, of rows in no order of popularity."""
+def zipf(rows: int, exponent: float) -> npt.NDArray[np.float64]:
+    """Shares of rows, by popularity."""
+    weights = np.arange(1, rows + 1.0) ** -exponent
+    return np.asarray(weights / weights.sum())
 
-    def __init__(self, batch_size: int, most_rows: int, exponent: float) -> None:
+
+def hot(rows: int, share: float) -> npt.NDArray[np.float64]:
+    """The same where a hundredth of the rows has that share."""
+    few = -(-rows // 100)
+    weights = np.exp(-np.arange(few) / few)
+    of_others = np.full(rows - few, (1.0 - share) / max(rows - few, 1))
+    found = np.concatenate([share * weights / weights.sum(), of_others])
+    return np.sort(found / found.sum())[::-1]
+
+
+LAWS: dict[str, Callable[[int, float], npt.NDArray[np.float64]]] = {"zipf": zipf, "hot": hot}
+
+
+class Stream:
+    """Batches shaped as Criteo's: 13 numbers and 26 ids, of rows in no order of popularity.
+
+    Args:
+        ids: ``zipf:EXPONENT``, a power law; or ``hot:SHARE``, of which a hundredth of each table's rows has so much, by
+            an exponential law, and the others the rest, alike (BagPipe, section 5.3).
+    """
+
+    def __init__(self, batch_size: int, most_rows: int, ids: str) -> None:
         self.batch_size = batch_size
         self.rows = {f"c{i}": min(rows, most_rows) for i, rows in enumerate(ROWS)}
-        weights = {name: np.arange(1, rows + 1.0) ** -exponent for name, rows in self.rows.items()}
-        self.shares = {name: one / one.sum() for name, one in weights.items()}
+        law, _, number = ids.partition(":")
+        self.shares = {name: LAWS[law](rows, float(number)) for name, rows in self.rows.items()}
         self.places = {
             name: np.random.default_rng(number).permutation(rows)
             for number, (name, rows) in enumerate(self.rows.items())
@@ -260,10 +287,18 @@ class Run:
 
 
 def pipelined(
-    dense: Callable[[int], nn.Module], stream: Stream, tables: nn.Module, plan: Any, sharders: list[Any], **how: Any
+    dense: Callable[[int], nn.Module],
+    stream: Stream,
+    tables: nn.Module,
+    plan: Any,
+    sharders: list[Any],
+    compressed: Mapping[str, Any] | None = None,
+    **how: Any,
 ) -> Run:
     torch.manual_seed(0)
     model: Any = Model(tables, dense(len(stream.rows)), list(stream.rows))
+    if compressed:
+        model, _ = compress(model, compressed, decompose=False)
     whole = plan(model) if callable(plan) else plan
     model = DistributedModelParallel(model, plan=whole, sharders=sharders, device=HOST)
     model._dmp_wrapped_module.register_comm_hook(None, fp16_compress_hook)
@@ -274,7 +309,7 @@ def pipelined(
         LookaheadPipeline(model, optimizer, HOST, **how) if how else TrainPipelineSparseDist(model, optimizer, HOST)
     )
     batches = stream.batches(0)
-    joint = model.module.tables.joint if how else None
+    joint = model.module.tables.joint if how and not compressed else None
     return Run(lambda: pipeline.progress(batches), lambda: None if joint is None else joint.sync.settle())
 
 
@@ -325,14 +360,13 @@ def by_rows(tables: nn.Module) -> ShardingPlan:
 
 def by_torchrec(cluster: Cluster, batch_size: int, sharders: list[Any]) -> Callable[[nn.Module], ShardingPlan]:
     """As its planner decides, which is told how fast the links are."""
-    rates = [level.all_to_all for level in cluster.levels if level.all_to_all is not None]
+    rates = [level.all_to_all.bytes_per_s for level in cluster.levels if level.all_to_all is not None]
     topology = Topology(
         world_size=cluster.world_size,
         compute_device="cpu",
         local_world_size=cluster.ranks_per_node,
         ddr_cap=1 << 34,
-        intra_host_bw=rates[0].bytes_per_s / 1e3,
-        inter_host_bw=rates[-1].bytes_per_s / 1e3,
+        **({"intra_host_bw": rates[0] / 1e3, "inter_host_bw": rates[-1] / 1e3} if rates else {}),
     )
 
     def plan(model: nn.Module) -> ShardingPlan:
@@ -353,22 +387,30 @@ def as_row_wise(plan: Plan, world: int) -> Plan:
     )
 
 
-def train(dense: Callable[[int], nn.Module], stream: Stream, cluster: Cluster, rounds: int) -> dict[str, Any]:
+def train(
+    dense: Callable[[int], nn.Module], stream: Stream, cluster: Cluster, rounds: int, ways: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Seconds per step of each way; of all that there are, where none is named."""
     tables, world = stream.tables(), dist.get_world_size()
     plan = solve(tables, cluster, batch_size=stream.batch_size, index_dedup=True)
     profiles = {table.name: table.profile for table in tables}
 
-    def ours(planned: Plan, caches: dict[str, float] | None = None, **how: Any) -> Run:
+    def ours(
+        planned: Plan, caches: dict[str, float] | None = None, compressed: Mapping[str, Any] | None = None, **how: Any
+    ) -> Run:
         sharders = [FlexShardEmbeddingCollectionSharder(dict(FUSED), cache_load_factors=caches)]
         planner = FlexShardPlanner(planned, profiles=profiles)
-        return pipelined(
-            dense, stream, collection(stream), lambda model: planner.collective_plan(model, sharders), sharders, **how
-        )
+        plan = partial(planner.collective_plan, sharders=sharders)
+        return pipelined(dense, stream, collection(stream), plan, sharders, compressed, **how)
 
     sequences, pooled = [EmbeddingCollectionSharder(dict(FUSED))], [EmbeddingBagCollectionSharder(dict(FUSED))]
     once = as_row_wise(plan, world)
     split = [name for name, table in plan.tables.items() if table.tiers[-1].group_size == world]
     large = {name: 0.05 for name in split if plan.tables[name].tiers[-1].rows * 0.05 > 4 * stream.batch_size}
+    # As EL-Rec has it (its Figure 16): the largest table as a tensor train on every rank.
+    largest = max(stream.rows, key=lambda name: stream.rows[name])
+    trains = {f"tables.{largest}": {"tt_ranks": TT_RANK}}
+    beside = replace(plan, tables={name: table for name, table in plan.tables.items() if name != largest})
     how: dict[str, Callable[[], Run]] = {
         "TorchRec, row-wise": lambda: pipelined(
             dense, stream, one := collection(stream), by_rows(one), list[Any](sequences)
@@ -381,10 +423,13 @@ def train(dense: Callable[[int], nn.Module], stream: Stream, cluster: Cluster, r
         "plan, lookahead": lambda: ours(plan, lookahead=2),
         "plan, delayed sync": lambda: ours(plan, lookahead=2, delayed_sync=True),
         "plan, cache of 5 %": lambda: ours(plan, large, lookahead=2),
+        "plan, cache, tensor train": lambda: ours(
+            beside, {name: 0.05 for name in large if name != largest}, trains, lookahead=2
+        ),
         "plan, cache, delayed sync": lambda: ours(plan, large, lookahead=2, delayed_sync=True),
         "no exchange": lambda: alone(dense, stream),
     }
-    runs = {name: make() for name, make in how.items()}
+    runs = {name: make() for name, make in how.items() if not ways or name in ways}
     gc.collect()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
@@ -401,13 +446,12 @@ def train(dense: Callable[[int], nn.Module], stream: Stream, cluster: Cluster, r
         name: {"step_seconds": statistics.median(times), "rounds": times} for name, times in seconds.items()
     }
     for name, planned in (("row-wise, delayed sync", once), ("plan, delayed sync", plan)):
-        results[name] |= critical(runs[name], stream, planned)
-    results["plan"]["tiers"] = {
-        str(size): sum(tier.rows for table in plan.tables.values() for tier in table.tiers if tier.group_size == size)
-        for size in sorted({tier.group_size for table in plan.tables.values() for tier in table.tiers})
-    }
-    results["plan"]["cached"] = len(large)
-    return results
+        if name in runs:
+            results[name] |= critical(runs[name], stream, planned)
+    tiers = [tier for table in plan.tables.values() for tier in table.tiers]
+    sizes = sorted({tier.group_size for tier in tiers})
+    rows = {str(size): sum(tier.rows for tier in tiers if tier.group_size == size) for size in sizes}
+    return results | {"of all": {"tiers": rows, "cached": len(large)}}
 
 
 def critical(run: Run, stream: Stream, plan: Plan) -> dict[str, float]:

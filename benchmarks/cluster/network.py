@@ -30,6 +30,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from benchmarks.cluster.processors import NetworkError, inside, shares
+
 __all__ = ["Network", "NetworkError", "network"]
 
 INTERFACE = "eth0"
@@ -38,10 +40,6 @@ _LOCKS = Path("/run/lock")
 # A tbf must hold the largest packet it can see (64 KiB of segments and their headers), or it drops it; and as much as
 # all connections of a node keep under way together, or TCP takes drops for congestion.
 _BURST_BYTES, _QUEUE_BYTES = 128 << 10, 32 << 20
-
-
-class NetworkError(RuntimeError):
-    """The network could not be set up, or a rank failed; the first line says what."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class Network:
             loopback; Mbit/s.
         prefix: of the namespaces' names.
         full_duplex: whether links are limited in both directions; otherwise in the sending one alone.
+        cores: of the machine that each rank has for itself; None where they share all.
     """
 
     nodes: int
@@ -63,6 +62,7 @@ class Network:
     intra_mbit: float
     prefix: str = "flexshard"
     full_duplex: bool = False
+    cores: float | None = None
 
     @property
     def world_size(self) -> int:
@@ -81,25 +81,25 @@ class Network:
         """Run ``python -m module arguments`` as every rank and wait for all.
 
         Raises:
-            NetworkError: a rank failed (with what it wrote), or time is up; the others are killed.
+            NetworkError: a rank failed (with what it wrote), or time is up; the others are killed. Or ranks cannot have
+                so many cores each.
         """
         ranks: list[_Rank] = []
-        try:
-            command = [sys.executable, "-u", "-m", module, *arguments]
-            ranks += [self._start(rank, command, port) for rank in range(self.world_size)]
+        command = [sys.executable, "-u", "-m", module, *arguments]
+        with contextlib.ExitStack() as stack:
+            groups: list[Path | None] = [None] * self.world_size
+            if self.cores is not None:
+                groups = [*stack.enter_context(shares(self.prefix, self.world_size, self.cores))]
+            stack.callback(_end, ranks)
+            for rank, group in enumerate(groups):
+                ranks.append(self._start(rank, command, port, group))
             _wait(ranks, time.monotonic() + timeout_s)
-        finally:
-            for one in ranks:
-                if one.process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(one.process.pid, signal.SIGKILL)
-                one.process.wait()
-                one.said.close()
 
-    def _start(self, rank: int, command: list[str], port: int) -> _Rank:
+    def _start(self, rank: int, command: list[str], port: int, group: Path | None) -> _Rank:
         node = rank // self.ranks_per_node
+        command = ["ip", "netns", "exec", self.namespace(node), *command]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace(node), *command],
+            command if group is None else inside(group, command),
             env=os.environ
             | {
                 "RANK": str(rank),
@@ -147,6 +147,15 @@ class _Rank:
     rank: int
     process: subprocess.Popen[str]
     said: _Tail
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for one in ranks:
+        if one.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.wait()
+        one.said.close()
 
 
 def _wait(ranks: list[_Rank], deadline: float) -> None:

@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        stream = Stream(args.batch_size, args.most_rows, args.exponent)
+        stream = Stream(args.batch_size, args.most_rows, f"zipf:{args.exponent}")
         tables = stream.tables()
         cluster = Cluster("two machines", 1, 1, 1e12, 0.0, (Level(1),))
         largest = max(tables, key=lambda table: table.rows)

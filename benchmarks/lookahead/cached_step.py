@@ -1,16 +1,23 @@
-"""What a step costs with a cache: kernel, oracle and moves, beside the same kernel on all rows."""
+"""What a step costs with a cache: kernel, oracle and moves, beside the same kernel on all rows, and beside FBGEMM's as
+TorchRec's ``EmbeddingCollection`` calls it (rows that are not pooled, which on CPUs is the slower one of the two).
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 
 from benchmarks.lookahead.streams import zipf
+from flexshard.executors.stores import fused
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.fused import FusedStore
@@ -19,6 +26,14 @@ from flexshard.executors.stores.updates import OptimizerSpec
 __all__ = ["main"]
 
 _HOST = torch.device("cpu")
+
+
+class _AsTorchRec(FusedStore):
+    """All rows in FBGEMM's kernel for rows that are not pooled."""
+
+    def __init__(self, *arguments: Any) -> None:
+        with mock.patch.object(fused, "PoolingMode", SimpleNamespace(NONE=PoolingMode.NONE, SUM=PoolingMode.NONE)):
+            super().__init__(*arguments)
 
 
 def _steps(store: RowStore, batches: list[torch.Tensor], ahead: int) -> tuple[list[float], float]:
@@ -46,24 +61,28 @@ def compare(rows: int, dim: int, lookups: int, share: float, ahead: int, kind: E
     batches = [torch.from_numpy(order[zipf(rng, rows, 1.05, lookups)]) for _ in range(steps)]
     spec = OptimizerSpec.of({"optimizer": kind, "learning_rate": 0.05}, "t", _HOST)
     start = torch.randn(rows, dim, generator=torch.Generator().manual_seed(1))
-    plain, cached, ends = [], [], []
+    plain, cached, stock, ends = [], [], [], []
     for turn in range(4):
         whole = FusedStore(spec, rows, dim, torch.float32, _HOST)
         make = partial(CachedStore, cache_rows=int(share * rows), cache=FusedStore, label="benchmark")
         behind = make(spec, rows, dim, torch.float32, _HOST)
-        both: list[tuple[RowStore, list[float]]] = [(whole, plain), (behind, cached)]
-        for store, times in both[:: -1 if turn % 2 else 1]:
+        theirs = _AsTorchRec(spec, rows, dim, torch.float32, _HOST)
+        every: list[tuple[RowStore, list[float]]] = [(whole, plain), (behind, cached), (theirs, stock)]
+        for store, times in every[:: -1 if turn % 2 else 1]:
             store.part("weight").copy_(start)
             seconds, total = _steps(store, batches, ahead if store is behind else 0)
             times += seconds[ahead:-ahead]  # what the others announce is no part of the last ones
-            ends.append(total)
+            if store is not theirs:
+                ends.append(total)
         assert torch.equal(whole.part("weight"), behind.part("weight"))
+        assert torch.allclose(whole.part("weight"), theirs.part("weight"), atol=1e-5)
     assert len(set(ends)) == 1
     traffic = behind.traffic
-    a, b = np.median(plain), np.median(cached)
+    a, b, c = np.median(plain), np.median(cached), np.median(stock)
     print(
         f"  {kind.value:22} {rows:>9,} x {dim}, {lookups:,} lookups, cache {share:.0%}, lookahead {ahead}: all rows"
-        f" {a * 1e3:.2f} ms, cached {b * 1e3:.2f} ms of CPU; ratio {b / a:.2f}; fetched"
+        f" {a * 1e3:.2f} ms, cached {b * 1e3:.2f} ms of CPU; ratio {b / a:.2f} (to TorchRec's {c * 1e3:.2f} ms:"
+        f" {b / c:.2f}); fetched"
         f" {traffic.fetched / traffic.batches:,.0f} of {traffic.distinct / traffic.batches:,.0f} rows a step, needed by"
         f" the next {traffic.carried / traffic.distinct:.0%}"
     )
