@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,26 +32,33 @@ def shares(prefix: str, ranks: int, cores: float) -> Iterator[list[Path]]:
     """
     if ranks * cores > (os.cpu_count() or 1):
         raise NetworkError(f"{ranks} ranks of {cores:g} cores each do not fit {os.cpu_count()} cores; give fewer")
-    old = _ROOT / "cpu" / "cpu.cfs_quota_us"
-    parent = old.parent if old.exists() else _ROOT
+    old = (_ROOT / "cpu" / "cpu.cfs_quota_us").exists()
+    parent = _ROOT / "cpu" if old else _ROOT
     groups = [parent / f"{prefix}-rank{rank}" for rank in range(ranks)]
-    quota = round(cores * _PERIOD_US)
     try:
-        if parent == _ROOT:
-            (parent / "cgroup.subtree_control").write_text("+cpu")
-        for group in groups:
-            group.mkdir(exist_ok=True)
-            if parent == _ROOT:
-                (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
-            else:
-                (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
+        try:
+            if not old:
+                (parent / "cgroup.subtree_control").write_text("+cpu")
+            for group in groups:
+                _make(group, round(cores * _PERIOD_US), old=old)
+        except OSError as error:
+            raise NetworkError(
+                f"no control group for processors: {error}; let ranks share the cores (--cores 0)"
+            ) from None
         yield groups
-    except OSError as error:
-        raise NetworkError(f"no control group for processors: {error}; leave --cores out") from None
     finally:
         for group in groups:
             _remove(group)
+
+
+def _make(group: Path, quota_us: int, *, old: bool) -> None:
+    """A group with so much of the processors' time, in either version's files."""
+    group.mkdir(exist_ok=True)
+    if old:
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+    else:
+        (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
 
 
 def inside(group: Path, command: Sequence[str]) -> list[str]:
@@ -59,13 +67,16 @@ def inside(group: Path, command: Sequence[str]) -> list[str]:
 
 
 def _remove(group: Path) -> None:
-    """Once the last process has left it."""
+    """With whatever a command has left running in it."""
     for _ in range(50):
         try:
+            for process in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
             group.rmdir()
         except FileNotFoundError:
             return
         except OSError:
-            time.sleep(0.1)
+            time.sleep(0.1)  # until they are gone
         else:
             return

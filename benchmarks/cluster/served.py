@@ -26,12 +26,13 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=512, help="samples")
     parser.add_argument("--most-rows", type=int, default=200_000, help="of a table")
     parser.add_argument("--tt-rank", type=int, help="of the largest table as a tensor train, in the trainer")
+    parser.add_argument("--cores", type=float, default=0.0, help="of this machine for each node; 0: they share all")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of five steps of every way that count")
     args = parser.parse_args()
     print(f"{machine()}; a trainer and two servers, {args.batch_size} samples, tables of up to {args.most_rows:,} rows")
     for mbit in args.mbit:
         for exponent in args.exponents:
-            shape = Network(2, 1, mbit, mbit, 10_000.0, full_duplex=True)
+            shape = Network(2, 1, mbit, mbit, 10_000.0, full_duplex=True, cores=args.cores or None)
             try:
                 with tempfile.TemporaryDirectory() as folder, network(shape) as cluster:
                     result = Path(folder) / "steps.json"

@@ -118,8 +118,7 @@ def measure(samples: int, ahead: int, features: int, profiles: Sequence[flexshar
         f"  {samples:>7,} samples, {features} features, lookahead {ahead:>3}: {samples / our / 1e6:5.2f} M samples/s"
         f" (best {samples / min(our_times) / 1e6:.2f}), {our * 1e9 / samples / features:.1f} ns a lookup; published"
         f" program {samples / their / 1e6:.2f} M; ratio {their / our:.1f}; fetched"
-        f" {np.mean(fetched[first_measured:]):,.0f} of"
-        f" {distinct:,}"
+        f" {np.mean(fetched[first_measured:]):,.0f} of {distinct:,}"
     )
 
 
