@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.cluster.network import Network, NetworkError, network
 
+PREFIX = f"fs{os.environ.get('PYTEST_XDIST_WORKER', 'test')}"  # one run of each prefix at a time
+
 
 @pytest.fixture
 def shape() -> Network:
-    small = Network(2, 1, 400.0, 400.0, 400.0, prefix="fstest")
+    small = Network(2, 1, 400.0, 400.0, 400.0, prefix=PREFIX)
     try:
         with network(small):
             pass
@@ -21,7 +24,7 @@ def shape() -> Network:
 
 
 def left() -> list[str]:
-    return [path.name for path in Path("/run/netns").glob("fstest-*")] if Path("/run/netns").is_dir() else []
+    return [path.name for path in Path("/run/netns").glob(f"{PREFIX}-*")] if Path("/run/netns").is_dir() else []
 
 
 def test_ranks_run_and_nothing_is_left(shape: Network) -> None:
@@ -59,7 +62,7 @@ def test_a_rank_has_the_cores_it_is_given(shape: Network, tmp_path: Path, monkey
             if "no control group" in str(error):
                 pytest.skip(str(error))
             raise
-    groups = [*Path("/sys/fs/cgroup").glob("fstest-*"), *Path("/sys/fs/cgroup/cpu").glob("fstest-*")]
+    groups = [*Path("/sys/fs/cgroup").glob(f"{PREFIX}-*"), *Path("/sys/fs/cgroup/cpu").glob(f"{PREFIX}-*")]
     assert not groups
     assert not left()
 
