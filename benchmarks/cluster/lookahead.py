@@ -137,10 +137,10 @@ def _measured(cluster: Network, file: Path) -> str:
 
 def print_sweep(title: str, found: Mapping[Case, Mapping[str, Any]]) -> None:
     """Steps and throughput of every case."""
-    ways = [way for way in next(iter(found.values())) if way != "of all"]
+    ways = list(next(iter(found.values()))["ways"])
     grid = new_grid(title, ["case"], ways)
     for case, results in found.items():
-        seconds = [results[way]["step_seconds"] for way in ways]
+        seconds = [results["ways"][way]["step_seconds"] for way in ways]
         samples = case.ranks * case.batch_size
         grid.add_row(str(case), *(f"{one * 1e3:,.0f} ms, {samples / one:,.0f}/s" for one in seconds))
     print(as_text(grid, 170))
@@ -148,10 +148,10 @@ def print_sweep(title: str, found: Mapping[Case, Mapping[str, Any]]) -> None:
 
 
 def print_steps(title: str, results: dict[str, Any]) -> None:
-    peer, ideal = (results.get(way, {}).get("step_seconds") for way in ("TorchRec, row-wise", "no exchange"))
+    ways = results["ways"]
+    peer, ideal = (ways.get(way, {}).get("step_seconds") for way in ("TorchRec, row-wise", "no exchange"))
     headings = ["step", "least", "most", "row-wise /", "/ no exchange"]
     grid = new_grid(f"{title}: seconds per step, medians of blocks", ["way"], headings)
-    ways = {way: found for way, found in results.items() if way != "of all"}
     for way, found in ways.items():
         seconds = found["step_seconds"]
         grid.add_row(
@@ -163,9 +163,8 @@ def print_steps(title: str, results: dict[str, Any]) -> None:
             f"{seconds / ideal:.2f}x" if ideal else "",
         )
     print(as_text(grid, 120))
-    plan = results["of all"]
-    rows = ", ".join(f"{size}: {number:,}" for size, number in plan["tiers"].items())
-    print(f"  plan: rows by group size {rows}; {plan['cached']} tables with caches")
+    rows = ", ".join(f"{size}: {number:,}" for size, number in results["tiers"].items())
+    print(f"  plan: rows by group size {rows}; {results['cached']} tables with caches")
     for way, found in ways.items():
         if "late" in found:
             share = found["late"] / found["rows"]

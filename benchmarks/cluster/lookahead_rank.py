@@ -309,8 +309,12 @@ def pipelined(
         LookaheadPipeline(model, optimizer, HOST, **how) if how else TrainPipelineSparseDist(model, optimizer, HOST)
     )
     batches = stream.batches(0)
-    joint = model.module.tables.joint if how and not compressed else None
-    return Run(lambda: pipeline.progress(batches), lambda: None if joint is None else joint.sync.settle())
+
+    def settle() -> None:
+        for joint in pipeline._joint() if how else ():
+            joint.sync.settle()
+
+    return Run(lambda: pipeline.progress(batches), settle)
 
 
 def alone(dense: Callable[[int], nn.Module], stream: Stream) -> Run:
@@ -442,16 +446,16 @@ def train(
             dist.barrier()
             if number:  # the first round warms up
                 seconds[name].append((time.perf_counter() - start) / BLOCK)
-    results: dict[str, Any] = {
+    found: dict[str, Any] = {
         name: {"step_seconds": statistics.median(times), "rounds": times} for name, times in seconds.items()
     }
     for name, planned in (("row-wise, delayed sync", once), ("plan, delayed sync", plan)):
         if name in runs:
-            results[name] |= critical(runs[name], stream, planned)
+            found[name] |= critical(runs[name], stream, planned)
     tiers = [tier for table in plan.tables.values() for tier in table.tiers]
     sizes = sorted({tier.group_size for tier in tiers})
     rows = {str(size): sum(tier.rows for tier in tiers if tier.group_size == size) for size in sizes}
-    return results | {"of all": {"tiers": rows, "cached": len(large)}}
+    return {"ways": found, "tiers": rows, "cached": len(large)}
 
 
 def critical(run: Run, stream: Stream, plan: Plan) -> dict[str, float]:

@@ -102,7 +102,7 @@ class RowMoves:
         """Fetch a batch's rows as soon as there is room for them."""
         batch = AnnouncedBatch(ids)
         self._waiting.append(batch)
-        self._last = self._thread.submit(self._guarded, self._advance)
+        self._ask()
         return batch
 
     def slots_of(self, batch: AnnouncedBatch) -> torch.Tensor | None:
@@ -130,7 +130,7 @@ class RowMoves:
         """Its rows have been trained, or will not be."""
         self._steps_done.append(_Trained(batch, changed=trained, over=True))
         if self._waiting:  # for room, perhaps; or else whatever is asked for next begins with it
-            self._last = self._thread.submit(self._guarded, self._advance)
+            self._ask()
 
     def changes(self, batch: AnnouncedBatch) -> None:
         """Some of its rows are trained, and later others."""
@@ -163,12 +163,17 @@ class RowMoves:
         if self._last is not None:
             self._last.exception()
         if self._waiting and self.failure is None:  # some that others have let go of may leave room
-            self._thread.submit(self._guarded, self._advance).exception()
+            self._ask().exception()
         return not self._waiting or self.failure is not None
 
     def close(self) -> None:
         """End the thread, once what was begun has ended."""
         self._thread.shutdown(wait=True)
+
+    def _ask(self) -> Future[None]:
+        """Let as many batches be taken up as there is room for; nobody waits for it."""
+        self._last = self._thread.submit(self._guarded, self._advance)
+        return self._last
 
     def _run(self, work: Callable[[], _Result]) -> _Result:
         """Do something on the moves' thread, behind all that was asked for before."""

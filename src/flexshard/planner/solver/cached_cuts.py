@@ -174,7 +174,8 @@ def _look_between(
         return best.value - np.minimum.reduceat(np.where(live, bounds, best.value[table]).min(axis=0), cuts.starts)
     some = np.flatnonzero(live.any(axis=0))
     following = np.stack([each[cuts.ends][table[some]] - cuts.before(each)[some] for each in behind.values()])
-    live[:, some] &= ~_dominated(bounds[:, some], following, np.stack(of_bytes)[..., some], nbytes[some])
+    of_some = np.array([[one[some] for one in costs] for costs in of_bytes])
+    live[:, some] &= ~_dominated(bounds[:, some], following, of_some, nbytes[some])
     union = np.asarray(live.any(axis=0))
     every, sizes = intervals.cuts(union), (intervals.last - intervals.first)[union]
     gain_between = _gain_of_caches(side, levels, prices, every)
