@@ -78,7 +78,7 @@ def _profile(rows: int, generator: np.random.Generator) -> flexshard.AccessProfi
 
 
 def shard(
-    plan: Plan, factors: dict[str, float] | float | None, fused: dict[str, Any], **sharder: Any
+    plan: Plan, factors: dict[str, float] | float | None, fused: dict[str, Any], device: str = "cpu", **sharder: Any
 ) -> tuple[DistributedModelParallel, Any]:
     """The model under a plan, and its optimizer; ``factors`` of the caches, None for none."""
     torch.manual_seed(3)
@@ -90,7 +90,7 @@ def shard(
     chooser = FlexShardPlanner(plan, profiles=profiles)
     model = Model()
     parallel = DistributedModelParallel(
-        model, plan=chooser.collective_plan(model, sharders), sharders=sharders, device=torch.device("cpu")
+        model, plan=chooser.collective_plan(model, sharders), sharders=sharders, device=torch.device(device)
     )
     return parallel, models.optimizer_of(parallel)
 
@@ -105,7 +105,7 @@ def everything(parallel: DistributedModelParallel) -> dict[str, np.ndarray]:
     state = dict(parallel.state_dict())
     for key, values in parallel.fused_optimizer.state_dict()["state"].items():
         state |= {f"{key}.{name}": value for name, value in values.items() if torch.is_tensor(value)}
-    return {name: models.whole(value).numpy() for name, value in state.items()}
+    return {name: models.whole(value).cpu().numpy() for name, value in state.items()}
 
 
 def differs(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> list[str]:

@@ -47,10 +47,14 @@ class Batch(Pipelineable):
     labels: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.features.to(device, non_blocking=non_blocking), self.labels.to(device))
+        return Batch(
+            self.features.to(device, non_blocking=non_blocking), self.labels.to(device, non_blocking=non_blocking)
+        )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        pass
+        if self.labels.is_cuda:
+            self.features.record_stream(stream)
+            self.labels.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         return self

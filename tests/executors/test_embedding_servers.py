@@ -71,8 +71,8 @@ def with_servers(rank: int, address: str, number: int, work: Callable[..., Any],
     shard = looking.shard
     with EmbeddingServers(number, address=address) as servers:
 
-        def served(plan: Any, factors: Any, options: Any, **sharder: Any) -> Any:
-            made = shard(plan, factors, options, **sharder, **({} if factors is None else {"servers": servers}))
+        def served(plan: Any, factors: Any, options: Any, device: str = "cpu", **sharder: Any) -> Any:
+            made = shard(plan, factors, options, device, **sharder, **({} if factors is None else {"servers": servers}))
             assert all(isinstance(store, ServedStore) for store in looking.caches(made[0]))
             assert factors is None or looking.caches(made[0])
             return made

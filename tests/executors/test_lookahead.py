@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,13 +26,16 @@ from flexshard.errors import CacheError, FlexShardError, PlanError, TableError
 from flexshard.executors import FlexShardEmbeddingCollectionSharder, LookaheadPipeline, reshard
 from flexshard.executors.lookahead.oracle import LookaheadOracle
 from flexshard.executors.lookahead.row_moves import RowMoves
+from flexshard.executors.sharding import sharded_tables
 from flexshard.executors.state.checkpoints import load_checkpoint, save_checkpoint
 from flexshard.executors.state.norms import table_norms
 from flexshard.executors.stores import cached
 from flexshard.executors.stores.cached import CachedStore
+from flexshard.executors.stores.mapped import MappedStore
 from flexshard.planner import Plan
 from flexshard.tables import OPTIMIZERS
 from tests.executors import lookahead_model as looking, ranks
+from tests.host_waits import as_on_cuda
 from tests.slow import first
 
 HOST = torch.device("cpu")
@@ -66,18 +70,27 @@ def train(
     ahead: int | None = None,
     stock: bool = False,
     steps: range = range(STEPS),
+    device: str = "cpu",
     **how: Any,
 ) -> tuple[list[torch.Tensor], Any, Any]:
     """Logits of every step, the pipeline, and the model."""
-    parallel, optim = looking.shard(plan, factors, fused(optimizer))
+    parallel, optim = looking.shard(plan, factors, fused(optimizer), device)
     kind = TrainPipelineSparseDist if stock else LookaheadPipeline
-    pipeline = kind(parallel, optim, HOST, **({} if stock else {"lookahead": ahead} | how))
+    pipeline = kind(parallel, optim, torch.device(device), **({} if stock else {"lookahead": ahead} | how))
     batches = looking.batches(rank, steps)
     return [pipeline.progress(batches).detach() for _ in steps], pipeline, parallel
 
 
-def every_case(rank: int, plan: Any, factors: Sequence[float], aheads: Sequence[int]) -> list[Any]:
-    """(optimizer, share, lookahead, what differs, what the cache did, rows that it ever held) of all of them."""
+def every_case(
+    rank: int, plan: Any, factors: Sequence[float], aheads: Sequence[int], *, mapped: bool = False
+) -> list[Any]:
+    """(optimizer, share, lookahead, what differs, what the cache did, rows that it ever held) of all of them.
+
+    With ``mapped``, in the store that GPUs have.
+    """
+    if mapped:
+        with as_on_cuda():
+            return every_case(rank, plan, factors, aheads)
     found = []
     for optimizer in OPTIMIZERS:
         outputs, _, parallel = train(rank, plan, None, optimizer, stock=True)
@@ -85,6 +98,7 @@ def every_case(rank: int, plan: Any, factors: Sequence[float], aheads: Sequence[
         for factor, ahead in itertools.product(factors, aheads):
             logits, _, parallel = train(rank, plan, factor, optimizer, ahead=ahead)
             (store,) = looking.caches(parallel)
+            assert isinstance(store, MappedStore) == sharded_tables.host_waits_for(HOST)
             traffic, seen = replace(store.traffic), int(np.count_nonzero(store._moves._oracle._row_words))
             differing = looking.differs(looking.everything(parallel), expected)
             differing += looking.steps_that_differ(logits, outputs)
@@ -109,6 +123,13 @@ def test_every_optimizer_lookahead_and_size(case: tuple[int, Sequence[float], Se
             refetched = traffic.fetched - seen
             assert refetched > 0 if factor == min(FACTORS) else refetched >= 0
             assert (traffic.written_back, refetched) == (0, 0) or factor < max(FACTORS)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_with_copies_apart_as_on_a_gpu(world: int) -> None:
+    plan, cases_of = looking.plan_for(*SHAPES[world]), partial(every_case, mapped=True)
+    for cases in ranks.run(*SHAPES[world], cases_of, plan, (0.1, 0.3), (2,)):
+        assert [case[:4] for case in cases if case[3]] == []
 
 
 def _weights_alone(self: RowMoves, oracle: Any, host: Any, cache: Any, label: str) -> None:
@@ -150,11 +171,11 @@ def _gradient_of_the_batch_before(self: Any, gradient: torch.Tensor) -> None:
     self._store._moves.finish(self._batch, trained=True)
 
 
-def _ids_of_the_batch_before(self: RowMoves, ids: Any) -> Any:
+def _ids_of_the_batch_before(self: RowMoves, ids: torch.Tensor) -> Any:
     """Rows are fetched for the wrong batch; lookups find what their slots happen to hold."""
     last = getattr(self, "last", ids)
     self.last = ids  # type: ignore[attr-defined]
-    return _announce(self, np.resize(last, ids.size) if last.size else ids)
+    return _announce(self, torch.from_numpy(np.resize(last.numpy(), ids.numel())) if last.numel() else ids)
 
 
 _init, _retire, _announce, _move = RowMoves.__init__, LookaheadOracle.retire, RowMoves.announce, RowMoves._move
@@ -187,8 +208,11 @@ def test_mutants_are_noticed() -> None:
 # -- around steps
 
 
-def interrupted(rank: int, plan: Any, other: Any, folder: str, **how: Any) -> list[str]:
+def interrupted(rank: int, plan: Any, other: Any, folder: str, *, mapped: bool = False, **how: Any) -> list[str]:
     """Evaluation, checkpoints, loading and resharding with a warm cache and batches under way; what differs."""
+    if mapped:
+        with as_on_cuda():
+            return interrupted(rank, plan, other, folder, **how)
     finals = []
     for factor in (None, 0.3):
         parallel, optim = looking.shard(plan, factor, fused("rowwise_adagrad"))
@@ -235,9 +259,10 @@ def _profiles() -> Any:
     return {name: looking._profile(rows, generator) for name, rows in looking.ROWS.items()}
 
 
-def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(tmp_path: Any) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(tmp_path: Any, mapped: bool) -> None:
     plans = looking.plan_for(1, 2), looking.plan_for(1, 2, tiers=False)
-    assert ranks.run(1, 2, interrupted, *plans, str(tmp_path)) == [[], []]
+    assert ranks.run(1, 2, partial(interrupted, mapped=mapped), *plans, str(tmp_path)) == [[], []]
 
 
 def plainly(rank: int, plan: Any) -> list[str]:

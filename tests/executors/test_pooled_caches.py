@@ -108,6 +108,7 @@ def shard(
     optimizer: str,
     *,
     torchrec: bool = False,
+    device: str = "cpu",
     **how: Any,
 ) -> tuple[DistributedModelParallel, Any]:
     """The model and its optimizer; TorchRec has every table on one rank."""
@@ -122,9 +123,9 @@ def shard(
         if torchrec
         else FlexShardEmbeddingBagCollectionSharder(given, cache_load_factors=factors)
     )
-    planner = EmbeddingShardingPlanner(Topology(world, "cpu"), batch_size=SAMPLES, constraints=constraints)
+    planner = EmbeddingShardingPlanner(Topology(world, device), batch_size=SAMPLES, constraints=constraints)
     plan = planner.collective_plan(model, [sharder], torch.distributed.group.WORLD)
-    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=HOST)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device(device))
     return parallel, models.optimizer_of(parallel)
 
 
@@ -133,23 +134,29 @@ def caches(parallel: DistributedModelParallel) -> list[CachedStore]:
 
 
 def train(
-    rank: int, factors: dict[str, float] | None, optimizer: str, *, stock: bool = False, **how: Any
+    rank: int,
+    factors: dict[str, float] | None,
+    optimizer: str,
+    *,
+    stock: bool = False,
+    device: str = "cpu",
+    **how: Any,
 ) -> tuple[list[np.ndarray], DistributedModelParallel]:
     """Logits of every step, and the model."""
-    parallel, optim = shard(factors, optimizer, **how)
-    pipeline = (TrainPipelineSparseDist if stock else LookaheadPipeline)(parallel, optim, HOST)
+    parallel, optim = shard(factors, optimizer, device=device, **how)
+    pipeline = (TrainPipelineSparseDist if stock else LookaheadPipeline)(parallel, optim, torch.device(device))
     batches = (batch_of(step, rank, weighted=how.get("weighted", False)) for step in range(STEPS))
-    return [pipeline.progress(batches).detach().numpy() for _ in range(STEPS)], parallel
+    return [pipeline.progress(batches).detach().cpu().numpy() for _ in range(STEPS)], parallel
 
 
 def contents(parallel: DistributedModelParallel) -> dict[str, np.ndarray]:
     """Whole tables and layers, and states of the tables behind caches; every rank must call it."""
-    whole = [{name: value.numpy() for name, value in full_state_dict(parallel).items()}]
+    whole = [{name: value.cpu().numpy() for name, value in full_state_dict(parallel).items()}]
     torch.distributed.broadcast_object_list(whole, 0)
     found = whole[0]
     for key, values in parallel.fused_optimizer.state_dict()["state"].items():
         states = {name: value for name, value in values.items() if isinstance(value, DTensor)}
-        found |= {f"{key}.{name}": value.full_tensor().numpy() for name, value in sorted(states.items())}
+        found |= {f"{key}.{name}": value.full_tensor().cpu().numpy() for name, value in sorted(states.items())}
     return found
 
 

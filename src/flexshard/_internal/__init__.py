@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     )
     from flexshard._internal.sql import sql_name as sql_name, sql_text as sql_text
     from flexshard._internal.streams import (
+        SideStream as SideStream,
         continued_on as continued_on,
         current_stream as current_stream,
         used_here as used_here,
@@ -142,7 +143,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "process_groups": ["LevelGroups", "group_behind", "level_groups"],
         "row_sums": ["NO_SLOT", "sum_by_slot"],
         "runs": ["check_sharing", "run_layout", "shared_runs"],
-        "streams": ["continued_on", "current_stream", "used_here"],
+        "streams": ["SideStream", "continued_on", "current_stream", "used_here"],
         "sql": ["sql_name", "sql_text"],
         "text_tables": ["UNLIMITED", "Grid", "as_text", "new_grid"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],

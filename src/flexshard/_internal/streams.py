@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["continued_on", "current_stream", "used_here"]
+__all__ = ["SideStream", "continued_on", "current_stream", "used_here"]
 
 
 def used_here(tensor: torch.Tensor) -> None:
@@ -42,3 +42,40 @@ def continued_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     now.wait_stream(stream)
+
+
+class SideStream:
+    """A stream of its own for what is done beside the steps; on CPUs there is none, and nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            import torch
+
+            self._stream = torch.cuda.Stream(device)
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """What is done there, on whichever thread."""
+        if self._stream is None:
+            return nullcontext()
+        import torch
+
+        there: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return there
+
+    def moment(self) -> torch.cuda.Event | None:
+        """When the current stream will have done what it was given."""
+        if self._stream is None:
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    def wait_here(self, moment: torch.cuda.Event | None) -> None:
+        """Let the current stream go on after it."""
+        if moment is not None and self._stream is not None:
+            import torch
+
+            torch.cuda.current_stream(self._stream.device).wait_event(moment)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexshard._internal import to_device
+
 __all__ = ["HostRows", "LocalRows"]
 
 IntArray = npt.NDArray[np.int64]
@@ -29,13 +31,13 @@ class HostRows(abc.ABC):
 
     def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
         """Copy rows of slots to distinct places of a cache, shape (places, width) by name."""
-        target = torch.from_numpy(places)
+        target = _on_device_of(cache, places)
         for name, rows in self.read(slots, list(cache)).items():
             cache[name].index_copy_(0, target, rows)
 
     def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
         """Copy rows at places of a cache to distinct slots, as by :meth:`write`."""
-        source = torch.from_numpy(places)
+        source = _on_device_of(cache, places)
         self.write(slots, {name: values.index_select(0, source) for name, values in cache.items()})
 
     @abc.abstractmethod
@@ -49,26 +51,33 @@ class HostRows(abc.ABC):
 
 
 class LocalRows(HostRows):
-    """Rows in this process's memory."""
+    """Rows in this process's memory; a GPU's if they are tensors of that device."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], changed: Callable[[], bool]) -> None:
         """``values`` by name, shape (slots, width); ``changed`` whether somebody else has written to them."""
         self._values, self._changed = values, changed
+        self._on_host = all(rows.device.type == "cpu" for rows in values.values())
 
     def read(self, slots: IntArray, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        where = torch.from_numpy(slots)
+        where = _on_device_of(self._values, slots)
         return {name: self._values[name].index_select(0, where) for name in names}
 
     def write(self, slots: IntArray, rows: Mapping[str, torch.Tensor]) -> None:
-        where = torch.from_numpy(slots)
+        where = _on_device_of(self._values, slots)
         for name, values in rows.items():
             self._values[name].index_copy_(0, where, values)
 
     def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        if not self._on_host:
+            super().fetch(slots, cache, places)
+            return
         for name, values in cache.items():
             _copy_rows(self._values[name], slots, values, places)
 
     def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
+        if not self._on_host:
+            super().put_back(slots, cache, places)
+            return
         for name, values in cache.items():
             _copy_rows(values, places, self._values[name], slots)
 
@@ -78,6 +87,10 @@ class LocalRows(HostRows):
     @property
     def changed(self) -> bool:
         return self._changed()
+
+
+def _on_device_of(rows: Mapping[str, torch.Tensor], numbers: IntArray) -> torch.Tensor:
+    return to_device(numbers, next(iter(rows.values())).device)
 
 
 def _copy_rows(source: torch.Tensor, rows: IntArray, target: torch.Tensor, places: IntArray) -> None:

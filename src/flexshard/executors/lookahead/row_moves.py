@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexshard._internal import HostCopy, SideStream, to_device, used_here
 from flexshard.errors import CacheError
 from flexshard.executors.lookahead.host_rows import HostRows
 from flexshard.executors.lookahead.oracle import Admission, LookaheadOracle
@@ -28,15 +29,21 @@ class AnnouncedBatch:
     """A batch that will be looked up.
 
     Attributes:
-        ids: rows of its lookups; shape (n,).
-        slots: of each lookup in the cache, once its rows are there; shape (n,), int64.
+        lookups: n, how many.
+        ids: rows of these, perhaps on their way from a device; shape (n,).
+        slots: of each lookup in the cache, once its rows are there or, on a device, on their way; shape (n,), int64.
+        fetched: when they will be there.
+        read: when they will have been looked up.
         kept: it is being trained on, after which it is over.
         dropped: nobody will look it up, or train on it, any more.
         over: its rows have been trained, or will not be.
     """
 
-    ids: IntArray
+    lookups: int
+    ids: HostCopy
     slots: Future[torch.Tensor] = field(default_factory=Future)
+    fetched: Any = None
+    read: Any = None
     kept: bool = False
     dropped: bool = False
     over: bool = False
@@ -45,11 +52,12 @@ class AnnouncedBatch:
 
 @dataclass(frozen=True)
 class _Trained:
-    """A step's part in a batch's rows: whether it changed them, and is the last to use them."""
+    """A step's part in a batch's rows: whether it changed them, is the last to use them, and when it will be over."""
 
     batch: AnnouncedBatch
     changed: bool
     over: bool
+    moment: Any
 
 
 @dataclass
@@ -81,12 +89,17 @@ class RowMoves:
     What moves rows runs on one thread, in the order in which it was asked for, beside the steps: a row is written back
     before it is fetched again, a slot is emptied before it is filled. The steps' own thread reads and updates only
     slots of batches that were admitted and are not over, which stay where they are.
+
+    Where the cache is on a GPU, that thread gives its copies to a stream of their own, which waits for what steps have
+    done to rows before it writes these back, and steps wait for it before they look rows up.
     """
 
     def __init__(self, oracle: LookaheadOracle, host: HostRows, cache: Rows, label: str) -> None:
         """``cache`` by name, shape (slots, width); ``label`` says whose, for errors."""
         self.traffic = CacheTraffic()
         self._oracle, self._host, self._cache, self._label = oracle, host, cache, label
+        self._device = cache["weight"].device
+        self._side = SideStream(self._device)
         self._thread = ThreadPoolExecutor(1, "flexshard-cache")
         self._newer = np.zeros(oracle.slots, np.bool_)  # than the host's
         self._waiting: deque[AnnouncedBatch] = deque()
@@ -98,9 +111,9 @@ class RowMoves:
 
     # -- on the steps' thread
 
-    def announce(self, ids: IntArray) -> AnnouncedBatch:
-        """Fetch a batch's rows as soon as there is room for them."""
-        batch = AnnouncedBatch(ids)
+    def announce(self, ids: torch.Tensor) -> AnnouncedBatch:
+        """Fetch a batch's rows (of its lookups, shape (n,), int64) as soon as there is room for them."""
+        batch = AnnouncedBatch(ids.numel(), HostCopy(ids))
         self._waiting.append(batch)
         self._ask()
         return batch
@@ -115,7 +128,10 @@ class RowMoves:
         if not batch.slots.done():
             self._run(lambda: self._admit_now(batch))
         if batch.slots.done():
-            return batch.slots.result()
+            slots = batch.slots.result()
+            self._side.wait_here(batch.fetched)
+            used_here(slots)
+            return slots
         batch.dropped = True
         distinct, _ = self._oracle.needed
         if distinct > self._oracle.slots:
@@ -123,22 +139,29 @@ class RowMoves:
                 f"{self._label}: the cache has {self._oracle.slots:,} rows, one batch reads {distinct:,}; make it at"
                 " least as large, or batches smaller"
             )
-        self.traffic.beside += batch.ids.size
+        self.traffic.beside += batch.lookups
         return None
+
+    def was_read(self, batch: AnnouncedBatch) -> None:
+        """Its rows have been looked up."""
+        batch.read = self._side.moment()
 
     def finish(self, batch: AnnouncedBatch, *, trained: bool) -> None:
         """Its rows have been trained, or will not be."""
-        self._steps_done.append(_Trained(batch, changed=trained, over=True))
+        self._steps_done.append(_Trained(batch, changed=trained, over=True, moment=self._side.moment()))
         if self._waiting:  # for room, perhaps; or else whatever is asked for next begins with it
             self._ask()
 
     def changes(self, batch: AnnouncedBatch) -> None:
         """Some of its rows are trained, and later others."""
-        self._steps_done.append(_Trained(batch, changed=True, over=False))
+        self._steps_done.append(_Trained(batch, changed=True, over=False, moment=self._side.moment()))
 
     def read(self, ids: IntArray, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Rows as they are now, wherever they are; shape (n, width) each. Nothing enters the cache or leaves it."""
-        return self._run(lambda: self._read(ids, names))
+        rows = self._run(lambda: self._read(ids, names))
+        for values in rows.values():
+            used_here(values)
+        return rows
 
     def write(self, ids: IntArray, rows: Rows) -> None:
         """Let distinct rows be these, by name, shape (n, width), wherever they are."""
@@ -148,13 +171,16 @@ class RowMoves:
         """Let the host's rows be as new as the cache's, which stay there."""
         self._run(self._flush)
 
-    def reload(self, *, unless_newer: bool = False) -> None:
+    def reload(self, *, unless_newer: bool = False, newer: bool = False) -> None:
         """Somebody wrote to the host's rows: let the cache's be the same.
+
+        Args:
+            newer: rows on the device that are in no cache are.
 
         Raises:
             CacheError: with ``unless_newer``, if the cache had newer ones.
         """
-        self._run(lambda: self._reload(unless_newer=unless_newer))
+        self._run(lambda: self._reload(lost=unless_newer and (newer or bool(self._newer.any()))))
 
     def drained(self) -> bool:
         """Whether every batch that was announced has its rows in the cache, once what was begun has ended; or moving
@@ -179,7 +205,15 @@ class RowMoves:
         """Do something on the moves' thread, behind all that was asked for before."""
         if self.failure is not None:
             raise self.failure
-        return self._thread.submit(self._guarded, work).result()
+        before = self._side.moment()
+
+        def in_order() -> tuple[_Result, Any]:
+            self._side.wait_here(before)
+            return work(), self._side.moment()
+
+        result, moment = self._thread.submit(self._guarded, in_order).result()
+        self._side.wait_here(moment)
+        return result
 
     # -- on the moves' thread
 
@@ -187,7 +221,7 @@ class RowMoves:
         if self.failure is not None:
             raise self.failure
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self._side.inside():
                 self._take_steps()
                 return work()
         except Exception as error:
@@ -220,19 +254,21 @@ class RowMoves:
             if not batch.dropped:
                 if batch is self._refused:
                     return
-                admission = self._oracle.admit(batch.ids)
+                admission = self._oracle.admit(batch.ids.numbers())
                 if admission is None:
                     self._refused = batch
                     return
                 batch.admission = admission
                 self._move(admission)
                 self._under_way.append(batch)
-                batch.slots.set_result(torch.from_numpy(admission.slots.astype(np.int64)))
+                slots = to_device(admission.slots.astype(np.int64), self._device)
+                batch.fetched = self._side.moment()
+                batch.slots.set_result(slots)
             self._waiting.popleft()
 
     def _retire(self) -> None:
         while self._under_way and (self._under_way[0].over or self._under_way[0].dropped):
-            self._under_way.popleft()
+            self._side.wait_here(self._under_way.popleft().read)
             self._refused = None
             gone = self._oracle.retire()
             self._write_back(gone.rows, gone.slots)
@@ -241,6 +277,7 @@ class RowMoves:
         """Hear of what has been trained."""
         while self._steps_done:
             step = self._steps_done.popleft()
+            self._side.wait_here(step.moment)
             if step.changed:
                 assert step.batch.admission is not None
                 self._newer[step.batch.admission.row_slots] = True
@@ -281,7 +318,7 @@ class RowMoves:
             return self._host.read(ids, names)
         outside = np.flatnonzero(slots < 0)
         away, result = self._host.read(ids[outside], names), {}
-        here, there, where = map(torch.from_numpy, (inside, outside, slots[inside]))
+        here, there, where = (to_device(index, self._device) for index in (inside, outside, slots[inside]))
         for name in names:
             values = self._cache[name]
             rows = values.new_empty(ids.size, values.shape[1]).index_copy_(0, there, away[name])
@@ -294,8 +331,8 @@ class RowMoves:
         self._write_back(held.rows, held.slots)
         self._host.flush()
 
-    def _reload(self, *, unless_newer: bool) -> None:
-        if unless_newer and self._newer.any():
+    def _reload(self, *, lost: bool) -> None:
+        if lost:
             raise self._lost()
         held = self._oracle.held()
         self._newer[:] = False
@@ -304,7 +341,7 @@ class RowMoves:
     def _write(self, ids: IntArray, rows: Rows) -> None:
         slots = self._oracle.find(ids)
         inside, outside = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        here, away, where = map(torch.from_numpy, (inside, outside, slots[inside]))
+        here, away, where = (to_device(index, self._device) for index in (inside, outside, slots[inside]))
         for name, values in rows.items():
             self._cache[name].index_copy_(0, where, values.index_select(0, here))
         self._host.write(ids[outside], {name: values.index_select(0, away) for name, values in rows.items()})

@@ -231,10 +231,10 @@ class RowSharding:
         output = torch.float32 if given is None else getattr(torch, given.name)
         planned = how.table.cache
         load_factor = self.cache_load_factors.get(config.name, None if planned is None else planned.load_factor)
-        if load_factor is not None and device.type != "cpu":
+        if load_factor is not None and self._servers is not None and device.type != "cpu":
             raise TableError(
-                f"table {config.name!r}: caches of rows that are kept on the host work on CPUs so far, not on"
-                f" {device.type}; leave it out of cache_load_factors, or plan without host_memory"
+                f"table {config.name!r}: caches of rows on embedding servers work on CPUs so far, not on"
+                f" {device.type}; leave servers out: its rows are in this process's memory then"
             )
         return GroupTraits(config.embedding_dim, dtype, spec, output, load_factor)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.types import QuantizedCommCodecs
 
-from flexshard._internal import level_groups
+from flexshard._internal import host_waits_for, level_groups
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
@@ -26,6 +27,7 @@ from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.fused import FusedStore
+from flexshard.executors.stores.mapped import MappedStore
 from flexshard.executors.stores.memory import MemoryStore
 from flexshard.executors.stores.served import ServedRange, ServedStore
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -179,12 +181,14 @@ class ShardedTables:
                 f"tables {', '.join(self.names[table] for table in tables)}: every rank has copies of all of their"
                 " rows, which are not cached; leave them out of cache_load_factors"
             )
-        cached = partial(CachedStore, cache_rows=math.ceil(load_factor * rows), cache=make, label=label)
-        if self.options.servers is None:
-            return cached
+        how: dict[str, Any] = {"cache_rows": math.ceil(load_factor * rows), "cache": make, "label": label}
         first = int(layout.table_slots[tables.start])
         ranges = [self._served(table, level[0], first) for table in tables if layout.depth[table, level[0]]]
-        return partial(ServedStore, **cached.keywords, tables=self.options.servers, ranges=ranges)
+        if self.options.servers is not None:
+            return partial(ServedStore, **how, tables=self.options.servers, ranges=ranges)
+        if not host_waits_for(self.options.device):
+            return partial(CachedStore, **how)
+        return partial(MappedStore, **how, ranges=[served.slots for served in ranges])
 
     def _served(self, table: int, level: int, first_slot: int) -> ServedRange:
         """The rows of a level that are this rank's, on servers; ``first_slot`` of the layout is the store's first."""

@@ -241,4 +241,6 @@ def _move_group(
                     end = column + values.shape[1]
                     target.store.part(name)[slots][part].copy_(result[:, column:end])
                     column = end
+    if not isinstance(target.store, ServedStore):
+        target.store.rows_written()
     return Resharded(moved, moved * width * 4, kept)

@@ -134,7 +134,9 @@ class RowStore(nn.Module, abc.ABC):
     def release(self) -> None:
         """Let go of the memory of weights and states; whoever looks at them afterwards gets an error."""
         for name in ("weight", *self.spec.state_names):
-            self.part(name).untyped_storage().resize_(0)
+            storage = self.part(name).untyped_storage()
+            if storage.resizable():  # not what is in the host's memory and a device's tensor
+                storage.resize_(0)
 
     def parameter(self, slots: slice) -> nn.Parameter:
         """A range of the rows as TorchRec lists them among a module's parameters."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from flexshard._internal import to_device
 from flexshard.errors import CacheError
 from flexshard.executors.lookahead.host_rows import HostRows, LocalRows
 from flexshard.executors.lookahead.oracle import LookaheadOracle
@@ -116,7 +117,7 @@ class CachedStore(MemoryStore):
 
     def look_up(self, slots: torch.Tensor) -> LookedUp:
         self._take_writes()
-        rows, moment = self._moves.read(slots.numpy(), ["weight"])["weight"], self.moment
+        rows, moment = self._moves.read(slots.cpu().numpy(), ["weight"])["weight"], self.moment
 
         def update(gradient: torch.Tensor) -> None:
             with self.as_of(*(moment if self.fixed_at_look_up else self.moment)):
@@ -128,7 +129,7 @@ class CachedStore(MemoryStore):
         """Update rows of which the cache was not told, or for which it has no room: where they are, in a store of their
         own.
         """
-        rows, index = np.unique(slots.numpy(), return_inverse=True)
+        rows, index = np.unique(slots.cpu().numpy(), return_inverse=True)
         store = self._of_slots(max(rows.size, 1))
         store.set_learning_rate(self._learning_rate)
         store.begin_step(self._step)
@@ -136,7 +137,7 @@ class CachedStore(MemoryStore):
         for name, values in self._moves.read(rows, names).items():
             store.part(name)[: rows.size].copy_(values)
         with torch.enable_grad():
-            store.look_up(torch.from_numpy(index.reshape(-1))).update(gradient)
+            store.look_up(to_device(index.reshape(-1), slots.device)).update(gradient)
         self._moves.write(rows, {name: store.part(name)[: rows.size] for name in names})
 
     def _take_writes(self) -> None:
@@ -159,7 +160,7 @@ class _Announced(AnnouncedRows):
         self._found = LookedUp(slots, lambda _: None)
         self._looked_up = False
         self._places: torch.Tensor | None = None  # in the cache, of lookups in parts
-        self._batch = store._moves.announce(slots.numpy())
+        self._batch = store._moves.announce(slots)
         weakref.finalize(self, _drop, self._batch)
 
     def __call__(self) -> LookedUp:
@@ -170,6 +171,7 @@ class _Announced(AnnouncedRows):
             self._batch.dropped = True
             return store.look_up(self._slots)
         self._found = store._cache.look_up(slots)
+        moves.was_read(self._batch)
         if torch.is_grad_enabled():
             return LookedUp(self._found.rows, self._update)  # which keeps this batch, and so its rows in the cache
         moves.finish(self._batch, trained=False)
@@ -205,7 +207,7 @@ class _Announced(AnnouncedRows):
         slots = self._batch.slots
         if slots.done() and not self._batch.dropped:
             return self._store._cache.values.index_select(0, slots.result().index_select(0, which))
-        return self._store._moves.read(self._slots.index_select(0, which).numpy(), ["weight"])["weight"]
+        return self._store._moves.read(self._slots.index_select(0, which).cpu().numpy(), ["weight"])["weight"]
 
     def update(self, which: torch.Tensor, gradient: torch.Tensor, moment: tuple[int, float]) -> None:
         store = self._store

@@ -4,6 +4,8 @@ kernels. Slower; the same numbers up to the order of sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -15,12 +17,18 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(RowStore):
-    """A drop-in for :class:`FusedStore`; see :class:`FlexShardEmbeddingCollectionSharder`'s ``sharded_store``."""
+    """A drop-in for :class:`FusedStore`; see :class:`FlexShardEmbeddingCollectionSharder`'s ``sharded_store``.
+
+    Attributes:
+        new_zeros: makes its memory, called as ``torch.zeros`` is.
+    """
+
+    new_zeros: Callable[..., torch.Tensor] = staticmethod(torch.zeros)
 
     def __init__(self, spec: OptimizerSpec, slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dim)
-        self._flat = nn.Parameter(torch.zeros(slots * dim, dtype=dtype, device=device))
-        self._state = new_state(spec, slots, dim, device)
+        self._flat = nn.Parameter(self.new_zeros(slots * dim, dtype=dtype, device=device))
+        self._state = new_state(spec, slots, dim, device, zeros=self.new_zeros)
 
     @property
     def flat(self) -> torch.Tensor:

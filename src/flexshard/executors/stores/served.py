@@ -16,6 +16,7 @@ from flexshard.executors.lookahead.host_rows import HostRows
 from flexshard.executors.servers.embedding_servers import PendingWrite, ServedTables, parts_by_bytes
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
+from flexshard.executors.stores.copied_slots import CopiedSlots
 from flexshard.executors.stores.updates import OptimizerSpec
 
 __all__ = ["ServedRange", "ServedStore"]
@@ -62,51 +63,39 @@ class ServedStore(CachedStore):
     ) -> None:
         """As :class:`CachedStore`; ``ranges`` in order of slots."""
         self.on_servers, self._ranges = tables, tuple(ranges)
-        self._ends = torch.tensor([served.slots.stop for served in ranges])
-        self._before = torch.tensor([0, *np.cumsum([len(served.slots) for served in ranges])])
-        held = slots - int(self._before[-1])
+        self._copied = CopiedSlots(slots, [served.slots for served in ranges], device)
         super().__init__(
-            spec, held, dim, dtype, device, cache_rows=cache_rows, cache=cache, label=label, num_rows=slots
+            spec, len(self._copied), dim, dtype, device, cache_rows=cache_rows, cache=cache, label=label, num_rows=slots
         )
 
     def _host_rows(self) -> HostRows:
         return _ServedRows(self.on_servers, self._ranges)
 
     def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
-        return super().rows_at(self._place(slots))
+        return super().rows_at(self._copied.among(slots))
 
     def copied(self, name: str, slots: slice) -> torch.Tensor:
         """Weights or a state of rows with copies, at slots that all have some; writing changes them."""
-        return super(CachedStore, self).part(name)[self._places(slots)]
+        return super(CachedStore, self).part(name)[self._copied.range_among(slots)]
 
     def part(self, name: str) -> torch.Tensor:
         raise AssertionError(f"{self._label}: {name} of rows on servers is nowhere as a whole")
 
     def parameter(self, slots: slice) -> nn.Parameter:
-        held, dim = self._places(slots), self.dim
+        held, dim = self._copied.range_among(slots), self.dim
         rows = held.stop - held.start
         return TableBatchedEmbeddingSlice(self.flat, held.start * dim, held.stop * dim, rows, dim)
 
     def update_rows(
         self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0, read: torch.Tensor | None = None
     ) -> None:
-        here = self._places(where) if isinstance(where, slice) else self._place(where)
-        super().update_rows(here, gradient, seed=seed, read=read)
+        super().update_rows(self._copied[where], gradient, seed=seed, read=read)
 
     def rows_written(self) -> None:
         self._moves.reload()
 
     def _take_writes(self) -> None:
         """Writing to parameters is writing to rows with copies, which are in no cache."""
-
-    def _place(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where rows with copies are among those that are here."""
-        return slots - self._before[torch.bucketize(slots, self._ends, right=True)]
-
-    def _places(self, slots: slice) -> slice:
-        start, stop = self._place(torch.tensor([slots.start, slots.stop])).tolist()
-        inside = next((served.slots for served in self._ranges if slots.stop in served.slots), None)
-        return slice(start, stop if inside is None else stop - (slots.stop - inside.start))
 
 
 class _ServedRows(HostRows):

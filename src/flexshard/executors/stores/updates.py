@@ -7,7 +7,7 @@ that were read and whose gradient is 0, and only those: which rows these are has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,11 +134,17 @@ def _decay_mode(given: Any, optimizer: Optimizer, table: str, decay: float) -> s
     return modes[mode]
 
 
-def new_state(spec: OptimizerSpec, rows: int, dim: int, device: torch.device) -> dict[str, torch.Tensor]:
+def new_state(
+    spec: OptimizerSpec,
+    rows: int,
+    dim: int,
+    device: torch.device,
+    *,
+    zeros: Callable[..., torch.Tensor] = torch.zeros,
+) -> dict[str, torch.Tensor]:
     """Zeros of shape (rows, 1) or (rows, D) each, float32."""
     return {
-        name: torch.zeros(rows, spec.state_width(name, dim), dtype=torch.float32, device=device)
-        for name in spec.state_names
+        name: zeros(rows, spec.state_width(name, dim), dtype=torch.float32, device=device) for name in spec.state_names
     }
 
 
