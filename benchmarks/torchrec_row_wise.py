@@ -75,7 +75,8 @@ def ours(world: int, device: torch.device = CPU, *, ranked: bool) -> Distributed
     model, sharders = collection(), [FlexShardEmbeddingCollectionSharder(dict(FUSED))]
     # All-reduce is so slow here that row-wise is the best plan.
     slow, fast = CollectiveRate(1.0, 1e6), CollectiveRate(0.0, 1e12)
-    cluster = flexshard.Cluster("all row-wise", 1, world, 1e12, 0.0, (Level(1, None, slow), Level(world, fast, None)))
+    levels = (Level(1, None, slow), Level(world, fast, None)) if world > 1 else (Level(1, None, None),)
+    cluster = flexshard.Cluster("all row-wise", 1, world, 1e12, 0.0, levels)
     counts = np.arange(ROWS, 0, -1)
     profile = flexshard.AccessProfile.from_counts(counts, num_samples=ROWS)
     tables = [flexshard.Table(f"t{i}", ROWS, DIM, profile) for i in range(TABLES)]

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -135,7 +134,7 @@ def theirs(rows: tuple[int, ...], share: float, device: torch.device, *, pooled:
     plan = ShardingPlan({"tables": planned})
     parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=device)
     pipeline = PrefetchTrainPipelineSparseDist(parallel, _optimizer_of(parallel), device, execute_all_batches=True)
-    kernels = [one for one in parallel.modules() if isinstance(one, SplitTableBatchedEmbeddingBagsCodegen)]
+    kernels = [one.emb_module for lookup in parallel.module.tables._lookups for one in lookup._emb_modules]
     return pipeline, kernels
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -12,8 +14,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.executors.preload"])
+# What is imported first may take the GPU, which a forked process cannot have then.
+context = multiprocessing.get_context("forkserver" if shutil.which("nvidia-smi") is None else "spawn")
+if context.get_start_method() == "forkserver":
+    context.set_forkserver_preload(["tests.executors.preload"])
 
 
 def run(
@@ -104,6 +108,7 @@ def _rank(
         GLOO_SOCKET_IFNAME="lo",
     )
     warnings.simplefilter("ignore")
+    faulthandler.enable()
     import torch
     import torch.distributed as dist
 

@@ -178,15 +178,17 @@ def _parts(lookups: Sequence[int], size: int) -> tuple[np.ndarray[tuple[int], np
 
 def _sorted(locations: torch.Tensor, lookups: Sequence[int], slots: torch.Tensor, num_buckets: int) -> Bucketized:
     """The same in torch alone."""
-    device, classes = locations.device, len(lookups)
-    buckets = torch.div(locations, slots, rounding_mode="floor")
-    order = torch.sort(buckets, stable=True).indices
+    device, kind, classes = locations.device, locations.dtype, len(lookups)
+    keys = torch.div(locations, slots, rounding_mode="floor")
+    if classes > 1:
+        number = to_device(np.array(lookups), device)
+        every = torch.arange(classes, dtype=kind, device=device)
+        keys = keys * classes + torch.repeat_interleave(every, number, output_size=len(locations))
+    ordered, order = torch.sort(keys, stable=True)
     index = torch.empty_like(order)
     index[order] = torch.arange(len(order), device=device)
-    number = to_device(np.array(lookups), device)
-    class_of = torch.repeat_interleave(torch.arange(classes, device=device), number, output_size=len(locations))
-    counts = locations.new_zeros(num_buckets * classes)
-    counts.index_add_(0, buckets.long() * classes + class_of, torch.ones_like(locations))
+    ends = torch.searchsorted(ordered, torch.arange(num_buckets * classes + 1, dtype=kind, device=device))
+    counts = torch.diff(ends).to(kind)
     return torch.remainder(locations, slots)[order], counts.view(num_buckets, classes), index
 
 
