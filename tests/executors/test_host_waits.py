@@ -22,15 +22,14 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 import flexshard
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
-from flexshard._internal import NO_SLOT, sum_by_slot, to_device
+from flexshard._internal import NO_SLOT, segment_of, sum_by_slot, to_device
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
 from flexshard.executors import MemoryStore, reshard
-from flexshard.executors.comm import bucketized_ids
 from flexshard.executors.comm.bucketized_ids import bucketize
 from flexshard.executors.sharding.batches import Lookup, ids_of_tables
-from flexshard.executors.sharding.translation import LocationTable
+from flexshard.executors.sharding.translation import LocationTable, dealt_locations
 from flexshard.executors.stores import base
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -156,8 +155,8 @@ def test_the_counter_sees(waiting: Any, name: str) -> None:
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("lookups", [[0, 0, 0], [300, 1, 64], [1, 0, 129], [5000, 0, 3]])
-def test_buckets_in_parts_and_by_sorting(lookups: list[int], kind: torch.dtype) -> None:
-    """FBGEMM's own order, with no more than 64 ids to a length."""
+def test_buckets_by_sorting(lookups: list[int], kind: torch.dtype) -> None:
+    """FBGEMM's own order."""
     slots, buckets = 120, 5
     classes = torch.tensor([0, 40, 70, slots], dtype=kind)
     generator = torch.Generator().manual_seed(sum(lookups))
@@ -170,14 +169,11 @@ def test_buckets_in_parts_and_by_sorting(lookups: list[int], kind: torch.dtype) 
     for index_dedup in (False, True):
         plain = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
         with as_on_cuda():
-            in_parts = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
-            with mock.patch.object(bucketized_ids, "_has_kernel", return_value=False):
-                by_sorting = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
+            by_sorting = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
         number = int(plain.counts.sum())
-        for other in (in_parts, by_sorting):
-            assert torch.equal(other.slots[:number], plain.slots[:number])
-            assert torch.equal(other.counts, plain.counts)
-            assert torch.equal(other.index, plain.index)
+        assert torch.equal(by_sorting.slots[:number], plain.slots[:number])
+        assert torch.equal(by_sorting.counts, plain.counts)
+        assert torch.equal(by_sorting.index, plain.index)
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
@@ -219,10 +215,25 @@ def test_some_tables_ids_once_and_others_each(parts: list[tuple[int, bool]], on_
         start += number
 
 
-def test_fbgemm_gets_lengths_of_64_ids_and_the_buckets_counts() -> None:
-    lengths, classes = bucketized_ids._parts([130, 0, 64], 64)
-    assert lengths.tolist() == [64, 64, 2, 0, 64]
-    assert classes.tolist() == [0, 0, 0, 1, 2]
+@pytest.mark.parametrize("lengths", [[], [0], [3, 0, 0, 2], [0, 0, 5, 0], [1]])
+def test_which_segment_an_item_is_in(lengths: list[int]) -> None:
+    found = segment_of(np.array(lengths, np.int64), torch.device("cpu"))
+    assert found.tolist() == [segment for segment, length in enumerate(lengths) for _ in range(length)]
+
+
+def test_locations_of_many_tables_at_once() -> None:
+    """As of each table by itself."""
+    generator, rows = np.random.default_rng(0), {"a": 40, "b": 7, "c": 101}
+    tiers = {name: [Tier("row_wise", 4, number, 0, 0.0, None, 0.0, 0.0, 0.0)] for name, number in rows.items()}
+    layout = Layout.of(tiers, rows, 4)
+    tables = [
+        LocationTable(layout, index, IndexBijection.identity(number), torch.device("cpu"))
+        for index, number in enumerate(rows.values())
+    ]
+    which = [tables[at] for at in (2, 0, 0, 1)]
+    ids = [torch.from_numpy(generator.integers(0, table.num_rows, 5 + at)) for at, table in enumerate(which)]
+    expected = torch.cat([table.locations(one) for table, one in zip(which, ids, strict=True)])
+    assert torch.equal(dealt_locations(which, ids), expected)
 
 
 @pytest.mark.parametrize("slots", [[], [NO_SLOT], [NO_SLOT, NO_SLOT], [3, 1, 3, NO_SLOT, 0, 1, 3], [5, 5], [2]])
@@ -316,25 +327,7 @@ def test_resharding_through_the_hosts_memory() -> None:
 
 
 def test_what_fbgemm_is_given() -> None:
-    """One length for at most 64 ids, and one bag for each row that is looked up: its kernels have a thread or a warp
-    for each.
-    """
-    slots, classes = torch.tensor([1000], dtype=torch.int32), [200, 0, 100]
-    locations = torch.arange(300, dtype=torch.int32)
-    given: dict[str, Any] = {}
-
-    original = torch.ops.fbgemm.block_bucketize_sparse_features
-
-    def spy(**arguments: Any) -> Any:
-        given.update(arguments)
-        return original(**arguments)
-
-    with as_on_cuda(), mock.patch.object(torch.ops.fbgemm, "block_bucketize_sparse_features", spy):
-        bucketized_ids._by_fbgemm(locations, classes, slots, 4)
-    assert given["lengths"].tolist() == [64, 64, 64, 8, 0, 64, 36]
-    assert given["block_sizes"].tolist() == [1000] * 7
-    assert given["lengths"].dtype == given["block_sizes"].dtype == locations.dtype
-
+    """One bag for each row that is looked up: its kernels have a warp for each."""
     store = FusedStore(OptimizerSpec("sgd"), 10, 4, torch.float32, torch.device("cpu"))
     with mock.patch.object(store._kernel, "forward", wraps=store._kernel.forward) as kernel:
         store.look_up(torch.tensor([3, 3, 9]))

@@ -1,7 +1,6 @@
 """What only a GPU shows: ``make test-gpu``. One GPU is enough; without one every test says so and is skipped.
 
-One process with NCCL, and two that share the GPU with gloo between them. Without FBGEMM's kernels for CUDA, rows
-without copies are in plain tensors.
+One process with NCCL, and two that share the GPU with gloo between them.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from torchrec.distributed.train_pipeline import train_pipelines
 import flexshard
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 from flexshard.embeddings import TTEmbeddingBag
-from flexshard.executors import MemoryStore, full_state_dict, load_checkpoint, reshard, save_checkpoint
-from flexshard.executors.comm import bucketized_ids
-from flexshard.executors.stores.fused import FusedStore
+from flexshard.executors import full_state_dict, load_checkpoint, reshard, save_checkpoint
 from tests.executors import models, ranks
 
 DEVICE, BACKENDS = "cuda", {1: "nccl", 2: "gloo"}
@@ -34,11 +31,6 @@ WAITS = 3  # see tests/executors/test_host_waits.py
 MIB = 1 << 20
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-
-
-def store() -> Any:
-    """FBGEMM's where it has kernels for the device."""
-    return FusedStore if bucketized_ids._has_kernel(DEVICE) else MemoryStore
 
 
 def planned(world: int, seed: int = 0, **how: Any) -> flexshard.Plan:
@@ -57,8 +49,7 @@ def trained(rank: int, world: int, optimizer: str, index_dedup: bool) -> float:
     found = []
     for device in DEVICES:
         plan = planned(world, len(optimizer), index_dedup=index_dedup)
-        sharder = {"sharded_store": store() if device == DEVICE else FusedStore}
-        parallel, combined = models.shard(plan, optimizer, sharder=sharder, device=device)
+        parallel, combined = models.shard(plan, optimizer, device=device)
         outputs = models.train(parallel, combined, rank, range(5), device=device)
         found.append(torch.cat([*(output.flatten().cpu() for output in outputs), weights(parallel)]))
     return float((found[0] - found[1]).abs().max())
@@ -74,7 +65,7 @@ def test_training_gives_the_cpus_weights(world: int, optimizer: str, index_dedup
 
 def waits(rank: int) -> int:
     """Of the host in a step, as CUDA counts them."""
-    parallel, optimizer = models.shard(planned(1), sharder={"sharded_store": store()}, device=DEVICE)
+    parallel, optimizer = models.shard(planned(1), device=DEVICE)
     models.train(parallel, optimizer, rank, range(3), device=DEVICE)
     batch = models.make_batch(3, rank).to(torch.device(DEVICE))
     torch.cuda.synchronize()
@@ -116,7 +107,7 @@ def streamed(rank: int, world: int, name: str) -> float:
     """A pipeline whose streams are kept busy, against a plain loop."""
     found = []
     for piped in (False, True):
-        parallel, optimizer = models.shard(planned(world), sharder={"sharded_store": store()}, device=DEVICE)
+        parallel, optimizer = models.shard(planned(world), device=DEVICE)
         if not piped:
             models.train(parallel, optimizer, rank, range(6), device=DEVICE)
         else:
@@ -143,7 +134,7 @@ def test_streams_wait_for_each_other(world: int, name: str) -> None:
 
 def stored(rank: int, world: int, folder: str) -> None:
     """Checkpoints and resharding bring back what was trained."""
-    parallel, optimizer = models.shard(planned(world), "adagrad", sharder={"sharded_store": store()}, device=DEVICE)
+    parallel, optimizer = models.shard(planned(world), "adagrad", device=DEVICE)
     models.train(parallel, optimizer, rank, range(2), device=DEVICE)
     before = full_state_dict(parallel)
     save_checkpoint(folder, parallel, optimizer)
@@ -170,7 +161,7 @@ def peaks(rank: int) -> dict[str, float]:
     plan = flexshard.solve([table], models.small_cluster(1, 1), batch_size=8, budget="1GiB")
     config = EmbeddingConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
     model = EmbeddingCollection(tables=[config])
-    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder(sharded_store=store())]
+    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder()]
     sharding = FlexShardPlanner(plan, profiles={"t": profile}).collective_plan(model, sharders)
     parallel = DistributedModelParallel(model, plan=sharding, sharders=sharders, device=torch.device(DEVICE))
     features = KeyedJaggedTensor(["f"], torch.arange(8), lengths=torch.ones(8, dtype=torch.long))
@@ -199,7 +190,7 @@ def test_what_checkpoints_and_resharding_take_beside_the_tables() -> None:
 
 def clipped(rank: int) -> None:
     dist.barrier()
-    parallel, _ = models.shard(planned(1), sharder={"sharded_store": store()}, device=DEVICE)
+    parallel, _ = models.shard(planned(1), device=DEVICE)
     batch = models.make_batch(0, rank).to(torch.device(DEVICE))
     batch.features["user"].values()[:1] = 1 << 40
     with pytest.raises(flexshard.errors.DataError, match=r"feature 'user': id \d+ is outside table 'users'"):

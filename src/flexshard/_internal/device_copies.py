@@ -10,7 +10,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostCopy", "host_waits_for", "run_starts", "runs_of", "spread", "spread_on", "to_device"]
+__all__ = ["HostCopy", "host_waits_for", "run_starts", "runs_of", "segment_of", "spread", "spread_on", "to_device"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -59,6 +59,18 @@ def spread_on(first: IntArray, counts: IntArray, device: torch.device) -> torch.
     cells = to_device(np.stack([shifts, flat]).astype(np.int64), device)
     repeated = torch.repeat_interleave(cells[0], cells[1], output_size=total)
     return repeated.add_(torch.arange(total, device=device))
+
+
+def segment_of(lengths: IntArray, device: torch.device) -> torch.Tensor:
+    """Which of the segments, one behind the other, each item is in; shape (sum of lengths,), int64, on a device.
+
+    (CUDA's ``repeat_interleave`` has one warp for a segment, however long.)
+    """
+    import torch
+
+    ends = np.cumsum(lengths)
+    items = torch.arange(int(ends[-1]) if len(ends) else 0, device=device)
+    return torch.bucketize(items, to_device(ends, device), right=True)
 
 
 class HostCopy:

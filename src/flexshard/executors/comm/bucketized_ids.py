@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 
-from flexshard._internal import host_waits_for, runs_of, to_device
+from flexshard._internal import host_waits_for, runs_of, segment_of
 
 __all__ = ["BucketizedIds", "bucketize"]
-
-# FBGEMM's kernel on CUDA has one thread for each of its lengths.
-_IDS_PER_THREAD = 64
 
 
 @dataclass
@@ -66,21 +62,12 @@ def bucketize(
     return BucketizedIds(slots, counts, index.long(), tuple(lookups), True in kinds)
 
 
-@cache
-def _has_kernel(device: str) -> bool:
-    """Whether FBGEMM is there with kernels for a kind of device."""
-    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
-        "fbgemm::block_bucketize_sparse_features", device.upper()
-    )
-    return has
-
-
 Bucketized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _each(locations: torch.Tensor, lookups: Sequence[int], class_slots: torch.Tensor, num_buckets: int) -> Bucketized:
-    """Every lookup by itself."""
-    how = _by_fbgemm if _has_kernel(locations.device.type) else _sorted
+    """Every lookup by itself. FBGEMM's kernel for GPUs takes one to five times as long as sorting."""
+    how = _sorted if host_waits_for(locations.device) else _by_fbgemm
     return how(locations, lookups, class_slots[-1:], num_buckets)
 
 
@@ -145,45 +132,24 @@ def _interleaved(first: torch.Tensor, second: torch.Tensor, first_size: int, sec
 
 
 def _by_fbgemm(locations: torch.Tensor, lookups: Sequence[int], slots: torch.Tensor, num_buckets: int) -> Bucketized:
-    """Lookups in parts, each of one class, as many features to FBGEMM with a batch of one."""
-    kind, classes = locations.dtype, len(lookups)
-    if host_waits_for(locations.device):  # no more counts than there are lookups
-        lengths, class_of = _parts(lookups, max(_IDS_PER_THREAD, num_buckets))
-    else:
-        lengths, class_of = np.array(lookups), np.arange(classes)
-    parts = to_device(np.stack([lengths, class_of]), locations.device)
+    """Each class a feature to FBGEMM, with a batch of one."""
     counts, bucketized, _, _, index = torch.ops.fbgemm.block_bucketize_sparse_features(
-        lengths=parts[0].to(kind),
+        lengths=torch.tensor(lookups, dtype=locations.dtype),
         indices=locations,
         bucketize_pos=False,
         sequence=True,
-        block_sizes=slots.expand(len(lengths)).contiguous(),
+        block_sizes=slots.expand(len(lookups)).contiguous(),
         my_size=num_buckets,
     )
-    counts = counts.view(num_buckets, -1)
-    if len(lengths) > classes:
-        counts = counts.new_zeros(num_buckets, classes).index_add_(1, parts[1], counts)
-    return bucketized, counts, index
-
-
-def _parts(lookups: Sequence[int], size: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
-    """Lookups in parts of at most so many: how many each has, and its class; shape (parts,) each."""
-    number = np.maximum(-(-np.array(lookups, np.int64) // size), 1)
-    class_of = np.repeat(np.arange(len(lookups)), number)
-    lengths = np.full(len(class_of), size)
-    last = np.cumsum(number) - 1
-    lengths[last] = np.array(lookups) - (number - 1) * size
-    return lengths, class_of
+    return bucketized, counts.view(num_buckets, -1), index
 
 
 def _sorted(locations: torch.Tensor, lookups: Sequence[int], slots: torch.Tensor, num_buckets: int) -> Bucketized:
-    """The same in torch alone."""
+    """The same by sorting."""
     device, kind, classes = locations.device, locations.dtype, len(lookups)
     keys = torch.div(locations, slots, rounding_mode="floor")
     if classes > 1:
-        number = to_device(np.array(lookups), device)
-        every = torch.arange(classes, dtype=kind, device=device)
-        keys = keys * classes + torch.repeat_interleave(every, number, output_size=len(locations))
+        keys = keys * classes + segment_of(np.array(lookups), device).to(kind)
     ordered, order = torch.sort(keys, stable=True)
     index = torch.empty_like(order)
     index[order] = torch.arange(len(order), device=device)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import host_waits_for, to_device
+from flexshard._internal import host_waits_for, segment_of, to_device
 from flexshard.errors import CacheError, CheckpointError, DataError, FlexShardError
 from flexshard.executors.comm.splits import Status
 from flexshard.executors.sharding.translation import LocationTable, extremes_of, outside_message, outside_of
@@ -208,9 +208,8 @@ def _inside(
     """Ids with 0 for those that lie outside their table, and the first such table (-1: none); shape (1,)."""
     if not values.numel():
         return values, torch.full((1,), -1, dtype=torch.int32, device=values.device)
-    features = to_device(np.stack([ends, owners, np.diff(offsets)]), values.device)
-    number = torch.arange(len(ends), device=values.device)
-    feature = torch.repeat_interleave(number, features[2], output_size=values.numel())
+    features = to_device(np.stack([ends, owners]), values.device)
+    feature = segment_of(np.diff(offsets), values.device)
     end = features[0][feature]
     outside = ((values < 0) | (values >= end)) & (end != _ANY)
     table = torch.where(outside, features[1][feature], _ANY).min().view(1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from flexshard._internal import segment_of, to_device
+from flexshard.executors.sharding.batches import Lookup
 from flexshard.executors.sharding.module import ShardedRowsModule
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 
@@ -68,19 +71,61 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
         if features.variable_stride_per_key():
             samples = dict(zip(*features.inverse_indices(), strict=True))
         sums = {}
-        for lookup, jagged, values in self._per_lookup(features, rows):
-            pooled = self._pooled(values, jagged, self._modes[lookup.name])
-            sums[lookup.name] = pooled if samples is None else pooled.index_select(0, samples[lookup.feature])
+        for group, values in enumerate(rows):
+            lookups = [lookup for lookup in self._lookups_of if lookup.group == group]
+            for lookup, pooled in zip(lookups, self._pooled(features, lookups, values), strict=True):
+                sums[lookup.name] = pooled if samples is None else pooled.index_select(0, samples[lookup.feature])
         sums |= self._of_others(others, KeyedTensor.to_dict)
         return KeyedTensor(self._names, self._dims, torch.cat([sums[name] for name in self._names], 1))
 
-    def _pooled(self, rows: torch.Tensor, jagged: JaggedTensor, mode: str) -> torch.Tensor:
-        """Sums or means of a feature's rows, (n, D), by bag; shape (bags, D)."""
-        each = torch.arange(rows.shape[0], device=rows.device)
-        # Without weights all count once; they get no gradients, as they get none behind TorchRec's exchange.
-        given = jagged.weights_or_none() if self._is_weighted else None
-        weights = None if given is None else given.detach().to(rows.dtype)
-        offsets = jagged.offsets().to(each.dtype)
-        return nn.functional.embedding_bag(
-            each, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True
-        )
+    def _pooled(
+        self, features: KeyedJaggedTensor, lookups: Sequence[Lookup], rows: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Sums or means of lookups' rows, (n, D), one lookup behind the other, by bag; shape (bags, D) of each."""
+        strides = features.stride_per_key()
+        places = {feature: place for place, feature in enumerate(features.keys())}
+        which = [places[lookup.feature] for lookup in lookups]
+        bags = [strides[place] for place in which]
+        ends = np.cumsum([0, *strides]).tolist()
+        lengths = torch.cat([features.lengths()[ends[place] : ends[place + 1]] for place in which]).long()
+        weights = None
+        if self._is_weighted and features.weights_or_none() is not None:
+            # They get no gradients, as they get none behind TorchRec's exchange.
+            ends = features.offset_per_key()
+            weights = torch.cat([features.weights()[ends[place] : ends[place + 1]] for place in which])
+            weights = weights.detach().to(rows.dtype)
+        means = [self._modes[lookup.name] == "mean" for lookup in lookups]
+        scale = None
+        if any(means):
+            scale = 1.0 / lengths.clamp(min=1).to(rows.dtype)
+            if not all(means):
+                mean = to_device(np.array(means), rows.device)[segment_of(np.array(bags), rows.device)]
+                scale = torch.where(mean, scale, 1.0)
+        pooled: torch.Tensor = _Pool.apply(rows, lengths, weights, scale)
+        return pooled.split(bags)
+
+
+class _Pool(torch.autograd.Function):
+    """Sums of rows by bag. Backward is one look-up; that of torch's ``embedding_bag`` sorts its indices first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``lengths`` and ``scale`` of each bag, ``weights`` of each row."""
+        ctx.save_for_backward(lengths, weights, scale)
+        ctx.number = rows.shape[0]
+        each = torch.arange(ctx.number, device=rows.device)
+        ends = torch.cumsum(lengths, 0)
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        pooled: torch.Tensor = torch.embedding_bag(rows, each, offsets, False, 0, False, weights, True)[0]
+        return pooled if scale is None else pooled.mul_(scale.view(-1, 1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        lengths, weights, scale = ctx.saved_tensors
+        if scale is not None:
+            gradient = gradient * scale.view(-1, 1)
+        number = torch.arange(len(lengths), device=gradient.device)
+        rows = gradient.index_select(0, torch.repeat_interleave(number, lengths, output_size=ctx.number))
+        return rows if weights is None else rows.mul_(weights.view(-1, 1)), None, None, None

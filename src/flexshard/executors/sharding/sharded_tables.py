@@ -23,7 +23,7 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.servers.embedding_servers import ServedTables
-from flexshard.executors.sharding.translation import LocationTable
+from flexshard.executors.sharding.translation import LocationTable, dealt_locations
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.fused import FusedStore
@@ -262,9 +262,24 @@ class ShardedTables:
         for table, ids in lookups:
             counts[self._group_of[table]] += ids.numel()
             of_tables[table] = of_tables.get(table, 0) + ids.numel()
-            parts.append(ids if translated else self.location_tables[table].locations(ids))
+        if translated:
+            parts += [ids for _, ids in lookups]
+        else:
+            parts += self._located(lookups)
         once = [(number, self.names[table] in self.options.index_dedup) for table, number in of_tables.items()]
         return torch.cat(parts), counts, once
+
+    def _located(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+        """Locations of a batch's lookups, (table index, ids), in their order."""
+        together = host_waits_for(self.device)
+        found = []
+        for dealt, run in groupby(lookups, lambda lookup: self.location_tables[lookup[0]].dealt is not None):
+            tables, ids = zip(*((self.location_tables[table], ids) for table, ids in run), strict=True)
+            if dealt and together:
+                found.append(dealt_locations(tables, ids))
+            else:
+                found += [table.locations(part) for table, part in zip(tables, ids, strict=True)]
+        return found
 
     @cached_property
     def _group_of(self) -> list[int]:

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import has_numba, host_waits_for, with_values
+from flexshard._internal import has_numba, host_waits_for, segment_of, to_device, with_values
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
 from flexshard.executors.sharding.row_set import RowSet
 from flexshard.tables import translation_bytes
 
-__all__ = ["LocationTable", "Translator", "extremes_of", "outside_message", "outside_of"]
+__all__ = ["LocationTable", "Translator", "dealt_locations", "extremes_of", "outside_message", "outside_of"]
 
 
 class LocationTable:
@@ -45,12 +45,14 @@ class LocationTable:
         self._type = torch.int32 if layout.location_type is np.int32 else torch.int64
         self._listed: torch.Tensor | None = None
         self._rest: _Rest | None = None
+        rest = _Rest.of(layout, table)
+        # Of a table whose rows are all dealt to the ranks in turn, by id.
+        self.dealt = rest if rest is not None and not rest.first and not bijection.num_ranked else None
         if bijection.is_identity:
             return
         # Positions are shorter than locations where the ranks' rows together are 2^31 or more, and the table's are not.
         self._positions = layout.location_type is np.int64 and self.num_rows < 1 << 31
         listed_type = np.int32 if self._positions else layout.location_type
-        rest = _Rest.of(layout, table)
         members = bijection.num_ranked
         short = translation_bytes(self.num_rows, members) < translation_bytes(self.num_rows)
         if rest is not None and members == rest.first and short:
@@ -86,6 +88,11 @@ class LocationTable:
         return moved
 
     @property
+    def location_type(self) -> torch.dtype:
+        """Of what :meth:`locations` gives."""
+        return self._type
+
+    @property
     def num_locations(self) -> int:
         """Locations of the layout, which all its tables share."""
         return int(self._layout.first_location[-1])
@@ -116,9 +123,7 @@ class LocationTable:
             return found
         ids = ids.long()
         member, before = self._set.find(ids)
-        other = ids - before
-        turn = torch.div(other, rest.ranks, rounding_mode="floor")
-        dealt = rest.start + (other - turn * rest.ranks) * rest.slots + turn
+        dealt = rest.locations(ids - before, rest.start)
         if not self._listed.numel():
             return dealt.to(self._type)
         listed = self._listed.index_select(0, before.clamp(max=self._listed.numel() - 1))
@@ -141,6 +146,13 @@ class _Rest:
     ranks: int
     slots: int
 
+    def locations(self, others: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
+        """Of rows by their number among these, shape (n,), int64; ``start`` of each, or of all."""
+        if self.ranks == 1:
+            return others + start
+        turn = torch.div(others, self.ranks, rounding_mode="floor")
+        return start + (others - turn * self.ranks) * self.slots + turn
+
     @classmethod
     def of(cls, layout: Layout, table: int) -> _Rest | None:
         """Of a table; None where such rows are not the last."""
@@ -150,6 +162,18 @@ class _Rest:
             return None
         start = int(layout.first_bucket[level] * layout.num_slots + layout.first_slot[table, level])
         return cls(first, start, layout.world_size, layout.num_slots)
+
+
+def dealt_locations(tables: Sequence[LocationTable], ids: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Locations of ids, shape (n,) each, of tables of one layout whose rows are all dealt: of all tables at once, since
+    a device takes longer to be told of a table than to compute its locations.
+    """
+    first = tables[0].dealt
+    assert first is not None
+    device = ids[0].device
+    starts = to_device(np.array([table.dealt.start for table in tables if table.dealt]), device)
+    every = starts[segment_of(np.array([len(part) for part in ids]), device)]
+    return first.locations(torch.cat([part.long() for part in ids]), every).to(tables[0].location_type)
 
 
 class Translator:
