@@ -103,19 +103,21 @@ MUTANTS = {
 }
 
 
-def mutated(rank: int, plan: Any) -> dict[str, bool]:
+def mutated(rank: int, plan: Any, mutant: str) -> bool:
+    """Whether some step's logits differ."""
     outputs, _, _ = host.train(rank, plan, None, "rowwise_adagrad", stock=True, steps=range(20), device=DEVICE)
-    noticed = {}
-    for name, (owner, method, wrong) in MUTANTS.items():
-        with mock.patch.object(owner, method, wrong), busy("copies", 10 * CYCLES):
-            logits, _, _ = host.train(rank, plan, 0.1, "rowwise_adagrad", ahead=2, steps=range(20), device=DEVICE)
-        noticed[name] = any(float((a - b).abs().max()) > 1e-3 for a, b in zip(logits, outputs, strict=True))
-    return noticed
+    owner, method, wrong = MUTANTS[mutant]
+    with mock.patch.object(owner, method, wrong), busy("copies", 10 * CYCLES):
+        logits, _, _ = host.train(rank, plan, 0.1, "rowwise_adagrad", ahead=2, steps=range(20), device=DEVICE)
+    return any(float((a - b).abs().max()) > 1e-3 for a, b in zip(logits, outputs, strict=True))
 
 
-def test_mutants_are_noticed() -> None:
-    (noticed,) = ranks.run(1, 1, mutated, looking.plan_for(1, 1), backend=BACKENDS[1])
-    assert noticed == dict.fromkeys(MUTANTS, True)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_noticed(mutant: str) -> None:
+    plan = looking.plan_for(1, 1)
+    (noticed,) = ranks.run(1, 1, mutated, plan, mutant, backend=BACKENDS[1], expect_failures=True)
+    # Slots that have not come may be anything: a process that reads beyond its memory has noticed, too.
+    assert isinstance(noticed, BaseException) or noticed
 
 
 def interrupted(rank: int, plan: Any, other: Any, folder: str) -> float:
