@@ -144,6 +144,7 @@ bench-gpu: setup
 	$(VENV)/bin/python -m benchmarks.gpu
 	$(VENV)/bin/python -m benchmarks.torchrec_row_wise --device cuda
 	$(VENV)/bin/python -m benchmarks.tensor_train_gpu
+	$(VENV)/bin/python -m benchmarks.lookahead.uvm_caching
 
 bench-cluster: setup
 	$(VENV)/bin/python -m benchmarks.cluster

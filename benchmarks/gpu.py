@@ -4,7 +4,7 @@
 
 Bucketising reads and writes each id a few times, a lookup reads and writes each row once, an update of copies reads
 weight, gradient and state of each row and writes two of them. Printed is the share of the memory's bandwidth that this
-takes, as a copy of the same size measures it. It was never run on a GPU: with ``--device cpu`` it shows that it runs.
+takes, as a copy of the same size measures it. With ``--device cpu`` it shows that it runs.
 """
 
 from __future__ import annotations

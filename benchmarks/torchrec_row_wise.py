@@ -5,7 +5,7 @@ a busy machine slows both; the figure is the median over blocks of the ratio of 
 
     python -m benchmarks.torchrec_row_wise [--device cuda]
 
-On CUDA there is a process for each GPU, with NCCL between them; no GPU has run it yet.
+On CUDA there is a process for each GPU, with NCCL between them; several GPUs have not run it yet.
 """
 
 from __future__ import annotations

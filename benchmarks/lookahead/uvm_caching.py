@@ -1,9 +1,12 @@
 """On a GPU: training with tables in the host's memory, behind our caches and behind FBGEMM's ``fused_uvm_caching``.
 
 FBGEMM's caches run in TorchRec's prefetch pipeline, which moves the next batch's rows beside the current step; ours in
-``LookaheadPipeline``. Both see the same batches of Criteo's tables (power law of 1.05, ids hashed), have caches of as
-many rows, the same optimizer and the same layers. They take turns; seconds are of blocks of steps between two waits
-for the GPU.
+``LookaheadPipeline``.
+
+    python -m benchmarks.lookahead.uvm_caching [--most-rows 2e6]    # of a table; 33.76 M rows in all by default
+
+Both see the same batches of Criteo's tables (power law of 1.05, ids hashed), have caches of as many rows, the same
+optimizer and the same layers. They take turns; seconds are of blocks of steps between two waits for the GPU.
 """
 
 from __future__ import annotations

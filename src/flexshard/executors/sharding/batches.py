@@ -158,6 +158,7 @@ def ids_of_tables(
         return [], BatchProblem(_VARIABLE_BATCH, 0, text)
     keys, values = features.keys(), features.values()
     known = {key: index for index, key in enumerate(keys)}
+    no_ids = bool(values.numel()) and (values.is_floating_point() or values.dtype == torch.bool)
     for lookup in lookups:
         if lookup.feature not in known:
             text = (
@@ -165,7 +166,7 @@ def ids_of_tables(
                 f" by; it has {', '.join(keys)}"
             )
             return [], BatchProblem(_NO_FEATURE, lookup.table, text)
-        if values.numel() and (values.is_floating_point() or values.dtype == torch.bool):
+        if no_ids:
             text = (
                 f"feature {lookup.feature!r}: ids of table {tables[lookup.table].table!r} must be whole numbers, found"
                 f" {values.dtype}"

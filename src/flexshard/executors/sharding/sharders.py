@@ -45,7 +45,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
         cache_load_factors: tables whose rows without copies are kept in the host's memory, behind a cache of so many of
             them as a share (above 0, at most 1), as TorchRec's ``CacheParams.load_factor``; by default those of the
             plan. What leaves the cache and what comes follows from the batches that are known ahead: train with
-            :class:`LookaheadPipeline`. On CPUs only, so far.
+            :class:`LookaheadPipeline`.
         servers: embedding servers, where the rows of tables behind caches are kept instead of in this process's memory.
     """
 
@@ -197,7 +197,7 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         cache_load_factors: tables whose rows are kept in the host's memory, behind a cache of so many of them as a
             share (above 0, at most 1); see :class:`FlexShardEmbeddingCollectionSharder`. Whatever the plan has them as,
             their rows are dealt to all ranks; a batch's come to the ranks that ask for them, each once, and are added
-            up there. On CPUs only, so far.
+            up there.
         sharded_store, collectives, servers: as of :class:`FlexShardEmbeddingCollectionSharder`.
     """
 
