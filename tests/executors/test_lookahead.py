@@ -259,9 +259,9 @@ def _profiles() -> Any:
     return {name: looking._profile(rows, generator) for name, rows in looking.ROWS.items()}
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(tmp_path: Any, mapped: bool) -> None:
-    plans = looking.plan_for(1, 2), looking.plan_for(1, 2, tiers=False)
+@pytest.mark.parametrize(("mapped", "tiers"), [(False, True), (True, True), (True, False)])
+def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(tmp_path: Any, mapped: bool, tiers: bool) -> None:
+    plans = looking.plan_for(1, 2, tiers=tiers), looking.plan_for(1, 2, tiers=not tiers)
     assert ranks.run(1, 2, partial(interrupted, mapped=mapped), *plans, str(tmp_path)) == [[], []]
 
 

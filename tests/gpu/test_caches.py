@@ -117,7 +117,8 @@ def test_mutants_are_noticed(mutant: str) -> None:
     plan = looking.plan_for(1, 1)
     (noticed,) = ranks.run(1, 1, mutated, plan, mutant, backend=BACKENDS[1], expect_failures=True)
     # Slots that have not come may be anything: a process that reads beyond its memory has noticed, too.
-    assert isinstance(noticed, BaseException) or noticed
+    crashed = mutant == "streams do not wait" and type(noticed) is RuntimeError and "ended with code" in str(noticed)
+    assert crashed or noticed is True, noticed
 
 
 def interrupted(rank: int, plan: Any, other: Any, folder: str) -> float:
@@ -128,6 +129,10 @@ def interrupted(rank: int, plan: Any, other: Any, folder: str) -> float:
         device = torch.device(DEVICE)
         pipeline = LookaheadPipeline(parallel, optim, device, lookahead=3)
         batches, seen = looking.batches(rank, range(40)), []
+        torch.cuda._sleep(CYCLES)
+        with torch.no_grad():  # what the first batch has to wait for, on whichever stream it begins
+            for weight in parallel.module.tables.parameters():
+                weight.mul_(1.5)
         seen += [pipeline.progress(batches).detach() for _ in range(4)]
         pipeline.detach()
         parallel.eval()
@@ -161,9 +166,9 @@ def interrupted(rank: int, plan: Any, other: Any, folder: str) -> float:
     return max(outputs, *(apart(b, a) for a, b in zip(states, ours_states, strict=True)))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_evaluation_checkpoints_writing_and_resharding(world: int, tmp_path: Any) -> None:
-    plans = looking.plan_for(1, world), looking.plan_for(1, world, tiers=False)
+@pytest.mark.parametrize(("world", "tiers"), [(1, True), (2, True), (2, False)])
+def test_evaluation_checkpoints_writing_and_resharding(world: int, tiers: bool, tmp_path: Any) -> None:
+    plans = looking.plan_for(1, world, tiers=tiers), looking.plan_for(1, world, tiers=not tiers)
     found = ranks.run(1, world, interrupted, *plans, str(tmp_path), backend=BACKENDS[world])
     assert max(found) < 1e-4, found
 
@@ -196,8 +201,9 @@ def test_the_gpu_holds_the_cache_and_the_copies_alone() -> None:
     store._moves.close()
 
 
-def test_a_learning_rate_of_later_steps_reaches_every_row() -> None:
-    ranks.run(1, 1, learning_rates, looking.plan_for(1, 1), backend=BACKENDS[1])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_learning_rate_of_later_steps_reaches_every_row(world: int) -> None:
+    ranks.run(1, world, learning_rates, looking.plan_for(1, world), backend=BACKENDS[world])
 
 
 def learning_rates(rank: int, plan: Any) -> None:

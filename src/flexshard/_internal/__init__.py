@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         one_array as one_array,
         read_chunks as read_chunks,
     )
+    from flexshard._internal.parts import parts_by_bytes as parts_by_bytes
     from flexshard._internal.process_groups import (
         LevelGroups as LevelGroups,
         group_behind as group_behind,
@@ -140,6 +141,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "lazy": ["INSTALL_TORCHREC", "bound"],
         "messages": ["Messages", "all_to_all", "runs_gloo"],
         "optional": ["has_numba", "has_triton"],
+        "parts": ["parts_by_bytes"],
         "parquet_sources": [
             "Chunk",
             "ParquetSource",

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexshard._internal import to_device
+from flexshard._internal import parts_by_bytes, to_device
 
-__all__ = ["HostRows", "LocalRows"]
+__all__ = ["HostRows", "LocalRows", "row_bytes_of"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -69,14 +69,16 @@ class LocalRows(HostRows):
 
     def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
         if not self._on_host:
-            super().fetch(slots, cache, places)
+            for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
+                super().fetch(slots[part], cache, places[part])
             return
         for name, values in cache.items():
             _copy_rows(self._values[name], slots, values, places)
 
     def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
         if not self._on_host:
-            super().put_back(slots, cache, places)
+            for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
+                super().put_back(slots[part], cache, places[part])
             return
         for name, values in cache.items():
             _copy_rows(values, places, self._values[name], slots)
@@ -87,6 +89,11 @@ class LocalRows(HostRows):
     @property
     def changed(self) -> bool:
         return self._changed()
+
+
+def row_bytes_of(cache: Mapping[str, torch.Tensor]) -> int:
+    """Of a row of a cache, shape (places, width) by name, with its states."""
+    return sum(values[:1].nbytes for values in cache.values())
 
 
 def _on_device_of(rows: Mapping[str, torch.Tensor], numbers: IntArray) -> torch.Tensor:

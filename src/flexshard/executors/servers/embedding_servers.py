@@ -23,14 +23,13 @@ from flexshard._internal import check_int, on_all_ranks, on_first_rank
 from flexshard.errors import CacheError, MissingDependencyError
 from flexshard.executors.servers.row_server import Column, RowServer, Wanted
 
-__all__ = ["EmbeddingServers", "PendingWrite", "ServedTables", "parts_by_bytes"]
+__all__ = ["EmbeddingServers", "PendingWrite", "ServedTables"]
 
 _NAMESPACE = "flexshard-embedding-servers"
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 # Nothing is done twice, or by a server that has begun again without its rows.
 _FIXED = {"namespace": _NAMESPACE, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
 _AUTHENTICATION = "RAY_AUTH_MODE"
-_PART_BYTES = 32 << 20
 _START_SECONDS = _ANSWER_SECONDS = 120.0
 _RESTART = "end this job, start it again with new servers, and load its last checkpoint"
 
@@ -289,13 +288,6 @@ class ServedTables:
             if where.size:
                 parts = np.split(places[where], np.searchsorted(where, ends[:-1]))
                 yield server, where, [(table, part) for table, part in zip(tables, parts, strict=True) if part.size]
-
-
-def parts_by_bytes(length: int, row_bytes: int) -> Iterator[slice]:
-    """Parts of a range, none of more than 32 MiB."""
-    rows = max(_PART_BYTES // max(row_bytes, 1), 1)
-    for start in range(0, length, rows):
-        yield slice(start, min(start + rows, length))
 
 
 def _check_ray() -> None:

@@ -73,6 +73,8 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
         sums = {}
         for group, values in enumerate(rows):
             lookups = [lookup for lookup in self._lookups_of if lookup.group == group]
+            if not lookups:
+                continue
             for lookup, pooled in zip(lookups, self._pooled(features, lookups, values), strict=True):
                 sums[lookup.name] = pooled if samples is None else pooled.index_select(0, samples[lookup.feature])
         sums |= self._of_others(others, KeyedTensor.to_dict)

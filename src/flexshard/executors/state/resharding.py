@@ -20,6 +20,7 @@ from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingColl
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.state.rows_by_id import parts_of, transfer_of
 from flexshard.executors.state.served_rows import adopt, publish
+from flexshard.executors.stores.mapped import MappedStore
 from flexshard.executors.stores.served import ServedStore
 from flexshard.planner import FlexShardParameterSharding, FlexShardPlanner, Plan, TablePlan, moving_seconds, row_moves
 from flexshard.profiling import AccessProfile
@@ -197,6 +198,9 @@ def _rows_of(group: TableGroup) -> Rows:
     rows = {name: group.store.part(name) for name in group.columns}
     if not host_waits_for(group.store.values.device):
         return rows
+    if isinstance(group.store, MappedStore):  # they are on the host
+        group.store.release()
+        return rows
     rows = {name: values.to("cpu", copy=True) for name, values in rows.items()}
     group.store.release()
     return rows
@@ -210,7 +214,7 @@ def _move_group(
     moved = kept = 0
 
     def found(slots: npt.NDArray[np.int64]) -> torch.Tensor:
-        at = torch.from_numpy(slots)
+        at = to_device(slots, next(iter(rows.values())).device)
         return torch.cat([values.index_select(0, at).float() for values in rows.values()], dim=1).to(old.device)
 
     for table in target.tables:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import torch
 
-from flexshard._internal import on_all_ranks, to_device
+from flexshard._internal import on_all_ranks, parts_by_bytes, to_device
 from flexshard.errors import CacheError
 from flexshard.executors.comm.collectives import Label
-from flexshard.executors.servers.embedding_servers import parts_by_bytes
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.row_transfer import RowTransfer
 from flexshard.executors.state.served_rows import adopt, publish, read_ids, write_ids
@@ -178,3 +177,4 @@ def draw_rows(tables: ShardedTables, table: int, draw: Callable[[torch.Tensor], 
         draw(drawn)
         tables.make_alike(level, drawn)
         values[slots] = drawn
+    group.store.rows_written()

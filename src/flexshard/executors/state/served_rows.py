@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from flexshard._internal import on_all_ranks
+from flexshard._internal import on_all_ranks, parts_by_bytes
 from flexshard.errors import CacheError
-from flexshard.executors.servers.embedding_servers import ServedTables, parts_by_bytes
+from flexshard.executors.servers.embedding_servers import ServedTables
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 
 __all__ = ["adopt", "make_on_servers", "publish", "read_ids", "write_ids"]

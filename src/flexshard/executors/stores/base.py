@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from flexshard._internal import has_triton
+from flexshard._internal import has_triton, used_here
 from flexshard.errors import FlexShardError
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update
 
@@ -40,6 +40,7 @@ class AnnouncedRows:
 
     def __call__(self) -> LookedUp:
         """Look them up, all at once."""
+        used_here(self._slots)
         return self._store.look_up(self._slots)
 
     def begin(self) -> None:
@@ -47,6 +48,7 @@ class AnnouncedRows:
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """Rows of some lookups (indices, shape (n,)) as they are now, in the weights' type; shape (n, D)."""
+        used_here(self._slots)
         return self._store.values.index_select(0, self._slots.index_select(0, which))
 
     def update(self, which: torch.Tensor, gradient: torch.Tensor, moment: tuple[int, float]) -> None:
@@ -55,6 +57,7 @@ class AnnouncedRows:
         Args:
             moment: of which step's the update is one, and its learning rate.
         """
+        used_here(self._slots)
         with self._store.as_of(*moment), torch.enable_grad():
             self._store.look_up(self._slots.index_select(0, which)).update(gradient)
 

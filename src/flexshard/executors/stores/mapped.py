@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from flexshard._internal import to_device
+from flexshard._internal import continued_on, current_stream, to_device
 from flexshard.errors import CacheError
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
@@ -40,7 +40,8 @@ class MappedStore(CachedStore):
     reads and writes; rows with copies are on the GPU.
 
     Its parameters are the host's rows, tensors of the GPU as those of TorchRec's ``fused_uvm_caching`` are. Rows with
-    copies are there as old as the last :meth:`flush`, as rows in the cache are.
+    copies are there as old as the last :meth:`flush`, as rows in the cache are. :meth:`release` lets go of what is on
+    the GPU alone.
     """
 
     new_zeros = staticmethod(_mapped_zeros)
@@ -64,6 +65,7 @@ class MappedStore(CachedStore):
         self._near = MemoryStore(spec, len(self._copied), dim, dtype, device)
         self._near_newer = False  # than the host's
         self._copied_slots = to_device(self._copied.all(), device)
+        self._steps_on = current_stream(device)
 
     def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         self._take_writes()
@@ -90,28 +92,39 @@ class MappedStore(CachedStore):
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self._near.begin_step(step)
+        self._steps_on = current_stream(self._copied_slots.device)
 
     def flush(self) -> None:
-        super().flush()
-        if self._near_newer:
-            for name, rows in self._host_parts().items():
-                rows.index_copy_(0, self._copied_slots, self._near.part(name))
-            self._near_newer = False
+        with continued_on(self._steps_on):
+            super().flush()
+            if self._near_newer:
+                for name, rows in self._host_parts().items():
+                    rows.index_copy_(0, self._copied_slots, self._near.part(name))
+                self._near_newer = False
 
     def rows_written(self) -> None:
-        super().rows_written()
-        self._read_copies()
+        with continued_on(self._steps_on):
+            super().rows_written()
+            self._read_copies()
+
+    def release(self) -> None:
+        self.flush()
+        self._near.release()
+        self._cache.release()
 
     def _take_writes(self) -> None:
         if self._flat._version != self._version:
-            self._moves.reload(unless_newer=True, newer=self._near_newer)
-            self._version = self._flat._version
-            self._read_copies()
+            # Somebody wrote beside the steps; a batch may be begun on a stream that has not waited for these.
+            with continued_on(self._steps_on):
+                self._moves.reload(unless_newer=True, newer=self._near_newer)
+                self._version = self._flat._version
+                self._read_copies()
 
+    @torch.no_grad()
     def _read_copies(self) -> None:
         """Let rows with copies be the host's."""
         for name, rows in self._host_parts().items():
-            self._near.part(name).copy_(rows.index_select(0, self._copied_slots))
+            torch.index_select(rows, 0, self._copied_slots, out=self._near.part(name))
         self._near_newer = False
 
     def _host_parts(self) -> dict[str, torch.Tensor]:

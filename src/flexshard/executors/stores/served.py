@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from flexshard.executors.lookahead.host_rows import HostRows
-from flexshard.executors.servers.embedding_servers import PendingWrite, ServedTables, parts_by_bytes
+from flexshard._internal import parts_by_bytes
+from flexshard.executors.lookahead.host_rows import HostRows, row_bytes_of
+from flexshard.executors.servers.embedding_servers import PendingWrite, ServedTables
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.copied_slots import CopiedSlots
@@ -122,11 +123,11 @@ class _ServedRows(HostRows):
             self._tables.finish_writes([self._writes.popleft()])
 
     def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
-        for part in parts_by_bytes(slots.size, _row_bytes(cache)):
+        for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
             super().fetch(slots[part], cache, places[part])
 
     def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
-        for part in parts_by_bytes(slots.size, _row_bytes(cache)):
+        for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
             super().put_back(slots[part], cache, places[part])
 
     def flush(self) -> None:
