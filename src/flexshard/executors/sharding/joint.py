@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexshard._internal import group_behind
+from flexshard._internal import continued_on, current_stream, group_behind
 from flexshard.costmodels import Layout, RowWidths, TableClass, step_collectives
 from flexshard.errors import CommunicationError, FlexShardError, PlanError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
@@ -156,6 +156,7 @@ class JointModules:
         """``cached``: tables whose rows are to be behind caches; all of them have to be there when a batch comes."""
         self._cached = set(cached)
         self.sync = DelayedSync()
+        self.steps_on: torch.cuda.Stream | None = None  # where rows are looked up and updated; None on CPUs
         self._tables: list[ShardedTables] = []
         self._joint: dict[tuple[int, ...], JointTables] = {}
         self._open: JointBatch | None = None
@@ -165,7 +166,13 @@ class JointModules:
         """One more module; its index."""
         self._tables.append(tables)
         self._watch(tables)
+        self.steps_on = current_stream(tables.device)
         return len(self._tables) - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Of their rows."""
+        return self._tables[0].device
 
     def replace(self, index: int, tables: ShardedTables) -> None:
         """A module's tables have another layout."""
@@ -312,8 +319,9 @@ class JointBatch:
         if self._error is not None:
             raise self._error
         if any(word.written for word in splits.status):
-            for part in self.parts.values():
-                part.owner.finish_writes()
+            with continued_on(self._modules.steps_on):  # not while a step before it is under way
+                for part in self.parts.values():
+                    part.owner.finish_writes()
         self._exchange = self._tables.exchange(self._batch, splits)
         self._modules.sent(self)
 
@@ -348,6 +356,7 @@ class JointBatch:
                 evaluated only.
         """
         train = torch.is_grad_enabled()
+        self._modules.steps_on = current_stream(self._modules.device)
         if self._token is None:
             parts = self.parts.values()
             # Another one of them may train though this one does not.
