@@ -52,6 +52,7 @@ from flexshard.topologies import Level
 __all__ = ["main"]
 
 DIM, WARM, BLOCKS, SETTLE, STEPS = 64, 40, 5, 5, 20
+CASES = ((True, 16_384, 0.05), (True, 16_384, 0.01), (False, 4_096, 0.05))  # bags or rows, samples, share in the cache
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 
 
@@ -226,8 +227,8 @@ def _hits(rows: tuple[int, ...], share: float, every: list[Batch], *, pooled: bo
     return float(1 - counts[3] / counts[2])
 
 
-def main(most_rows: int = 10**9, cases: tuple[tuple[bool, int, float], ...] | None = None) -> None:
-    """``cases``: whether bags, samples, and the caches' share of the rows."""
+def main(most_rows: int) -> None:
+    """Every case, with no table of more rows than that."""
     if not torch.cuda.is_available():
         print("FBGEMM's caches need a GPU, and there is none here")
         return
@@ -238,7 +239,7 @@ def main(most_rows: int = 10**9, cases: tuple[tuple[bool, int, float], ...] | No
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
-            for pooled, samples, share in cases or ((True, 16_384, 0.05), (True, 16_384, 0.01), (False, 4_096, 0.05)):
+            for pooled, samples, share in CASES:
                 compare(rows, samples, share, pooled=pooled, lookahead=4)
         finally:
             dist.destroy_process_group()

@@ -11,7 +11,7 @@ import torch
 
 from flexshard._internal import parts_by_bytes, to_device
 
-__all__ = ["HostRows", "LocalRows", "row_bytes_of"]
+__all__ = ["HostRows", "LocalRows"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,15 +30,17 @@ class HostRows(abc.ABC):
         """Let distinct slots' rows be these; what is read later on this rank finds them."""
 
     def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
-        """Copy rows of slots to distinct places of a cache, shape (places, width) by name."""
-        target = _on_device_of(cache, places)
-        for name, rows in self.read(slots, list(cache)).items():
-            cache[name].index_copy_(0, target, rows)
+        """Copy rows of slots to distinct places of a cache, shape (places, width) by name; some after others."""
+        for part in parts_by_bytes(slots.size, _row_bytes(cache)):
+            target = _on_device_of(cache, places[part])
+            for name, rows in self.read(slots[part], list(cache)).items():
+                cache[name].index_copy_(0, target, rows)
 
     def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
         """Copy rows at places of a cache to distinct slots, as by :meth:`write`."""
-        source = _on_device_of(cache, places)
-        self.write(slots, {name: values.index_select(0, source) for name, values in cache.items()})
+        for part in parts_by_bytes(slots.size, _row_bytes(cache)):
+            source = _on_device_of(cache, places[part])
+            self.write(slots[part], {name: values.index_select(0, source) for name, values in cache.items()})
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -69,16 +71,14 @@ class LocalRows(HostRows):
 
     def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
         if not self._on_host:
-            for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
-                super().fetch(slots[part], cache, places[part])
+            super().fetch(slots, cache, places)
             return
         for name, values in cache.items():
             _copy_rows(self._values[name], slots, values, places)
 
     def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
         if not self._on_host:
-            for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
-                super().put_back(slots[part], cache, places[part])
+            super().put_back(slots, cache, places)
             return
         for name, values in cache.items():
             _copy_rows(values, places, self._values[name], slots)
@@ -91,7 +91,7 @@ class LocalRows(HostRows):
         return self._changed()
 
 
-def row_bytes_of(cache: Mapping[str, torch.Tensor]) -> int:
+def _row_bytes(cache: Mapping[str, torch.Tensor]) -> int:
     """Of a row of a cache, shape (places, width) by name, with its states."""
     return sum(values[:1].nbytes for values in cache.values())
 

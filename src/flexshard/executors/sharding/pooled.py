@@ -36,9 +36,10 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
         super().__init__(configs, tables, **shared)
         self._is_weighted = is_weighted
         names = get_embedding_names_by_table(list(configs))
-        self._modes = {
-            name: "mean" if config.pooling == PoolingType.MEAN else "sum"
+        self._means = {
+            name
             for config, of_table in zip(configs, names, strict=True)
+            if config.pooling == PoolingType.MEAN
             for name in of_table
         }
         self._names = [name for of_table in names for name in of_table]
@@ -96,7 +97,7 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
             ends = features.offset_per_key()
             weights = torch.cat([features.weights()[ends[place] : ends[place + 1]] for place in which])
             weights = weights.detach().to(rows.dtype)
-        means = [self._modes[lookup.name] == "mean" for lookup in lookups]
+        means = [lookup.name in self._means for lookup in lookups]
         scale = None
         if any(means):
             scale = 1.0 / lengths.clamp(min=1).to(rows.dtype)

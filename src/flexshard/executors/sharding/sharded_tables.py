@@ -271,14 +271,15 @@ class ShardedTables:
 
     def _located(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         """Locations of a batch's lookups, (table index, ids), in their order."""
-        together = host_waits_for(self.device)
-        found = []
-        for dealt, run in groupby(lookups, lambda lookup: self.location_tables[lookup[0]].dealt is not None):
-            tables, ids = zip(*((self.location_tables[table], ids) for table, ids in run), strict=True)
-            if dealt and together:
-                found.append(dealt_locations(tables, ids))
+        tables = [(self.location_tables[table], ids) for table, ids in lookups]
+        if not host_waits_for(self.device):
+            return [table.locations(ids) for table, ids in tables]
+        found: list[torch.Tensor] = []
+        for dealt, run in groupby(tables, lambda one: one[0].dealt is not None):
+            if dealt:
+                found.append(dealt_locations(*zip(*run, strict=True)))
             else:
-                found += [table.locations(part) for table, part in zip(tables, ids, strict=True)]
+                found += [table.locations(ids) for table, ids in run]
         return found
 
     @cached_property

@@ -138,7 +138,7 @@ class RowStore(nn.Module, abc.ABC):
         """Let go of the memory of weights and states; whoever looks at them afterwards gets an error."""
         for name in ("weight", *self.spec.state_names):
             storage = self.part(name).untyped_storage()
-            if storage.resizable():  # not what is in the host's memory and a device's tensor
+            if storage.resizable():  # not what NumPy has had, on the host
                 storage.resize_(0)
 
     def parameter(self, slots: slice) -> nn.Parameter:

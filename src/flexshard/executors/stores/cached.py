@@ -66,8 +66,11 @@ class CachedStore(MemoryStore):
 
     def _host_rows(self) -> HostRows:
         """Where rows are that are not in the cache."""
-        values = {name: super(CachedStore, self).part(name) for name in ("weight", *self.spec.state_names)}
-        return LocalRows(values, lambda: self._flat._version != self._version)
+        return LocalRows(self._parameters_and_states(), lambda: self._flat._version != self._version)
+
+    def _parameters_and_states(self) -> dict[str, torch.Tensor]:
+        """Rows in this process by name, shape (slots, width)."""
+        return {"weight": self.values} | self.states()
 
     @property
     def cache_rows(self) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from flexshard._internal import to_device
+
 __all__ = ["CopiedSlots"]
 
 
@@ -18,9 +20,7 @@ class CopiedSlots:
         self._others, self._slots = tuple(others), slots
         self._stops = np.array([other.stop for other in others], np.int64)
         self._gone = np.cumsum([0, *map(len, others)])  # before and up to each
-        self._stops_there, self._gone_there = (
-            torch.from_numpy(numbers).to(device) for numbers in (self._stops, self._gone)
-        )
+        self._stops_there, self._gone_there = to_device(self._stops, device), to_device(self._gone, device)
 
     def __len__(self) -> int:
         return self._slots - int(self._gone[-1])

@@ -74,16 +74,18 @@ class MappedStore(CachedStore):
     def update_rows(
         self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0, read: torch.Tensor | None = None
     ) -> None:
-        self._take_writes()
-        self._near_newer = True
-        self._near.update_rows(self._copied[where], gradient, seed=seed, read=read)
+        self._near_changes().update_rows(self._copied[where], gradient, seed=seed, read=read)
 
     def update_copies(
         self, where: slice | torch.Tensor, gradient: torch.Tensor, *, seed: int = 0, read: torch.Tensor | None = None
     ) -> None:
+        self._near_changes().update_copies(self._copied[where], gradient, seed=seed, read=read)
+
+    def _near_changes(self) -> MemoryStore:
+        """Rows with copies, to be updated."""
         self._take_writes()
         self._near_newer = True
-        self._near.update_copies(self._copied[where], gradient, seed=seed, read=read)
+        return self._near
 
     def set_learning_rate(self, learning_rate: float) -> None:
         super().set_learning_rate(learning_rate)
@@ -98,7 +100,7 @@ class MappedStore(CachedStore):
         with continued_on(self._steps_on):
             super().flush()
             if self._near_newer:
-                for name, rows in self._host_parts().items():
+                for name, rows in self._parameters_and_states().items():
                     rows.index_copy_(0, self._copied_slots, self._near.part(name))
                 self._near_newer = False
 
@@ -123,10 +125,6 @@ class MappedStore(CachedStore):
     @torch.no_grad()
     def _read_copies(self) -> None:
         """Let rows with copies be the host's."""
-        for name, rows in self._host_parts().items():
+        for name, rows in self._parameters_and_states().items():
             torch.index_select(rows, 0, self._copied_slots, out=self._near.part(name))
         self._near_newer = False
-
-    def _host_parts(self) -> dict[str, torch.Tensor]:
-        """Weights and states by name, shape (slots, width)."""
-        return {"weight": self.values} | self.states()

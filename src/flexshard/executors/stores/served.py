@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from flexshard._internal import parts_by_bytes
-from flexshard.executors.lookahead.host_rows import HostRows, row_bytes_of
+from flexshard.executors.lookahead.host_rows import HostRows
 from flexshard.executors.servers.embedding_servers import PendingWrite, ServedTables
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
@@ -121,14 +120,6 @@ class _ServedRows(HostRows):
         )
         while len(self._writes) > _MOST_WRITES:
             self._tables.finish_writes([self._writes.popleft()])
-
-    def fetch(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
-        for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
-            super().fetch(slots[part], cache, places[part])
-
-    def put_back(self, slots: IntArray, cache: Mapping[str, torch.Tensor], places: IntArray) -> None:
-        for part in parts_by_bytes(slots.size, row_bytes_of(cache)):
-            super().put_back(slots[part], cache, places[part])
 
     def flush(self) -> None:
         while self._writes:
