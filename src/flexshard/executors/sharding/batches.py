@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,6 +93,12 @@ class RowsOwner(Protocol):
     """A module, as far as a batch goes."""
 
     training: bool
+
+    def part_of(self, features: KeyedJaggedTensor, given: object) -> BatchPart:
+        """Its part of a batch, which it is given as ``given``."""
+
+    def rows_mark(self) -> Hashable:
+        """What changes when somebody writes to its rows, where that can be known."""
 
     def written(self) -> int:
         """Whether somebody wrote to its ``state_dict``, and to a current one."""

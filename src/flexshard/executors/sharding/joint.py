@@ -3,25 +3,35 @@
 TorchRec's pipelines begin the distribution of a batch for all modules before they wait for any, and so may other code;
 then, if all of these get the same batch, counts, ids, rows and gradients go in one exchange, whose latencies are paid
 once. Where one module's distribution is waited for before the next one's begins, as in a plain forward pass, each has
-its own. Which modules go together so depends on the calls alone, which are the same on every rank.
+its own until :class:`CallOrder` knows which modules get a batch after the first. Which modules go together so depends
+on the calls alone, which are the same on every rank.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from flexshard._internal import continued_on, current_stream, group_behind
-from flexshard.errors import CommunicationError, FlexShardError, PlanError
+from flexshard.errors import CommunicationError, DataError, FlexShardError, PlanError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.comm.exchange import Exchange
 from flexshard.executors.comm.splits import SplitsExchange, Status
-from flexshard.executors.sharding.batches import BAD_IDS, CACHE_FAILED, WRITTEN, BatchPart, BatchProblem, OutsideIds
+from flexshard.executors.sharding.batches import (
+    BAD_IDS,
+    CACHE_FAILED,
+    WRITTEN,
+    BatchPart,
+    BatchProblem,
+    OutsideIds,
+    RowsOwner,
+)
+from flexshard.executors.sharding.call_order import CallOrder, Expected
 from flexshard.executors.sharding.joint_tables import JointTables
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 
@@ -37,13 +47,16 @@ class JointModules:
         self.sync = DelayedSync()
         self.steps_on: torch.cuda.Stream | None = None  # where rows are looked up and updated; None on CPUs
         self._tables: list[ShardedTables] = []
+        self._owners: list[weakref.ref[RowsOwner]] = []
+        self._order = CallOrder()
         self._joint: dict[tuple[int, ...], JointTables] = {}
         self._open: JointBatch | None = None
         self._sent: deque[Callable[[], JointBatch | None]] = deque()
 
-    def add(self, tables: ShardedTables) -> int:
+    def add(self, tables: ShardedTables, owner: RowsOwner) -> int:
         """One more module; its index."""
         self._tables.append(tables)
+        self._owners.append(weakref.ref(owner))
         self._watch(tables)
         self.steps_on = current_stream(tables.device)
         return len(self._tables) - 1
@@ -59,6 +72,7 @@ class JointModules:
         self._tables[index] = tables
         self._watch(tables)
         self._joint.clear()
+        self._order.end()
 
     def failure(self, tables: ShardedTables) -> BatchProblem | None:
         """What went wrong beside the steps with a module's tables."""
@@ -68,7 +82,13 @@ class JointModules:
         return None if failed is None else BatchProblem(CACHE_FAILED, *failed)
 
     def _watch(self, tables: ShardedTables) -> None:
-        tables.on_replace = self.sync.rows_replaced
+        sync, order = self.sync, self._order
+
+        def rows_replaced() -> None:
+            sync.rows_replaced()
+            order.end()
+
+        tables.on_replace = rows_replaced
         for group in tables.groups:
             group.store.settle = self.sync.settle
 
@@ -86,22 +106,78 @@ class JointModules:
     def tables_of(self, members: tuple[int, ...]) -> JointTables:
         """Of some of the modules."""
         if members not in self._joint:
-            self._joint[members] = JointTables([self._tables[index] for index in members], members, self.sync)
+            self._joint[members] = JointTables(
+                [self._tables[index] for index in members], members, self.sync, self._order
+            )
         return self._joint[members]
 
     def join(self, index: int, part: BatchPart) -> JointBatch:
-        """Begin a module's part of a batch, together with those that were begun just before and not waited for."""
+        """Begin a module's part of a batch, together with those that were begun just before and not waited for, and
+        with those of modules that are expected to be given the same batch.
+        """
         if self._cached:
             self._check_cached()
         if self._open is not None and not self._open.may_take(index, part):
             self._open.begin()
-        if self._open is None:
-            self._open = JointBatch(self)
-        batch = self._open
-        batch.parts[index] = part
+        if self._open is not None:
+            self._order.end()  # this is no plain loop
+            batch = self._open
+            batch.parts[index] = part
+        else:
+            batch = self._open = JointBatch(self)
+            batch.parts[index] = part
+            self._expect(self._order.called(index, part.features, self._mode), batch, part.features)
         if len(batch.parts) == len(self._tables):
             batch.begin()
         return batch
+
+    def _expect(self, others: Sequence[int], batch: JointBatch, given: Any) -> None:
+        """Begin a batch for other modules, too, before they are given it. Caches have to know which batch comes next,
+        and evaluation in inference mode tells nobody who writes to what.
+        """
+        if not others or self.sync.on or torch.is_inference_mode_enabled() or given.values().is_inference():
+            return
+        if any(group.store.ahead for tables in self._tables for group in tables.groups):
+            return
+        first = set(batch.parts)
+        for other in others:
+            owner = self._owners[other]()
+            if owner is not None:
+                batch.parts[other] = owner.part_of(given, given)
+        batch.begin()
+        self._order.expected = Expected(batch, given, self._mode, set(batch.parts) - first)
+
+    @property
+    def _mode(self) -> Hashable:
+        return torch.is_grad_enabled(), current_stream(self.device)
+
+    def begun_for(self, index: int, given: object) -> JointBatch | None:
+        """The batch in which a module's part was begun with another's, as was expected; None if it was not.
+
+        Raises:
+            DataError: the batch's ids were changed in place since, or the module's rows after they were looked up.
+        """
+        expected = self._order.begun_for(index, given, self._mode)
+        if expected is None:
+            return None
+        batch: JointBatch = expected.batch
+        owner = batch.parts[index].owner
+        changed = "the batch's ids" if expected.ids_changed else ""
+        if index in expected.rows and expected.rows[index] != owner.rows_mark():
+            changed = "these rows"
+        if changed:
+            raise DataError(
+                f"tables {', '.join(self._tables[index].names[:3])}: {changed} were written to between the forward"
+                " passes of two modules that are given the same KeyedJaggedTensor, after the first one had looked up"
+                " the rows of both; write before the first, or give the second a KeyedJaggedTensor of its own"
+            )
+        return batch
+
+    def looked_up(self, batch: JointBatch) -> None:
+        """A batch's rows are what they are now."""
+        expected = self._order.expected
+        if expected is not None and expected.batch is batch:
+            expected.rows = {index: batch.parts[index].owner.rows_mark() for index in expected.left}
 
     def _check_cached(self) -> None:
         """Raises PlanError where there is no such table: of all modules it is known only now."""
@@ -245,6 +321,7 @@ class JointBatch:
                 part.owner.before_look_up(train=self._train)
             with torch.set_grad_enabled(self._train):
                 self._token = self.exchange.start()
+            self._modules.looked_up(self)
         if train and not self._train:
             names = ", ".join(self._names_of(index)[:3])
             raise CommunicationError(

@@ -17,6 +17,7 @@ from flexshard.executors.comm.exchange import Exchange
 from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
 from flexshard.executors.comm.wire import Wire
 from flexshard.executors.sharding.batches import BatchPart, BatchProblem, error_of
+from flexshard.executors.sharding.call_order import CallOrder
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
 
@@ -32,7 +33,9 @@ class JointTables:
         first_table: of each module.
     """
 
-    def __init__(self, modules: Sequence[ShardedTables], members: tuple[int, ...], sync: DelayedSync) -> None:
+    def __init__(
+        self, modules: Sequence[ShardedTables], members: tuple[int, ...], sync: DelayedSync, order: CallOrder
+    ) -> None:
         """``members``: the modules, as their model counts them."""
         self._modules, self._options = modules, modules[0].options
         self.layout = Layout.joined([module.layout for module in modules])
@@ -75,9 +78,10 @@ class JointTables:
             [group.traits.output_dtype for group in groups],
             self._before_update,
         )
-        self._members, self._sync = members, sync
+        self._members, self._sync, self._order = members, sync, order
 
     def _before_update(self, module: int) -> None:
+        self._order.end()
         self._modules[module].on_update()
 
     def _reductions_of(self, members: tuple[int, ...]) -> list[ReplicaReduction | None]:

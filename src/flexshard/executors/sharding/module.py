@@ -84,7 +84,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         self._configs = list(configs)
         self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
         self._logical = LogicalTables(tables, self.container)
-        self.joint, self._index = joint, joint.add(tables)
+        self.joint, self._index = joint, joint.add(tables, self)
         setattr(self, self.container, nn.ModuleDict())
         self._register_tables()
         self._lookups_of, self._torchrec_lookups = self._find_lookups()
@@ -146,18 +146,10 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         """
         given = features
         ctx.features = features = maybe_td_to_kjt(features)
-        tables, translated = self.tables, self.translated_ids
-        with torch.no_grad():
-            lookups, problem = ids_of_tables(
-                features,
-                self._lookups_of,
-                tables.location_tables,
-                translated=translated,
-                variable=not self._torchrec or self._device.type != "cpu",
-            )
-            problem = self.joint.failure(tables) or problem
-            part = BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
-            batch = self.joint.join(self._index, part)
+        batch = self.joint.begun_for(self._index, given)
+        if batch is None:
+            batch = self.joint.join(self._index, self.part_of(features, given))
+        problem = batch.parts[self._index].problem
         awaitables: list[Any] = [SplitsAwaitable(batch)]
         ctx.sharding_contexts = [None]
         for collection in self._torchrec:
@@ -170,6 +162,20 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
             awaitables += request.awaitables
             ctx.sharding_contexts += ctx.torchrec.sharding_contexts
         return KJTListSplitsAwaitable(awaitables, ctx)
+
+    @torch.no_grad()
+    def part_of(self, features: KeyedJaggedTensor, given: object) -> BatchPart:
+        """The module's part of a batch, translated; ``given`` is what the module was given."""
+        tables, translated = self.tables, self.translated_ids
+        lookups, problem = ids_of_tables(
+            features,
+            self._lookups_of,
+            tables.location_tables,
+            translated=translated,
+            variable=not self._torchrec or self._device.type != "cpu",
+        )
+        problem = self.joint.failure(tables) or problem
+        return BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
 
     def _of_torchrec(self, features: KeyedJaggedTensor, problem: object) -> KeyedJaggedTensor:
         """Features of the tables that TorchRec shards, in the same order in every batch, since it goes by that of the
@@ -217,6 +223,10 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         if train:
             self._logical.rows_change()
         self.tables.count_step(trained=train)
+
+    def rows_mark(self) -> tuple[int, ...]:
+        """What changes when somebody writes to rows or to tensors of a ``state_dict``; not through ``data``."""
+        return (self.written(), *(group.store.flat._version for group in self.groups))
 
     def written(self) -> int:
         """Whether somebody wrote to tensors of a ``state_dict``, and to a current one."""
