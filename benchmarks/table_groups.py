@@ -3,10 +3,10 @@
 Rows and bytes are the same whatever the groups: 48 numbers a row on average, in one group all of them, in ten groups
 five widths under two optimizers, in fifty each table with a learning rate of its own. Every table has a tier of copies.
 TorchRec's collections have one width each, so ten groups are five modules, which share one exchange: in TorchRec's
-training pipeline, which begins all modules' distribution together, and in a plain loop, from its third batch on. One
-group is measured in one module and in five as well, which tells what groups cost from what modules do; and with either
-optimizer, since half of ten groups have the dearer one: what groups cost is told against the mean of both. The batch
-size is that which TorchRec's planner takes if it is told none.
+training pipeline, which begins all modules' distribution together, and in a plain loop that calls ``start_input_dist``;
+without that each has its own. One group is measured in one module and in five as well, which tells what groups cost
+from what modules do; and with either optimizer, since half of ten groups have the dearer one: what groups cost is told
+against the mean of both. The batch size is that which TorchRec's planner takes if it is told none.
 
     python -m benchmarks.table_groups [--ranks 4] [--batch-size 512] [--network]
 
@@ -42,7 +42,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 import flexshard
 from benchmarks.timing import paired_medians
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
-from flexshard.executors import Observer
+from flexshard.executors import Observer, start_input_dist
 from flexshard.topologies import Cluster, CollectiveRate, Level
 
 TABLES, ROWS, LENGTH = 50, 20_000, 4
@@ -137,12 +137,16 @@ def batches(rank: int, batch_size: int) -> list[KeyedJaggedTensor]:
 class Plain:
     """A loop without a pipeline."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, *, together: bool) -> None:
+        """``together``: whether all modules' batch is begun before the first one's forward pass."""
+        self._model, self._together = model, together
 
     def progress(self, batches: Iterator[KeyedJaggedTensor]) -> None:
         """A step."""
-        self._model(next(batches))[0].backward()
+        batch = next(batches)
+        if self._together:
+            start_input_dist(self._model, batch)
+        self._model(batch)[0].backward()
 
 
 def run_rank(nodes: int, batch_size: int, result: Path) -> None:
@@ -154,13 +158,16 @@ def run_rank(nodes: int, batch_size: int, result: Path) -> None:
     runs: dict[str, Any] = {}
     for shape in SHAPES:
         plain, model = (plan_of(Model(*shape), nodes, world // nodes, batch_size) for _ in range(2))
-        pipeline = TrainPipelineSparseDist(model, model.fused_optimizer, torch.device("cpu"))
-        for name, run in (("pipeline", pipeline), ("plain loop", Plain(plain))):
+        loops = {
+            "pipeline": TrainPipelineSparseDist(model, model.fused_optimizer, torch.device("cpu")),
+            "plain loop": Plain(plain, together=False),
+            "plain loop, begun together": Plain(plain, together=True),
+        }
+        for name, run in loops.items():
             runs[title(name, *shape)] = run, itertools.cycle(data)
     calls = {}
     for name, (run, stream) in runs.items():
-        for _ in range(3):  # fills the pipeline; shows in which order a loop calls the modules
-            run.progress(stream)
+        run.progress(stream)  # fills the pipeline
         with Observer() as observer:
             for _ in range(STEPS):
                 run.progress(stream)
@@ -200,11 +207,11 @@ def main() -> int:
     for name, (calls, nbytes, times) in found.items():
         shares = []
         for modules in (1, 5):
-            one = [found[title(name.split(",")[0], 1, modules, optimizer)][2] for optimizer in OPTIMIZERS]
+            one = [found[title(name.split(", groups")[0], 1, modules, optimizer)][2] for optimizer in OPTIMIZERS]
             base = [statistics.fmean(times) for times in zip(*one, strict=True)]
             shares.append(statistics.median(time / one for time, one in zip(times, base, strict=True)))
         print(
-            f"{name:>56}: {calls:3.0f} collectives, {nbytes / 1e6:.2f} MB a rank and step,"
+            f"{name:>72}: {calls:3.0f} collectives, {nbytes / 1e6:.2f} MB a rank and step,"
             f" {statistics.median(times) * 1e3:.1f} ms, {shares[0]:.2f} of one group's in one module,"
             f" {shares[1]:.2f} in five"
         )

@@ -12,6 +12,7 @@ pytest.importorskip("torchrec")
 
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from flexshard.errors import DataError
 from flexshard.executors import Observer, replay, reshard
@@ -32,12 +33,16 @@ def split_of(cluster: Any, seed: int) -> dict[str, list[tuple[int, int, str]]]:
     return split
 
 
+def copy_of(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(features.keys(), features.values().clone(), lengths=features.lengths().clone())
+
+
 def begin(parallel: Any, batch: models.Batch, together: bool) -> Callable[[str], Any]:
     """Distribute a batch to both modules, and what then gives a module's output."""
     modules = {name: parallel.module.get_submodule(name) for name in ("wide", "narrow")}
     contexts = {name: module.create_context() for name, module in modules.items()}
-    if not together:
-        return lambda name: modules[name](batch.features)
+    if not together:  # a batch of its own for each, so that a plain loop does not join them either
+        return lambda name: modules[name](copy_of(batch.features))
     requests = {name: module.input_dist(contexts[name], batch.features) for name, module in modules.items()}
     tensors = {name: request.wait() for name, request in requests.items()}
     ids = {name: tensor.wait() for name, tensor in tensors.items()}

@@ -1,9 +1,9 @@
-"""Modules that a plain loop gives the same batch one after the other share an exchange once that is known, with the
-numbers of each by itself.
-"""
+"""Modules whose batch a plain loop begins together share an exchange, with the numbers of each by itself."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,22 +15,23 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard.errors import DataError
-from flexshard.executors import Observer, reshard
-from flexshard.executors.sharding.call_order import CallOrder
+from flexshard.errors import CommunicationError, DataError, PlanError
+from flexshard.executors import Observer, reshard, start_input_dist
 from tests.executors import models, ranks
-from tests.executors.test_joint import WAYS, both, split_of, total
+from tests.executors.test_joint import WAYS, both, copy_of, split_of, total
 
 NAMES = ("wide", "narrow")
 
 
-def copy_of(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(features.keys(), features.values().clone(), lengths=features.lengths().clone())
+def outputs(parallel: Any, features: KeyedJaggedTensor, together: bool) -> Callable[[str], Any]:
+    """What gives a module's output."""
+    if together:
+        start_input_dist(parallel, features)
+    return lambda name: parallel.module.get_submodule(name)(features)
 
 
-def outputs(parallel: Any, features: KeyedJaggedTensor, apart: bool) -> Callable[[str], Any]:
-    """What gives a module's output; ``apart``: each gets a batch of its own, so that it goes by itself."""
-    return lambda name: parallel.module.get_submodule(name)(copy_of(features) if apart else features)
+def begun_when_used(parallel: Any, features: KeyedJaggedTensor, together: bool) -> Callable[[str], Any]:
+    return lambda name: outputs(parallel, features, together)(name)
 
 
 def counts_of(observer: Any) -> int:
@@ -69,122 +70,246 @@ def largest_difference(first: Any, second: Any) -> float:
     return max(float((models.whole(a).double() - models.whole(b).double()).abs().max()) for a, b in pairs)
 
 
+def looked_on(output: Callable[[str], Any], later: Callable[[str], Any]) -> None:
+    """Before its backward pass, another batch is looked at."""
+    loss = total(output("wide"), ["clicked"]) + total(output("narrow"), ["user"])
+    with torch.no_grad():
+        level = later("wide")["clicked"].values().sum()
+    (loss * (1 + 0.001 * level)).backward()
+
+
+def other_first(output: Callable[[str], Any], later: Callable[[str], Any]) -> None:
+    """A batch's second module after another batch has updated the first."""
+    loss = total(output("wide"), ["clicked"])
+    total(later("wide"), ["clicked"]).backward()
+    (loss + total(output("narrow"), ["user"])).backward()
+
+
 def trained(rank: int, plan: Any, optimizer: str, ways: list[Any]) -> tuple[float, list[int]]:
-    """Largest difference between modules that may go together and modules that do not, after a step each way; and how
-    many exchanges each step of the former made.
+    """Largest difference between modules that go together and modules that do not, after a step each way; and how many
+    exchanges each step of the former made.
     """
     found, exchanges = [], []
-    for apart in (True, False):
+    for together in (False, True):
         parallel, _ = models.shard(plan, optimizer)
         for step, way in enumerate(ways):
+            features, other = (models.make_batch(batch, rank, size=6).features for batch in (step, 50 + step))
             with Observer() as observer:
-                way(outputs(parallel, models.make_batch(step, rank, size=6).features, apart))
+                output = outputs(parallel, features, together)
+                if way in TWO_BATCHES:
+                    way(output, begun_when_used(parallel, other, together and way is not other_first))
+                else:
+                    way(output)
                 observer.step()
-            if not apart:
+            if together:
                 exchanges.append(counts_of(observer))
-            if step == 4:
+            if step == 1:
                 with torch.no_grad():  # an evaluation between steps counts for nothing
-                    outputs(parallel, models.make_batch(9, rank, size=6).features, apart)("narrow")["user"].values()
+                    outputs(parallel, other, together)("narrow")["user"].values()
         found.append(parallel)
     return largest_difference(*found), exchanges
 
 
-CASES = {
-    **{way.__name__: [way] * 5 for way in WAYS},
-    "separately": [separately] * 4,
-    "then separately": [both] * 4 + [separately, both, both, both, separately, both],
-    "one only": [both] * 4 + [one, both, both, both, both],
-    "other orders": [both] * 3 + [backwards] * 4 + [both] * 2,
-    "again": [both] * 3 + [again] * 4 + [both] * 4,
-}
-EXCHANGES = {
-    "both": [2, 2, 1, 1, 1],
-    "one_after_the_other": [2, 2, 1, 1, 1],
-    "twice": [2, 2, 1, 1, 1],
-    # Without gradients and with them is not the same way.
-    "frozen_first": [2] * 5,
-    "frozen_last": [2] * 5,
-    "separately": [2] * 4,
-    # What was expected and did not come is begun anew, and two batches are seen before it is expected again.
-    "then separately": [2, 2, 1, 1, 2, 2, 2, 1, 2, 2],
-    "one only": [2, 2, 1, 1, 1, 2, 2, 1, 1],
-    "other orders": [2, 2, 1, 2, 2, 1, 1, 1, 1],
-    "again": [2, 2, 1, 2, 2, 2, 2, 1, 1, 1, 1],
-}
+TWO_BATCHES = (looked_on, other_first)
+SEVERAL = [both, separately, one, backwards, again, both, other_first, looked_on, both]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-@pytest.mark.parametrize("case", CASES)
-def test_numbers_are_those_of_each_module_by_itself(case: str, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("ways", "optimizer", "exchanges"),
+    [
+        *([(way,) * 3, "adam", [1] * 3] for way in WAYS),
+        ((separately,) * 3, "adam", [2] * 3),  # rows change in between
+        (SEVERAL, "adam", [1, 2, 1, 1, 3, 1, 3, 2, 1]),
+        (SEVERAL, "adagrad", [1, 2, 1, 1, 3, 1, 3, 2, 1]),
+    ],
+    ids=lambda value: value[0].__name__ + str(len(value)) if callable(value[0]) else None,
+)
+def test_numbers_are_those_of_each_module_by_itself(ways: Any, optimizer: str, exchanges: list[int]) -> None:
     cluster = models.small_cluster(2, 2)
-    seed = list(CASES).index(case)
-    plan = models.plan_of(cluster, split_of(cluster, seed), index_dedup="some" if optimizer == "adagrad" else False)
-    found = ranks.run(2, 2, trained, plan, optimizer, CASES[case])
+    plan = models.plan_of(
+        cluster, split_of(cluster, len(ways)), index_dedup="some" if optimizer == "adagrad" else False
+    )
+    found = ranks.run(2, 2, trained, plan, optimizer, list(ways))
     assert max(difference for difference, _ in found) < 1e-5
-    if case in EXCHANGES:
-        assert [exchanges for _, exchanges in found] == [EXCHANGES[case]] * 4
+    assert [counted for _, counted in found] == [exchanges] * 4
+
+
+def accumulating(rank: int, plan: Any) -> float:
+    """Batches one after the other before one backward pass, in a pipeline's order, too."""
+    found = []
+    for together in (False, True):
+        parallel, _ = models.shard(plan, "adam")
+        for step in range(3):
+            features, other = (models.make_batch(batch, rank, size=6).features for batch in (step, 50 + step))
+            output = outputs(parallel, features, together)
+            wide, narrow = output("wide"), output("narrow")
+            later = outputs(parallel, other, together)("wide")
+            loss = total(wide, ["clicked"]) + total(narrow, ["user"]) + total(later, ["clicked"])
+            loss.backward()
+        found.append(parallel)
+    return largest_difference(*found)
+
+
+def test_a_module_that_is_not_given_a_batch_is_where_it_was() -> None:
+    """Adam's step of an update that is still to come is not that of rows that nobody asked for."""
+    cluster = models.small_cluster(2, 2)
+    assert max(ranks.run(2, 2, accumulating, models.plan_of(cluster, split_of(cluster, 1)))) < 1e-5
 
 
 def refused(rank: int, plan: Any) -> list[str]:
-    """What is written between two modules' forward passes after both were looked up is an error, ids or rows."""
+    """What is changed between two modules' forward passes after both were looked up is an error."""
     messages = []
-    for what in ("ids", "rows", "state"):
+    for what in ("ids", "lengths", "batch", "rows", "state", "rate"):
         parallel, _ = models.shard(plan, "sgd")
-        for step in range(4):
-            state = parallel.state_dict()
-            features = models.make_batch(step, rank).features
-            output = outputs(parallel, features, apart=False)
-            output("wide")
-            with torch.no_grad():
-                if step == 3 and what == "ids":
-                    features.values()[:] = 0
-                if step == 3 and what == "rows":
-                    dict(parallel.named_parameters())["narrow.embeddings.users.weight"].mul_(2.0)
-                if step == 3 and what == "state":
-                    for shard in state["narrow.embeddings.users.weight"].to_local().local_shards():
-                        shard.mul_(2.0)
-            try:
-                output("narrow")
-            except DataError as error:
-                assert step == 3
-                messages.append(str(error))
+        both(outputs(parallel, models.make_batch(0, rank).features, together=True))
+        state = parallel.state_dict()
+        features = models.make_batch(1, rank).features
+        output = outputs(parallel, features, together=True)
+        output("wide")
+        with torch.no_grad():
+            if what == "ids":
+                features.values()[:] = 0
+            elif what == "lengths":
+                features.lengths()[:] = features.lengths().flip(0)
+            elif what == "batch":
+                output = outputs(parallel, copy_of(features), together=False)
+            elif what == "rows":
+                dict(parallel.named_parameters())["narrow.embeddings.users.weight"].mul_(2.0)
+            elif what == "state":
+                for shard in state["narrow.embeddings.users.weight"].to_local().local_shards():
+                    shard.mul_(2.0)
+            else:
+                parallel.module.narrow.fused_optimizer.param_groups[0]["lr"] = 0.01
+        try:
+            output("narrow")
+        except (CommunicationError, DataError) as error:
+            messages.append(str(error))
     return messages
 
 
-def test_what_is_written_between_two_modules_is_not_missed() -> None:
+def test_what_is_changed_between_two_modules_is_not_missed() -> None:
     cluster = models.small_cluster(2, 2)
-    for messages in ranks.run(2, 2, refused, models.plan_of(cluster, split_of(cluster, 1))):
-        assert len(messages) == 3
-        assert all(message.startswith("tables users: ") for message in messages)
-        assert "the batch's ids were written to" in messages[0]
-        assert all("these rows were written to" in message for message in messages[1:])
+    for rank, messages in enumerate(ranks.run(2, 2, refused, models.plan_of(cluster, split_of(cluster, 1)))):
+        assert len(messages) == 6
+        assert all(message.startswith(f"rank {rank}: the collection of tables users ") for message in messages[:3])
+        assert all("ids were changed after start_input_dist" in message for message in messages[:2])
+        assert "another batch than start_input_dist" in messages[2]
+        assert all("tables users: their rows or learning rates were changed" in message for message in messages[3:])
+
+
+def replaced(rank: int, plan: Any) -> list[float]:
+    """Rows that are loaded, and another plan, between two modules' forward passes: what each module by itself finds."""
+    found = []
+    for what in ("load", "reshard"):
+        values = []
+        for together in (False, True):
+            parallel, _ = models.shard(plan, "sgd")
+            state = {name: models.whole(weight) * 2 for name, weight in parallel.state_dict().items()}
+            output = outputs(parallel, models.make_batch(1, rank).features, together)
+            with torch.no_grad():
+                output("wide")
+                if what == "load":
+                    parallel.load_state_dict(state)
+                else:
+                    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+                    cluster = models.small_cluster(2, 2)
+                    reshard(parallel, models.plan_of(cluster, split_of(cluster, 4)), profiles=profiles)
+                values.append(output("narrow")["user"].values())
+        found.append(float((values[0] - values[1]).abs().sum()))
+    return found
+
+
+def test_rows_that_are_replaced_between_two_modules_are_looked_up_again() -> None:
+    cluster = models.small_cluster(2, 2)
+    assert ranks.run(2, 2, replaced, models.plan_of(cluster, split_of(cluster, 1))) == [[0.0, 0.0]] * 4
+
+
+def left_alone(rank: int, plan: Any) -> tuple[int, str]:
+    """Collections without all of their features go by themselves; a model without any is an error."""
+    parallel, _ = models.shard(plan, "sgd")
+    batch = models.make_batch(1, rank).features
+    rest = [index for index, key in enumerate(batch.keys()) if key != "user"]
+    wide_only = batch.permute(rest)
+    with Observer() as observer:
+        output = outputs(parallel, wide_only, together=True)
+        wide, narrow = output("wide"), parallel.module.narrow(batch)
+        (total(wide, ["clicked"]) + total(narrow, ["user"])).backward()
+        observer.step()
+    with pytest.raises(PlanError) as caught:
+        start_input_dist(nn.Linear(1, 1), batch)
+    return counts_of(observer), str(caught.value)
+
+
+def test_collections_of_other_batches_are_left_alone() -> None:
+    cluster = models.small_cluster(2, 2)
+    for exchanges, message in ranks.run(2, 2, left_alone, models.plan_of(cluster, split_of(cluster, 1))):
+        assert exchanges == 2
+        assert "no collection of the model is under a FlexShard plan" in message
+
+
+def deleted(rank: int, plan: Any) -> list[bool]:
+    """Whether a model is gone that is deleted while a module has not asked for its rows, and its batch."""
+    gone = []
+    for train in (True, False):
+        parallel = models.shard(plan, "sgd")[0]
+        features = models.make_batch(1, rank).features
+        with torch.set_grad_enabled(train):
+            start_input_dist(parallel, features)
+            parallel.module.wide(features)
+        store, batch = weakref.ref(parallel.module.narrow.groups[0].store), weakref.ref(features)
+        del parallel, features
+        gc.collect()
+        gone += [store() is None, batch() is None]
+    return gone
+
+
+def test_a_model_is_deleted_whatever_was_begun() -> None:
+    cluster = models.small_cluster(2, 2)
+    assert ranks.run(2, 2, deleted, models.plan_of(cluster, split_of(cluster, 1))) == [[True] * 4] * 4
+
+
+def inferred(rank: int, plan: Any) -> float:
+    """One module's output is part of a graph, though another's was asked for first, and in inference mode."""
+    parallel, _ = models.shard(plan, "sgd")
+    parallel.eval()
+    found = []
+    for together in (False, True):
+        output = outputs(parallel, models.make_batch(1, rank).features, together)
+        with torch.no_grad():
+            wide = output("wide")
+        with torch.inference_mode(together):
+            level = output("narrow")["user"].values().sum().item()
+        weight = torch.ones((), requires_grad=True)
+        (wide["clicked"].values() * weight * level).sum().backward()
+        found.append(weight.grad)
+    return float((found[0] - found[1]).abs())
+
+
+def test_inference_mode_is_one_module_s_own() -> None:
+    cluster = models.small_cluster(2, 2)
+    assert max(ranks.run(2, 2, inferred, models.plan_of(cluster, split_of(cluster, 1)))) < 1e-5
 
 
 def broken(rank: int, plan: Any) -> list[str]:
-    """A bad id of the second module, once it is begun with the first; then all goes on, under another plan."""
+    """A bad id of the second module stops the first one, too; then all goes on."""
     parallel, _ = models.shard(plan, "sgd")
     usual, _ = models.shard(plan, "sgd")
     bad = models.make_batch(3, rank).features
     if rank == 1:
         bad["user"].values()[:] = 64
     messages = []
-    for step in range(8):
-        if step == 3:
+    for step in range(4):
+        if step == 2:
             for _ in range(2):
                 try:
-                    both(outputs(parallel, bad, apart=False))
+                    both(outputs(parallel, bad, together=True))
                 except DataError as error:
                     messages.append(str(error))
             continue
-        if step == 5:
-            cluster = models.small_cluster(2, 2)
-            profiles = {name: models.profile_of(name) for _, name in models.table_names()}
-            reshard(parallel, models.plan_of(cluster, split_of(cluster, 4)), profiles=profiles)
         features = models.make_batch(step, rank).features
-        both(outputs(parallel, features, apart=False))
-        both(outputs(usual, features, apart=True))
-    for name, weight in usual.state_dict().items():
-        assert float((models.whole(weight) - models.whole(parallel.state_dict()[name])).abs().max()) < 1e-5, name
+        both(outputs(parallel, features, together=True))
+        both(outputs(usual, features, together=False))
+    assert largest_difference(parallel, usual) < 1e-5
     return messages
 
 
@@ -221,17 +346,20 @@ def beside_torchrec(rank: int, plan: Any) -> float:
         else:
             parallel = models.row_wise_of_torchrec("adagrad", 2, 4, model=TwoLosses())
             optim = models.optimizer_of(parallel)
-        outputs = []
-        for step in range(6):
-            loss, logits = parallel(models.make_batch(step, rank))
+        found = []
+        for step in range(4):
+            batch = models.make_batch(step, rank)
+            if make is models.shard:
+                start_input_dist(parallel, batch.features)
+            loss, logits = parallel(batch)
             optim.zero_grad()
             loss.backward()
             optim.step()
             parallel.eval()
             with torch.no_grad():
-                outputs += [logits.detach(), parallel(models.make_batch(20 + step, rank))[1]]
+                found += [logits.detach(), parallel(models.make_batch(20 + step, rank))[1]]
             parallel.train()
-        results.append((outputs, {n: models.whole(w) for n, w in parallel.state_dict().items()}))
+        results.append((found, {n: models.whole(w) for n, w in parallel.state_dict().items()}))
     (ours, our_weights), (theirs, their_weights) = results
     pairs = [*zip(ours, theirs, strict=True), *((our_weights[name], their_weights[name]) for name in their_weights)]
     return max(float((a - b).abs().max()) for a, b in pairs)
@@ -240,21 +368,3 @@ def beside_torchrec(rank: int, plan: Any) -> float:
 def test_a_plain_loop_beside_torchrec() -> None:
     cluster = models.small_cluster(2, 2)
     assert max(ranks.run(2, 2, beside_torchrec, models.plan_of(cluster, split_of(cluster, 5)))) < 1e-5
-
-
-def batch() -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(["f"], torch.zeros(1, dtype=torch.int64), lengths=torch.ones(1, dtype=torch.int64))
-
-
-def test_what_two_runs_alike_teach() -> None:
-    order, kept = CallOrder(), [batch() for _ in range(9)]
-    assert [order.called(index, kept[0], True) for index in (2, 0, 1)] == [(), (), ()]
-    assert [order.called(index, kept[1], True) for index in (2, 0, 1)] == [(), (), ()]
-    assert order.called(2, kept[2], False) == ()  # another mode
-    assert order.called(2, kept[3], True) == (0, 1)
-    assert order.called(0, kept[3], True) == ()
-    order.end()  # an update
-    assert order.called(1, kept[3], True) == ()
-    assert order.called(2, kept[4], True) == ()  # the last run was another one
-    assert order.called(2, object(), True) == ()
-    assert order.called(2, kept[5], True) == ()

@@ -110,6 +110,7 @@ if TYPE_CHECKING:
         as_text as as_text,
         new_grid as new_grid,
     )
+    from flexshard._internal.weak_calls import weakly as weakly
     from flexshard._internal.yaml_documents import (
         StrictModel as StrictModel,
         load_yaml as load_yaml,
@@ -158,6 +159,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "streams": ["SideStream", "continued_on", "current_stream", "used_here"],
         "sql": ["sql_name", "sql_text"],
         "text_tables": ["UNLIMITED", "Grid", "as_text", "new_grid"],
+        "weak_calls": ["weakly"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],
     },
 )

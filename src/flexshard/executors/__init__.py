@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flexshard.executors.comm.collectives import Collectives as Collectives
     from flexshard.executors.lookahead.pipeline import LookaheadPipeline as LookaheadPipeline
     from flexshard.executors.servers.embedding_servers import EmbeddingServers as EmbeddingServers
+    from flexshard.executors.sharding.input_dist import start_input_dist as start_input_dist
     from flexshard.executors.sharding.pooled import (
         ShardedFlexShardEmbeddingBagCollection as ShardedFlexShardEmbeddingBagCollection,
     )
@@ -60,6 +61,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "comm.collectives": ["Collectives"],
         "lookahead.pipeline": ["LookaheadPipeline"],
         "servers.embedding_servers": ["EmbeddingServers"],
+        "sharding.input_dist": ["start_input_dist"],
         "sharding.pooled": ["ShardedFlexShardEmbeddingBagCollection"],
         "sharding.sequences": ["ShardedFlexShardEmbeddingCollection"],
         "sharding.sharders": ["FlexShardEmbeddingBagCollectionSharder", "FlexShardEmbeddingCollectionSharder"],

@@ -28,6 +28,7 @@ __all__ = [
     "RowsOwner",
     "error_of",
     "ids_of_tables",
+    "version_of",
 ]
 
 IntArray = npt.NDArray[np.int64]
@@ -94,11 +95,8 @@ class RowsOwner(Protocol):
 
     training: bool
 
-    def part_of(self, features: KeyedJaggedTensor, given: object) -> BatchPart:
-        """Its part of a batch, which it is given as ``given``."""
-
     def rows_mark(self) -> Hashable:
-        """What changes when somebody writes to its rows, where that can be known."""
+        """What changes when somebody writes to its rows or sets its learning rates, where that can be known."""
 
     def written(self) -> int:
         """Whether somebody wrote to its ``state_dict``, and to a current one."""
@@ -125,6 +123,7 @@ class BatchPart:
         problem: what is wrong with it on this rank, or may be.
         features: the batch as the module got it. A pipeline may begin one batch while a module outside of it looks up
             the batch before: only modules that are given the very same object go together.
+        ids, versions: the batch's ids and lengths, and what counted writes to them.
     """
 
     owner: RowsOwner
@@ -133,6 +132,18 @@ class BatchPart:
     once: Sequence[tuple[int, bool]]
     problem: BatchProblem | OutsideIds | None
     features: object
+    ids: Sequence[torch.Tensor] = ()
+    versions: Sequence[int] = ()
+
+    @property
+    def ids_changed(self) -> bool:
+        """Whether somebody wrote to what was looked at since, where that is counted."""
+        return [version_of(tensor) for tensor in self.ids] != list(self.versions)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """What counts writes to a tensor; nothing does in inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def ids_of_tables(
@@ -184,12 +195,10 @@ def ids_of_tables(
         bounds = _bounds(known, lookups, tables, translated=translated)
         inside, table = _inside(values[: ends[-1]], np.array(ends), *bounds)
         parts = _by_feature(known, lookups, inside, ends)
-        problem = OutsideIds(
-            table, lambda: _outside(_by_feature(known, lookups, values, ends), lookups, tables, translated=translated)
-        )
+        problem = OutsideIds(table, lambda: _outside(known, values, ends, lookups, tables, translated=translated))
     else:
         parts = _by_feature(known, lookups, values, ends)
-        problem = _outside(parts, lookups, tables, translated=translated)
+        problem = _outside(known, values, ends, lookups, tables, translated=translated)
         if problem is not None:
             return [], problem
     found = [(lookup.table, parts[lookup.feature]) for lookup in lookups]
@@ -227,19 +236,29 @@ def _by_feature(
     known: Mapping[str, int], lookups: Sequence[Lookup], values: torch.Tensor, ends: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """Ids of the features that are looked up; ``known``: where each feature stands in the batch."""
-    places = ((lookup.feature, known[lookup.feature]) for lookup in lookups)
-    return {feature: values[ends[place] : ends[place + 1]] for feature, place in places}
+    parts = values[: ends[-1]].split(np.diff(ends).tolist())
+    return {lookup.feature: parts[known[lookup.feature]] for lookup in lookups}
 
 
 def _outside(
-    parts: Mapping[str, torch.Tensor], lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
+    known: Mapping[str, int],
+    values: torch.Tensor,
+    ends: Sequence[int],
+    lookups: Sequence[Lookup],
+    tables: Sequence[LocationTable],
+    *,
+    translated: bool,
 ) -> BatchProblem | None:
-    """Which ids of a batch's features lie outside their table, if any do; on a device, the host waits."""
-    asked = list(dict.fromkeys(lookup.feature for lookup in lookups))
-    extremes = dict(zip(asked, extremes_of([parts[feature] for feature in asked]), strict=True))
+    """Which ids of a batch's features lie outside their table, if any do; on a device, the host waits.
+
+    Args:
+        known: where each feature stands in the batch.
+        values, ends: the batch's ids, and where each feature's begin, with the end.
+    """
+    extremes = extremes_of(values, ends)
     for lookup in lookups:
         table = tables[lookup.table]
-        outside = outside_of(extremes[lookup.feature], table.num_locations if translated else table.num_rows)
+        outside = outside_of(extremes[known[lookup.feature]], table.num_locations if translated else table.num_rows)
         if outside is not None:
             text = outside_message(lookup.feature, table, outside)
             if translated:

@@ -3,35 +3,26 @@
 TorchRec's pipelines begin the distribution of a batch for all modules before they wait for any, and so may other code;
 then, if all of these get the same batch, counts, ids, rows and gradients go in one exchange, whose latencies are paid
 once. Where one module's distribution is waited for before the next one's begins, as in a plain forward pass, each has
-its own until :class:`CallOrder` knows which modules get a batch after the first. Which modules go together so depends
-on the calls alone, which are the same on every rank.
+its own, unless :func:`start_input_dist` began them together. Which modules go together so depends on the calls alone,
+which are the same on every rank.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 
-from flexshard._internal import continued_on, current_stream, group_behind
+from flexshard._internal import continued_on, current_stream, group_behind, weakly
 from flexshard.errors import CommunicationError, DataError, FlexShardError, PlanError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds
 from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.comm.exchange import Exchange
 from flexshard.executors.comm.splits import SplitsExchange, Status
-from flexshard.executors.sharding.batches import (
-    BAD_IDS,
-    CACHE_FAILED,
-    WRITTEN,
-    BatchPart,
-    BatchProblem,
-    OutsideIds,
-    RowsOwner,
-)
-from flexshard.executors.sharding.call_order import CallOrder, Expected
+from flexshard.executors.sharding.batches import BAD_IDS, CACHE_FAILED, WRITTEN, BatchPart, BatchProblem, OutsideIds
 from flexshard.executors.sharding.joint_tables import JointTables
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 
@@ -47,16 +38,14 @@ class JointModules:
         self.sync = DelayedSync()
         self.steps_on: torch.cuda.Stream | None = None  # where rows are looked up and updated; None on CPUs
         self._tables: list[ShardedTables] = []
-        self._owners: list[weakref.ref[RowsOwner]] = []
-        self._order = CallOrder()
         self._joint: dict[tuple[int, ...], JointTables] = {}
         self._open: JointBatch | None = None
+        self._started: JointBatch | None = None
         self._sent: deque[Callable[[], JointBatch | None]] = deque()
 
-    def add(self, tables: ShardedTables, owner: RowsOwner) -> int:
+    def add(self, tables: ShardedTables) -> int:
         """One more module; its index."""
         self._tables.append(tables)
-        self._owners.append(weakref.ref(owner))
         self._watch(tables)
         self.steps_on = current_stream(tables.device)
         return len(self._tables) - 1
@@ -72,7 +61,7 @@ class JointModules:
         self._tables[index] = tables
         self._watch(tables)
         self._joint.clear()
-        self._order.end()
+        self._started = None  # its ids go where rows were
 
     def failure(self, tables: ShardedTables) -> BatchProblem | None:
         """What went wrong beside the steps with a module's tables."""
@@ -82,15 +71,18 @@ class JointModules:
         return None if failed is None else BatchProblem(CACHE_FAILED, *failed)
 
     def _watch(self, tables: ShardedTables) -> None:
-        sync, order = self.sync, self._order
-
-        def rows_replaced() -> None:
-            sync.rows_replaced()
-            order.end()
-
-        tables.on_replace = rows_replaced
+        tables.on_replace = weakly(self._rows_replaced)
         for group in tables.groups:
             group.store.settle = self.sync.settle
+
+    def _rows_replaced(self) -> None:
+        self.sync.rows_replaced()
+        self._rows_change()
+
+    def _rows_change(self) -> None:
+        """What was looked up for modules that have not asked for it is not what they would look up."""
+        if self._started is not None and self._started.looked_up:
+            self._started = None
 
     def delay_sync(self, on: bool) -> None:
         """From now on, send rows early and some gradients late, where batches are announced, or do not; every rank must
@@ -103,81 +95,62 @@ class JointModules:
             self.sync.rows_replaced()
             self.sync.group = None
 
+    def tables(self, index: int) -> ShardedTables:
+        """Of a module."""
+        return self._tables[index]
+
     def tables_of(self, members: tuple[int, ...]) -> JointTables:
         """Of some of the modules."""
         if members not in self._joint:
-            self._joint[members] = JointTables(
-                [self._tables[index] for index in members], members, self.sync, self._order
-            )
+            tables = [self._tables[index] for index in members]
+            self._joint[members] = JointTables(tables, members, self.sync, weakly(self._rows_change))
         return self._joint[members]
 
     def join(self, index: int, part: BatchPart) -> JointBatch:
-        """Begin a module's part of a batch, together with those that were begun just before and not waited for, and
-        with those of modules that are expected to be given the same batch.
-        """
+        """Begin a module's part of a batch, together with those that were begun just before and not waited for."""
         if self._cached:
             self._check_cached()
         if self._open is not None and not self._open.may_take(index, part):
             self._open.begin()
-        if self._open is not None:
-            self._order.end()  # this is no plain loop
-            batch = self._open
-            batch.parts[index] = part
-        else:
-            batch = self._open = JointBatch(self)
-            batch.parts[index] = part
-            self._expect(self._order.called(index, part.features, self._mode), batch, part.features)
+        if self._open is None:
+            self._open = JointBatch(self)
+        batch = self._open
+        batch.parts[index] = part
         if len(batch.parts) == len(self._tables):
             batch.begin()
         return batch
 
-    def _expect(self, others: Sequence[int], batch: JointBatch, given: Any) -> None:
-        """Begin a batch for other modules, too, before they are given it. Caches have to know which batch comes next,
-        and evaluation in inference mode tells nobody who writes to what.
-        """
-        if not others or self.sync.on or torch.is_inference_mode_enabled() or given.values().is_inference():
-            return
-        if any(group.store.ahead for tables in self._tables for group in tables.groups):
-            return
-        first = set(batch.parts)
-        for other in others:
-            owner = self._owners[other]()
-            if owner is not None:
-                batch.parts[other] = owner.part_of(given, given)
+    def start(self, parts: dict[int, BatchPart]) -> None:
+        """Begin a batch for several modules before they are given it."""
+        if self._cached:
+            self._check_cached()
+        if self._open is not None:
+            self._open.begin()
+        batch = self._started = JointBatch(self)
+        batch.parts, batch.left = dict(parts), set(parts)
         batch.begin()
-        self._order.expected = Expected(batch, given, self._mode, set(batch.parts) - first)
 
-    @property
-    def _mode(self) -> Hashable:
-        return torch.is_grad_enabled(), current_stream(self.device)
-
-    def begun_for(self, index: int, given: object) -> JointBatch | None:
-        """The batch in which a module's part was begun with another's, as was expected; None if it was not.
+    def started(self, index: int, given: object) -> JointBatch | None:
+        """The batch that was begun for a module beforehand, once; None if none was.
 
         Raises:
-            DataError: the batch's ids were changed in place since, or the module's rows after they were looked up.
+            DataError: that was another batch, or its ids were changed since.
         """
-        expected = self._order.begun_for(index, given, self._mode)
-        if expected is None:
+        batch = self._started
+        if batch is None or index not in batch.left:
             return None
-        batch: JointBatch = expected.batch
-        owner = batch.parts[index].owner
-        changed = "the batch's ids" if expected.ids_changed else ""
-        if index in expected.rows and expected.rows[index] != owner.rows_mark():
-            changed = "these rows"
-        if changed:
-            raise DataError(
-                f"tables {', '.join(self._tables[index].names[:3])}: {changed} were written to between the forward"
-                " passes of two modules that are given the same KeyedJaggedTensor, after the first one had looked up"
-                " the rows of both; write before the first, or give the second a KeyedJaggedTensor of its own"
-            )
+        part, wrong = batch.parts[index], ""
+        if part.features is not given:
+            wrong = "is given another batch than start_input_dist was; give both the same object, one batch at a time"
+        elif part.ids_changed:
+            wrong = "has a batch whose ids were changed after start_input_dist; change them before"
+        if wrong:
+            names = ", ".join(self._tables[index].names[:3])
+            raise DataError(f"rank {self._tables[index].rank}: the collection of tables {names} {wrong}")
+        batch.left.remove(index)
+        if not batch.left:
+            self._started = None
         return batch
-
-    def looked_up(self, batch: JointBatch) -> None:
-        """A batch's rows are what they are now."""
-        expected = self._order.expected
-        if expected is not None and expected.batch is batch:
-            expected.rows = {index: batch.parts[index].owner.rows_mark() for index in expected.left}
 
     def _check_cached(self) -> None:
         """Raises PlanError where there is no such table: of all modules it is known only now."""
@@ -215,10 +188,12 @@ class JointBatch:
 
     Attributes:
         parts: of each module.
+        left: modules for which it was begun beforehand, and which have not asked for it.
     """
 
     def __init__(self, modules: JointModules) -> None:
         self.parts: dict[int, BatchPart] = {}
+        self.left: set[int] = set()
         self._modules = modules
         self._tables: JointTables | None = None
         self._splits: SplitsExchange | None = None
@@ -229,6 +204,7 @@ class JointBatch:
         self._train = False
         self._frozen: set[int] = set()
         self._rows: list[Any] = []
+        self._marks: dict[int, Hashable] = {}  # of the rows of each of several modules, as they were looked up
 
     def may_take(self, index: int, part: BatchPart) -> bool:
         """Whether a module's part is of this batch."""
@@ -308,30 +284,51 @@ class JointBatch:
 
         Raises:
             CommunicationError: this module's rows are to be trained, and were looked up with those of modules that are
-                evaluated only.
+                evaluated only; or they or their learning rates were changed since.
         """
         train = torch.is_grad_enabled()
         self._modules.steps_on = current_stream(self._modules.device)
         if self._token is None:
-            parts = self.parts.values()
-            # Another one of them may train though this one does not.
-            several = len(parts) > 1 and not torch.is_inference_mode_enabled()
-            self._train = train or (several and any(part.owner.training for part in parts))
-            for part in parts:
-                part.owner.before_look_up(train=self._train)
-            with torch.set_grad_enabled(self._train):
-                self._token = self.exchange.start()
-            self._modules.looked_up(self)
+            self._look_all_up(train=train)
+        owner, names = self.parts[index].owner, ", ".join(self._names_of(index)[:3])
         if train and not self._train:
-            names = ", ".join(self._names_of(index)[:3])
             raise CommunicationError(
                 f"tables {names}: their rows were looked up without gradients, together with those of modules in"
                 " evaluation under torch.no_grad(); put the model in train() mode, or leave torch.no_grad() first"
             )
+        if index in self._marks and self._marks[index] != owner.rows_mark():
+            raise CommunicationError(
+                f"tables {names}: their rows or learning rates were changed after the rows had been looked up, together"
+                " with those of modules whose forward pass came before; change them before the first module's"
+            )
         if not train:
             self._frozen.add(index)
         if self._train:
-            self.parts[index].owner.looked_up(train=train)
+            if self._marks:
+                owner.before_look_up(train=train)
+            owner.looked_up(train=train)
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether its rows were."""
+        return self._token is not None
+
+    def _look_all_up(self, *, train: bool) -> None:
+        owners = [part.owner for part in self.parts.values()]
+        # Another one of them may train though this one does not.
+        several = len(owners) > 1
+        others = several and not torch.is_inference_mode_enabled()
+        self._train = train or (others and any(owner.training for owner in owners))
+        tables = [self._modules.tables(index) for index in self.parts] if several else []
+        before = [one.moments() for one in tables]
+        for owner in owners:
+            owner.before_look_up(train=self._train)
+        with torch.set_grad_enabled(self._train):
+            self._token = self.exchange.start()
+        for one, moments in zip(tables, before, strict=True):
+            one.restore(moments)  # a module that does not ask for its rows is where it was
+        if several:
+            self._marks = {index: part.owner.rows_mark() for index, part in self.parts.items()}
 
     def _names_of(self, index: int) -> tuple[str, ...]:
         return self._modules.tables_of((index,)).layout.tables
@@ -344,8 +341,9 @@ class JointBatch:
             if self._train:  # whoever comes first may only look on
                 with torch.inference_mode(False), torch.enable_grad():
                     self._rows = list(self.exchange.finish(self._token))
-            else:
-                self._rows = list(self.exchange.finish(self._token))
+            else:  # whoever comes first may be in inference mode, and others not
+                with torch.inference_mode(len(self.parts) == 1 and torch.is_inference_mode_enabled()):
+                    self._rows = list(self.exchange.finish(self._token))
         classes = self._tables.classes[list(self.parts).index(index)]
         own = self._rows[classes.start : classes.stop]
         self._rows[classes.start : classes.stop] = [None] * len(classes)

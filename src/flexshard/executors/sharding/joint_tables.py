@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -17,7 +17,6 @@ from flexshard.executors.comm.exchange import Exchange
 from flexshard.executors.comm.splits import Splits, SplitsExchange, Status
 from flexshard.executors.comm.wire import Wire
 from flexshard.executors.sharding.batches import BatchPart, BatchProblem, error_of
-from flexshard.executors.sharding.call_order import CallOrder
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.stores.replicas import CopiedRows, ReplicaReduction
 
@@ -34,9 +33,13 @@ class JointTables:
     """
 
     def __init__(
-        self, modules: Sequence[ShardedTables], members: tuple[int, ...], sync: DelayedSync, order: CallOrder
+        self,
+        modules: Sequence[ShardedTables],
+        members: tuple[int, ...],
+        sync: DelayedSync,
+        rows_change: Callable[[], None],
     ) -> None:
-        """``members``: the modules, as their model counts them."""
+        """``members``: the modules, as their model counts them; ``rows_change`` is called before an update."""
         self._modules, self._options = modules, modules[0].options
         self.layout = Layout.joined([module.layout for module in modules])
         self.first_table = list(accumulate((len(module.names) for module in modules), initial=0))[:-1]
@@ -78,10 +81,10 @@ class JointTables:
             [group.traits.output_dtype for group in groups],
             self._before_update,
         )
-        self._members, self._sync, self._order = members, sync, order
+        self._members, self._sync, self._rows_change = members, sync, rows_change
 
     def _before_update(self, module: int) -> None:
-        self._order.end()
+        self._rows_change()
         self._modules[module].on_update()
 
     def _reductions_of(self, members: tuple[int, ...]) -> list[ReplicaReduction | None]:

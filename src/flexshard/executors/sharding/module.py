@@ -17,12 +17,12 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import BatchPart, BatchProblem, Lookup, ids_of_tables
+from flexshard.executors.sharding.batches import BatchPart, BatchProblem, Lookup, ids_of_tables, version_of
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
@@ -62,6 +62,8 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         tables: those under the plan.
         fingerprint: of the plan.
         joint: with which modules its batches are exchanged.
+        index: of the module among them.
+        lookups: of the planned tables, in their order.
     """
 
     container: ClassVar[str]
@@ -84,10 +86,10 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         self._configs = list(configs)
         self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
         self._logical = LogicalTables(tables, self.container)
-        self.joint, self._index = joint, joint.add(tables, self)
+        self.joint, self.index = joint, joint.add(tables)
         setattr(self, self.container, nn.ModuleDict())
         self._register_tables()
-        self._lookups_of, self._torchrec_lookups = self._find_lookups()
+        self.lookups, self._torchrec_lookups = self._find_lookups()
         self._torchrec_features = list(dict.fromkeys(feature for _, feature in self._torchrec_lookups))
         self._optimizer = FlexShardFusedOptimizer(self._logical)
 
@@ -146,10 +148,10 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         """
         given = features
         ctx.features = features = maybe_td_to_kjt(features)
-        batch = self.joint.begun_for(self._index, given)
+        batch = self.joint.started(self.index, given)
         if batch is None:
-            batch = self.joint.join(self._index, self.part_of(features, given))
-        problem = batch.parts[self._index].problem
+            batch = self.joint.join(self.index, self.part_of(features, given))
+        problem = batch.parts[self.index].problem
         awaitables: list[Any] = [SplitsAwaitable(batch)]
         ctx.sharding_contexts = [None]
         for collection in self._torchrec:
@@ -165,17 +167,18 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     @torch.no_grad()
     def part_of(self, features: KeyedJaggedTensor, given: object) -> BatchPart:
-        """The module's part of a batch, translated; ``given`` is what the module was given."""
+        """The module's part of a batch, translated; ``given`` is what the module is given."""
         tables, translated = self.tables, self.translated_ids
         lookups, problem = ids_of_tables(
             features,
-            self._lookups_of,
+            self.lookups,
             tables.location_tables,
             translated=translated,
             variable=not self._torchrec or self._device.type != "cpu",
         )
         problem = self.joint.failure(tables) or problem
-        return BatchPart(self, *tables.locations(lookups, translated=translated), problem, given)
+        found, ids = tables.locations(lookups, translated=translated), (features.values(), features.lengths())
+        return BatchPart(self, *found, problem, given, ids, [version_of(tensor) for tensor in ids])
 
     def _of_torchrec(self, features: KeyedJaggedTensor, problem: object) -> KeyedJaggedTensor:
         """Features of the tables that TorchRec shards, in the same order in every batch, since it goes by that of the
@@ -206,8 +209,8 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
     # -- output
 
     def compute(self, ctx: FlexShardContext, dist_input: KJTList) -> LookedUpRows:
-        rows = LookedUpRows(dist_input[0].batch, self._index)
-        rows.batch.look_up(self._index)
+        rows = LookedUpRows(dist_input[0].batch, self.index)
+        rows.batch.look_up(self.index)
         for collection in self._torchrec:
             ctx.torchrec_output = collection.compute(ctx.torchrec, KJTList(list(dist_input)[1:]))
         return rows
@@ -224,9 +227,13 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
             self._logical.rows_change()
         self.tables.count_step(trained=train)
 
-    def rows_mark(self) -> tuple[int, ...]:
-        """What changes when somebody writes to rows or to tensors of a ``state_dict``; not through ``data``."""
-        return (self.written(), *(group.store.flat._version for group in self.groups))
+    def rows_mark(self) -> tuple[Any, ...]:
+        """What changes when somebody writes to rows or to tensors of a ``state_dict``, or sets learning rates; torch
+        does not count writes through ``data``. Caches write to rows themselves, and see to others' writes.
+        """
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        stores = (group.store for group in self.groups)
+        return (self.written(), *rates, *(-1 if store.ahead else version_of(store.flat) for store in stores))
 
     def written(self) -> int:
         """Whether somebody wrote to tensors of a ``state_dict``, and to a current one."""
@@ -241,8 +248,8 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     def compute_and_output_dist(self, ctx: FlexShardContext, input: KJTList) -> LazyAwaitable[Any]:
         assert ctx.features is not None
-        rows, others = LookedUpRows(input[0].batch, self._index), None
-        rows.batch.look_up(self._index)
+        rows, others = LookedUpRows(input[0].batch, self.index), None
+        rows.batch.look_up(self.index)
         for collection in self._torchrec:
             others = collection.compute_and_output_dist(ctx.torchrec, KJTList(list(input)[1:]))
         return EmbeddingsAwaitable(rows, partial(self._assemble, ctx.features, others))
@@ -252,19 +259,6 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         self, features: KeyedJaggedTensor, others: LazyAwaitable[Any] | None, rows: Sequence[torch.Tensor]
     ) -> Any:
         """The module's output from the rows of each group's lookups, and that of the tables that TorchRec shards."""
-
-    def _per_lookup(
-        self, features: KeyedJaggedTensor, rows: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[Lookup, JaggedTensor, torch.Tensor]]:
-        """Of each planned table's lookups: the feature's lists, and a row for each id."""
-        lengths = dict(zip(features.keys(), features.length_per_key(), strict=True))
-        parts = []
-        for index, values in enumerate(rows):
-            sizes = [lengths[lookup.feature] for lookup in self._lookups_of if lookup.group == index]
-            # Backward of a split copies gradients together, which one part does not need.
-            parts.append(iter(values.split(sizes) if len(sizes) > 1 else (values,)))
-        for lookup in self._lookups_of:
-            yield lookup, features[lookup.feature], next(parts[lookup.group])
 
     def _of_others(self, others: LazyAwaitable[Any] | None, as_dict: Callable[[Any], Any]) -> dict[str, Any]:
         """Outputs of the tables that TorchRec shards, by name; ``as_dict`` of what its collection gives."""
@@ -283,7 +277,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
             DataError: a feature is looked up in several tables, so that it has no one translation.
         """
         tables: dict[str, LocationTable] = {}
-        for lookup in self._lookups_of:
+        for lookup in self.lookups:
             if lookup.feature in tables:
                 raise DataError(
                     f"feature {lookup.feature!r} is looked up in several tables, so its ids cannot be translated"
@@ -306,7 +300,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
     def replace_tables(self, tables: ShardedTables, fingerprint: str) -> None:
         """Put the same tables in another layout in the present ones' place."""
         self.tables = self._logical.tables = tables
-        self.joint.replace(self._index, tables)
+        self.joint.replace(self.index, tables)
         self._register_tables()
         self.fingerprint = fingerprint
         self._optimizer.reset_rows()

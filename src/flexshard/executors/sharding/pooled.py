@@ -73,7 +73,7 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
             samples = dict(zip(*features.inverse_indices(), strict=True))
         sums = {}
         for group, values in enumerate(rows):
-            lookups = [lookup for lookup in self._lookups_of if lookup.group == group]
+            lookups = [lookup for lookup in self.lookups if lookup.group == group]
             if not lookups:
                 continue
             for lookup, pooled in zip(lookups, self._pooled(features, lookups, values), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from flexshard.embeddings import jagged_index_select
+from flexshard.executors.sharding.batches import Lookup
 from flexshard.executors.sharding.module import ShardedRowsModule
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 
@@ -45,9 +46,14 @@ class ShardedFlexShardEmbeddingCollection(ShardedRowsModule):
         if features.variable_stride_per_key():
             samples = dict(zip(*features.inverse_indices(), strict=True))
         output = {}
-        for lookup, jagged, looked_up in self._per_lookup(features, rows):
-            values, lengths = looked_up, jagged.lengths()
-            ids = jagged.values() if self._need_indices else None
+        lengths_of = features.lengths().split(features.stride_per_key())
+        ids_of = None
+        if self._need_indices:
+            sizes = features.length_per_key()
+            ids_of = features.values()[: sum(sizes)].split(sizes)
+        for lookup, place, looked_up in self._per_lookup(features, rows):
+            values, lengths = looked_up, lengths_of[place]
+            ids = None if ids_of is None else ids_of[place]
             if samples is not None:  # lists that several samples share
                 shared = samples[lookup.feature]
                 if ids is not None:
@@ -55,3 +61,17 @@ class ShardedFlexShardEmbeddingCollection(ShardedRowsModule):
                 values, lengths = jagged_index_select(values, lengths, shared)
             output[lookup.name] = JaggedTensor(values=values, lengths=lengths, weights=ids)
         return output | self._of_others(others, dict)
+
+    def _per_lookup(
+        self, features: KeyedJaggedTensor, rows: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Lookup, int, torch.Tensor]]:
+        """Of each planned table's lookups: where the batch has their feature, and a row for each id."""
+        places = {feature: place for place, feature in enumerate(features.keys())}
+        lengths = features.length_per_key()
+        parts = []
+        for index, values in enumerate(rows):
+            sizes = [lengths[places[lookup.feature]] for lookup in self.lookups if lookup.group == index]
+            # Backward of a split copies gradients together, which one part does not need.
+            parts.append(iter(values.split(sizes) if len(sizes) > 1 else (values,)))
+        for lookup in self.lookups:
+            yield lookup, places[lookup.feature], next(parts[lookup.group])

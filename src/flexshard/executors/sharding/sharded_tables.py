@@ -310,6 +310,16 @@ class ShardedTables:
         for group in self.groups:
             group.store.begin_step(step)
 
+    def moments(self) -> list[tuple[int, float]]:
+        """Of which step each group's updates are now, and their learning rates."""
+        return [group.store.moment for group in self.groups]
+
+    def restore(self, moments: Sequence[tuple[int, float]]) -> None:
+        """Be there again."""
+        for group, (step, rate) in zip(self.groups, moments, strict=True):
+            group.store.begin_step(step)
+            group.store.set_learning_rate(rate)
+
     def train(self, mode: bool) -> None:
         """As ``nn.Module.train``."""
         for group in self.groups:

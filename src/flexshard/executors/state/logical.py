@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from flexshard._internal import on_all_ranks
+from flexshard._internal import on_all_ranks, weakly
 from flexshard.errors import CheckpointError
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.attendance import Attendance
@@ -77,7 +76,7 @@ class LogicalTables:
     @tables.setter
     def tables(self, tables: ShardedTables) -> None:
         self._tables = tables
-        tables.on_update = _weakly(self.rows_change)
+        tables.on_update = weakly(self.rows_change)
 
     def parameter_name(self, table: str) -> str:
         """Of a table's rows among the module's parameters, in its ``state_dict`` and in its optimizer's."""
@@ -120,7 +119,7 @@ class LogicalTables:
         known = next((e for e in self._handed_out if (e.table, e.name, e.stale, e.block.device) == same), None)
         holder = None if known is None else known.holder()
         if known is None or holder is None:
-            known, holder = HandedOut.of(table, name, block, _weakly(self._prune))
+            known, holder = HandedOut.of(table, name, block, weakly(self._prune))
             self._handed_out.append(known)
         else:  # the same tensor as before, as TorchRec's: writing to either is writing to both
             known.refresh(block)
@@ -265,15 +264,3 @@ class LogicalTables:
         for entry in entries:
             entry.version = entry.block._version
         self._prune()
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a method for as long as its object lives, and does not keep it alive."""
-    own = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = own()
-        if alive is not None:
-            alive()
-
-    return call
