@@ -6,7 +6,7 @@ where the budget is met are then planned row by row. With few tables every choic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats, bits_alike
 from flexshard.planner.solver.build import ToPlan, all_once, build_instance
-from flexshard.planner.solver.dual_search import cheapest_tables, price_range, solve_instance
+from flexshard.planner.solver.dual_search import bound_at_price, cheapest_tables, price_range, solve_instance
 from flexshard.planner.solver.gathered import MANY_COUNTS, reduced_seconds
 from flexshard.planner.solver.gathering import Gathering, GatheringCosts, latency_of_gathering
 from flexshard.planner.solver.instance import Instance, memory_limit
@@ -206,7 +206,9 @@ class Variants:
             except BudgetError as error:
                 errors.append(error)
 
-        for mask in masks:
+        *others, last = masks
+        plan(last)  # mostly all tables deduplicated, which is what others have to beat, and needs the least memory
+        for mask in self._in_order_of_bounds(others, limit_bytes, tiers, found):
             plan(mask)
         if bound is not None and all(one.seconds > bound * (1 + _CLOSE) for _, one in found):
             none = np.zeros(len(self.problem.tables), np.bool_)
@@ -218,6 +220,22 @@ class Variants:
         instance, best = min(found, key=lambda pair: pair[1].seconds)
         least = min(one.lower_bound_seconds for _, one in found) if bound is None else bound
         return instance, replace(best, lower_bound_seconds=min(best.seconds, least))
+
+    def _in_order_of_bounds(
+        self, masks: Sequence[BoolArray], limit_bytes: float, tiers: int, found: Sequence[tuple[Instance, Solution]]
+    ) -> Iterator[BoolArray]:
+        """Choices of tables whose bound, at the price of memory of what was found first, is not above the best that was
+        found by then; in their own order where bounds are the same, and all where nothing was found.
+        """
+        if not found:
+            yield from masks
+            return
+        price = found[0][1].price
+        bounds = [bound_at_price(self.of(mask), limit_bytes, tiers, price) for mask in masks]
+        for index in np.argsort(bounds, kind="stable").tolist():
+            if bounds[index] > min(one.seconds for _, one in found) * (1 + _ROUNDED):
+                return
+            yield masks[index]
 
     def _candidates(
         self, limit_bytes: float, tiers: int, start_price: float | None

@@ -24,7 +24,7 @@ from flexshard.planner.solver.rounding import fill
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.thresholds import allocate
 
-__all__ = ["cheapest_tables", "least_memory", "price_range", "solve_instance", "solve_levels"]
+__all__ = ["bound_at_price", "cheapest_tables", "least_memory", "price_range", "solve_instance", "solve_levels"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -52,9 +52,7 @@ def solve_instance(
         BudgetError: none fits; says the least budget that would.
     """
     # The largest subsets first: their bounds rule most of the others out.
-    subsets = sorted(instance.level_subsets(max_tiers), key=len, reverse=True)
-    if instance.gathering is not None:
-        subsets = [one for one in subsets if instance.gathering.is_at(one)]
+    subsets = sorted(_subsets(instance, max_tiers), key=len, reverse=True)
     best: Solution | None = None
     bounds: list[float] = []
     for levels in subsets:
@@ -71,6 +69,21 @@ def solve_instance(
         raise _infeasible(instance, budget_bytes, max_tiers, subsets)
     best = _of_used_levels(instance, best, budget_bytes)
     return replace(best, lower_bound_seconds=min(best.seconds, *bounds))
+
+
+def _subsets(instance: Instance, max_tiers: int) -> list[IntArray]:
+    """Levels that rows may be at together."""
+    gathering = instance.gathering
+    return [one for one in instance.level_subsets(max_tiers) if gathering is None or gathering.is_at(one)]
+
+
+def bound_at_price(instance: Instance, budget_bytes: float, max_tiers: int, price: float) -> float:
+    """No placement within a budget takes less, whatever the price of memory at which this is said: seconds."""
+    limit = memory_limit(budget_bytes)
+    return min(
+        instance.latency_seconds(levels) + _bound(instance, levels, price, limit)
+        for levels in _subsets(instance, max_tiers)
+    )
 
 
 def _of_used_levels(instance: Instance, best: Solution, budget_bytes: float) -> Solution:
