@@ -20,6 +20,7 @@ from flexshard.embeddings.tensor_train.products import levels_of
 from flexshard.errors import DataError, TableError
 from tests.embeddings.tensor_train.products import dense, each_backend
 from tests.host_waits import HostWaits, as_on_cuda
+from tests.slow import first
 
 SHAPES = st.integers(2, 4).flatmap(
     lambda d: st.tuples(
@@ -281,11 +282,13 @@ def test_a_lookup_waits_for_its_sizes_alone(cores: int, pinned: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "optimizer"), [*((3, name) for name in (None, *FUSED)), (2, "adam"), (4, "rowwise_adagrad")]
+    "case",
+    first(4, [(3, None), (3, "sgd"), (2, "adam"), (4, "rowwise_adagrad"), *((3, name) for name in FUSED[1:])]),
 )
-def test_steps_without_waits_are_the_same_steps(cores: int, optimizer: str | None) -> None:
+def test_steps_without_waits_are_the_same_steps(case: tuple[int, str | None]) -> None:
     """With pinned rows and a padding row, ids several times, batches of other sizes; cores, pinned rows, states."""
     pytest.importorskip("triton")
+    cores, optimizer = case
     how: dict[str, Any] = {"tt_ranks": 3, "cores": cores, "std": 1.0, "padding_idx": 7, "hot_rows": 20}
     how |= {"optimizer": optimizer, "backend": "triton"}
     tables = [TTEmbedding(400, 8, validate=validate, **how) for validate in (True, False)]
