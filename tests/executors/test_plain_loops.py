@@ -305,6 +305,8 @@ def broken(rank: int, plan: Any) -> list[str]:
                     both(outputs(parallel, bad, together=True))
                 except DataError as error:
                     messages.append(str(error))
+            with torch.no_grad():  # what was begun and failed is in nobody's way
+                parallel.module.narrow(models.make_batch(9, rank).features)
             continue
         features = models.make_batch(step, rank).features
         both(outputs(parallel, features, together=True))

@@ -25,10 +25,11 @@ def start_input_dist(model: nn.Module, features: KeyedJaggedTensor | TensorDict)
         start_input_dist(model, batch.features)
         loss = model(batch)
 
-    Collections that do not have all of their features in the batch are left alone. Each of the others has to be given
-    this very object next, or nothing; the rows of all of them are looked up when the first one's are, so neither ids
-    nor rows nor learning rates may be changed from then on until the last one has its own. If rows are updated in
-    between, collections that come later look theirs up again.
+    Collections that do not have all of their features in the batch are left alone. The others have to be given this
+    very object before any that was not begun so, on every rank; those that are not given it at all cost their rows'
+    way. The rows of all of them are looked up when the first one's are, so neither ids nor rows nor learning rates may
+    be changed from then on until the last one has its own. If rows are updated, loaded or resharded in between,
+    collections that come later look theirs up again.
 
     Args:
         model: sharded, or a part of such a model.

@@ -137,6 +137,8 @@ class JointModules:
             DataError: that was another batch, or its ids were changed since.
         """
         batch = self._started
+        if batch is not None and batch.failed:
+            batch = self._started = None  # on every rank
         if batch is None or index not in batch.left:
             return None
         part, wrong = batch.parts[index], ""
@@ -307,6 +309,11 @@ class JointBatch:
             if self._marks:
                 owner.before_look_up(train=train)
             owner.looked_up(train=train)
+
+    @property
+    def failed(self) -> bool:
+        """Whether some rank has a problem with it."""
+        return self._error is not None
 
     @property
     def looked_up(self) -> bool:
