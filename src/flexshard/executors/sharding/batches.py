@@ -29,6 +29,7 @@ __all__ = [
     "error_of",
     "ids_of_tables",
     "version_of",
+    "versions_of",
 ]
 
 IntArray = npt.NDArray[np.int64]
@@ -123,7 +124,8 @@ class BatchPart:
         problem: what is wrong with it on this rank, or may be.
         features: the batch as the module got it. A pipeline may begin one batch while a module outside of it looks up
             the batch before: only modules that are given the very same object go together.
-        ids, versions: the batch's ids and lengths, and what counted writes to them.
+        batch: the same as ``KeyedJaggedTensor``.
+        versions: what counted writes to its ids and lengths.
     """
 
     owner: RowsOwner
@@ -132,13 +134,18 @@ class BatchPart:
     once: Sequence[tuple[int, bool]]
     problem: BatchProblem | OutsideIds | None
     features: object
-    ids: Sequence[torch.Tensor] = ()
-    versions: Sequence[int] = ()
+    batch: KeyedJaggedTensor
+    versions: list[int]
 
     @property
     def ids_changed(self) -> bool:
-        """Whether somebody wrote to what was looked at since, where that is counted."""
-        return [version_of(tensor) for tensor in self.ids] != list(self.versions)
+        """Whether somebody wrote to the batch since, where that is counted."""
+        return self.versions != versions_of(self.batch)
+
+
+def versions_of(batch: KeyedJaggedTensor) -> list[int]:
+    """What counts writes to a batch's ids and lengths."""
+    return [version_of(batch.values()), version_of(batch.lengths())]
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -25,11 +25,11 @@ def start_input_dist(model: nn.Module, features: KeyedJaggedTensor | TensorDict)
         start_input_dist(model, batch.features)
         loss = model(batch)
 
-    Collections that do not have all of their features in the batch are left alone. The others have to be given this
-    very object before any that was not begun so, on every rank; those that are not given it at all cost their rows'
-    way. The rows of all of them are looked up when the first one's are, so neither ids nor rows nor learning rates may
-    be changed from then on until the last one has its own. If rows are updated, loaded or resharded in between,
-    collections that come later look theirs up again.
+    Collections that have no feature in the batch are left alone; the batch must have the same ones on every rank. The
+    others have to be given this very object before any that was not begun so, on every rank; those that are not given
+    it at all cost their rows' way. The rows of all of them are looked up when the first one's are, so neither ids nor
+    rows nor learning rates may be changed from then on until the last one has its own. If rows are updated, loaded or
+    resharded in between, collections that come later look theirs up again.
 
     Args:
         model: sharded, or a part of such a model.
@@ -43,11 +43,12 @@ def start_input_dist(model: nn.Module, features: KeyedJaggedTensor | TensorDict)
     parts: dict[JointModules, dict[int, BatchPart]] = {}
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, ShardedRowsModule) and keys.issuperset(lookup.feature for lookup in module.lookups):
+            # One that lacks some of its features is refused on every rank, as it is without this.
+            if isinstance(module, ShardedRowsModule) and not keys.isdisjoint(one.feature for one in module.lookups):
                 parts.setdefault(module.joint, {})[module.index] = module.part_of(batch, features)
     if not parts:
         raise PlanError(
-            "start_input_dist: no collection of the model is under a FlexShard plan and has all of its features among"
+            "start_input_dist: no collection of the model is under a FlexShard plan and has features among"
             f" {', '.join(sorted(keys)[:5])}; give it the sharded model, and the batch that its collections get"
         )
     for joint, of_modules in parts.items():

@@ -143,6 +143,7 @@ class JointModules:
             return None
         part, wrong = batch.parts[index], ""
         if part.features is not given:
+            self._started = None  # so that the next one is not refused, too
             wrong = "is given another batch than start_input_dist was; give both the same object, one batch at a time"
         elif part.ids_changed:
             wrong = "has a batch whose ids were changed after start_input_dist; change them before"
@@ -292,7 +293,7 @@ class JointBatch:
         self._modules.steps_on = current_stream(self._modules.device)
         if self._token is None:
             self._look_all_up(train=train)
-        owner, names = self.parts[index].owner, ", ".join(self._names_of(index)[:3])
+        owner, names = self.parts[index].owner, ", ".join(self._modules.tables(index).names[:3])
         if train and not self._train:
             raise CommunicationError(
                 f"tables {names}: their rows were looked up without gradients, together with those of modules in"
@@ -337,9 +338,6 @@ class JointBatch:
         if several:
             self._marks = {index: part.owner.rows_mark() for index, part in self.parts.items()}
 
-    def _names_of(self, index: int) -> tuple[str, ...]:
-        return self._modules.tables_of((index,)).layout.tables
-
     def rows(self, index: int) -> list[torch.Tensor]:
         """Rows of a module's lookups of each of its groups in their own order, shape (lookups, D) each; once."""
         assert self._token is not None
@@ -348,9 +346,8 @@ class JointBatch:
             if self._train:  # whoever comes first may only look on
                 with torch.inference_mode(False), torch.enable_grad():
                     self._rows = list(self.exchange.finish(self._token))
-            else:  # whoever comes first may be in inference mode, and others not
-                with torch.inference_mode(len(self.parts) == 1 and torch.is_inference_mode_enabled()):
-                    self._rows = list(self.exchange.finish(self._token))
+            else:
+                self._rows = list(self.exchange.finish(self._token))
         classes = self._tables.classes[list(self.parts).index(index)]
         own = self._rows[classes.start : classes.stop]
         self._rows[classes.start : classes.stop] = [None] * len(classes)

@@ -22,7 +22,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from flexshard.errors import CheckpointError, DataError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import BatchPart, BatchProblem, Lookup, ids_of_tables, version_of
+from flexshard.executors.sharding.batches import BatchPart, BatchProblem, Lookup, ids_of_tables, version_of, versions_of
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import LocationTable, Translator
@@ -146,11 +146,10 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
                 own without inverse indices, or where TorchRec, which has some of the tables, would not train them;
                 then on every rank, when the first wait ends.
         """
-        given = features
-        ctx.features = features = maybe_td_to_kjt(features)
-        batch = self.joint.started(self.index, given)
+        batch = self.joint.started(self.index, features)
         if batch is None:
-            batch = self.joint.join(self.index, self.part_of(features, given))
+            batch = self.joint.join(self.index, self.part_of(maybe_td_to_kjt(features), features))
+        ctx.features = features = batch.parts[self.index].batch
         problem = batch.parts[self.index].problem
         awaitables: list[Any] = [SplitsAwaitable(batch)]
         ctx.sharding_contexts = [None]
@@ -177,8 +176,8 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
             variable=not self._torchrec or self._device.type != "cpu",
         )
         problem = self.joint.failure(tables) or problem
-        found, ids = tables.locations(lookups, translated=translated), (features.values(), features.lengths())
-        return BatchPart(self, *found, problem, given, ids, [version_of(tensor) for tensor in ids])
+        located = tables.locations(lookups, translated=translated)
+        return BatchPart(self, *located, problem, given, features, versions_of(features))
 
     def _of_torchrec(self, features: KeyedJaggedTensor, problem: object) -> KeyedJaggedTensor:
         """Features of the tables that TorchRec shards, in the same order in every batch, since it goes by that of the

@@ -189,7 +189,9 @@ class Variants:
         latency = latency_of_gathering(plain.cluster, len(plain.widths), plain.overlap, plain.group_sizes)
         for size in [len(copied)] if always else range(1, min(len(copied), tiers) + 1):
             for levels in combinations(copied, size):
-                gathering = Gathering(costs, latency, levels, always, reduction.sparse_tiers)
+                there = np.zeros_like(latency)  # copies elsewhere are reduced
+                there[list(levels)] = latency[list(levels)]
+                gathering = Gathering(costs, there, levels, always, reduction.sparse_tiers)
                 yield self._with(gathering)
 
     def _solve(self, limit_bytes: float, tiers: int, start_price: float | None) -> tuple[Instance, Solution]:
@@ -217,7 +219,7 @@ class Variants:
                     plan(mask)
         if not found:
             raise min(errors, key=lambda error: error.least_bytes)
-        instance, best = min(found, key=lambda pair: pair[1].seconds)
+        instance, best = min(found, key=lambda pair: (pair[1].seconds, int(pair[0].deduplicated.sum())))
         least = min(one.lower_bound_seconds for _, one in found) if bound is None else bound
         return instance, replace(best, lower_bound_seconds=min(best.seconds, least))
 
