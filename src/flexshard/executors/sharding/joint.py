@@ -99,6 +99,10 @@ class JointModules:
         """Of a module."""
         return self._tables[index]
 
+    def names(self, index: int) -> str:
+        """Of some of a module's tables, for messages."""
+        return ", ".join(self._tables[index].names[:3])
+
     def tables_of(self, members: tuple[int, ...]) -> JointTables:
         """Of some of the modules."""
         if members not in self._joint:
@@ -148,8 +152,8 @@ class JointModules:
         elif part.ids_changed:
             wrong = "has a batch whose ids were changed after start_input_dist; change them before"
         if wrong:
-            names = ", ".join(self._tables[index].names[:3])
-            raise DataError(f"rank {self._tables[index].rank}: the collection of tables {names} {wrong}")
+            rank = self._tables[index].rank
+            raise DataError(f"rank {rank}: the collection of tables {self.names(index)} {wrong}")
         batch.left.remove(index)
         if not batch.left:
             self._started = None
@@ -293,16 +297,16 @@ class JointBatch:
         self._modules.steps_on = current_stream(self._modules.device)
         if self._token is None:
             self._look_all_up(train=train)
-        owner, names = self.parts[index].owner, ", ".join(self._modules.tables(index).names[:3])
+        owner, names = self.parts[index].owner, self._modules.names
         if train and not self._train:
             raise CommunicationError(
-                f"tables {names}: their rows were looked up without gradients, together with those of modules in"
-                " evaluation under torch.no_grad(); put the model in train() mode, or leave torch.no_grad() first"
+                f"tables {names(index)}: their rows were looked up without gradients, together with those of modules"
+                " in evaluation under torch.no_grad(); put the model in train() mode, or leave torch.no_grad() first"
             )
         if index in self._marks and self._marks[index] != owner.rows_mark():
             raise CommunicationError(
-                f"tables {names}: their rows or learning rates were changed after the rows had been looked up, together"
-                " with those of modules whose forward pass came before; change them before the first module's"
+                f"tables {names(index)}: their rows or learning rates were changed after the rows had been looked up,"
+                " together with those of modules whose forward pass came before; change them before the first module's"
             )
         if not train:
             self._frozen.add(index)

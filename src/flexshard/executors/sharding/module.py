@@ -149,14 +149,14 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         batch = self.joint.started(self.index, features)
         if batch is None:
             batch = self.joint.join(self.index, self.part_of(maybe_td_to_kjt(features), features))
-        ctx.features = features = batch.parts[self.index].batch
-        problem = batch.parts[self.index].problem
+        part = batch.parts[self.index]
+        ctx.features = features = part.batch
         awaitables: list[Any] = [SplitsAwaitable(batch)]
         ctx.sharding_contexts = [None]
         for collection in self._torchrec:
             ctx.torchrec = collection.create_context()
             try:
-                request = collection.input_dist(ctx.torchrec, self._of_torchrec(features, problem))
+                request = collection.input_dist(ctx.torchrec, self._of_torchrec(features, part.problem))
             except Exception:
                 batch.begin()  # other ranks wait for it
                 raise

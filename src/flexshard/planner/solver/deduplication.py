@@ -18,7 +18,13 @@ import numpy.typing as npt
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats, bits_alike
 from flexshard.planner.solver.build import ToPlan, all_once, build_instance
-from flexshard.planner.solver.dual_search import bound_at_price, cheapest_tables, price_range, solve_instance
+from flexshard.planner.solver.dual_search import (
+    bound_at_price,
+    cheapest_tables,
+    price_range,
+    solve_instance,
+    subsets_of,
+)
 from flexshard.planner.solver.gathered import MANY_COUNTS, reduced_seconds
 from flexshard.planner.solver.gathering import Gathering, GatheringCosts, latency_of_gathering
 from flexshard.planner.solver.instance import Instance, memory_limit
@@ -250,10 +256,7 @@ class Variants:
             return [np.array(mask) for mask in product((False, True), repeat=count)], None, start_price
         best: _Joint | None = None
         # The largest choices of levels first: their bounds rule most of the others out. Of equals, the smallest.
-        subsets, gathering = self.plain.level_subsets(tiers), self.plain.gathering
-        for levels in reversed(subsets):
-            if gathering is not None and not gathering.is_at(levels):
-                continue
+        for levels in reversed(subsets_of(self.plain, tiers)):
             found = self._joint(levels, limit_bytes, best, start_price if best is None else best.price)
             if found is not None and (best is None or found.bound <= best.bound):
                 best = found
@@ -314,10 +317,9 @@ class Variants:
     def _bound(self, limit_bytes: float, tiers: int, price: float) -> float:
         """No placement within a budget takes less, whatever the price at which this is said."""
         limit, fixed, bounds = memory_limit(limit_bytes), self.plain if self.are_chosen else self.fixed, [np.inf]
-        for levels in fixed.level_subsets(tiers):
-            if fixed.gathering is None or fixed.gathering.is_at(levels):
-                seconds, memory, _ = self._cheapest(levels, price)
-                bounds.append(seconds + price * (memory - limit) + fixed.latency_seconds(levels))
+        for levels in subsets_of(fixed, tiers):
+            seconds, memory, _ = self._cheapest(levels, price)
+            bounds.append(seconds + price * (memory - limit) + fixed.latency_seconds(levels))
         return min(bounds)
 
 

@@ -24,7 +24,15 @@ from flexshard.planner.solver.rounding import fill
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.thresholds import allocate
 
-__all__ = ["bound_at_price", "cheapest_tables", "least_memory", "price_range", "solve_instance", "solve_levels"]
+__all__ = [
+    "bound_at_price",
+    "cheapest_tables",
+    "least_memory",
+    "price_range",
+    "solve_instance",
+    "solve_levels",
+    "subsets_of",
+]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -52,7 +60,7 @@ def solve_instance(
         BudgetError: none fits; says the least budget that would.
     """
     # The largest subsets first: their bounds rule most of the others out.
-    subsets = sorted(_subsets(instance, max_tiers), key=len, reverse=True)
+    subsets = sorted(subsets_of(instance, max_tiers), key=len, reverse=True)
     best: Solution | None = None
     bounds: list[float] = []
     for levels in subsets:
@@ -71,7 +79,7 @@ def solve_instance(
     return replace(best, lower_bound_seconds=min(best.seconds, *bounds))
 
 
-def _subsets(instance: Instance, max_tiers: int) -> list[IntArray]:
+def subsets_of(instance: Instance, max_tiers: int) -> list[IntArray]:
     """Levels that rows may be at together."""
     gathering = instance.gathering
     return [one for one in instance.level_subsets(max_tiers) if gathering is None or gathering.is_at(one)]
@@ -82,7 +90,7 @@ def bound_at_price(instance: Instance, budget_bytes: float, max_tiers: int, pric
     limit = memory_limit(budget_bytes)
     return min(
         instance.latency_seconds(levels) + _bound(instance, levels, price, limit)
-        for levels in _subsets(instance, max_tiers)
+        for levels in subsets_of(instance, max_tiers)
     )
 
 
