@@ -59,7 +59,7 @@ class Assignment:
         ranks: of each table, the rank of each shard.
         rating: cost of the slowest rank.
         lower_bound: no plan has a smaller rating.
-        finished: whether it stopped by itself, not because time was up: then every machine finds the same plan.
+        finished: whether no part of it stopped because time was up: then every machine finds the same plan and bound.
     """
 
     choice: tuple[int, ...]
@@ -110,6 +110,7 @@ class _Master:
         self._state: State | None = None
         self._start: tuple[int, ...] | None = None  # sources of the last program's choice
         self._timed_out = False
+        self._by_time = False  # whether time ended a program's search, which has half of what is left
         self._refuted: Bins | None = None  # with ranks added up like this, nothing fits
 
     def solve(self) -> Assignment:
@@ -128,7 +129,8 @@ class _Master:
             by_sums, unknown = self._refuted == "cluster", self._refuted is None and self._timed_out
             raise budget_error(self._given, refuted=by_sums, timed_out=unknown)
         choice, ranks = self._best
-        return Assignment(choice, ranks, self._rating, self._lower, finished=not self._timed_out)
+        finished = not (self._timed_out or self._by_time)
+        return Assignment(choice, ranks, self._rating, self._lower, finished)
 
     def _look_at(self, menus: Menus) -> None:
         """Go on with these menus."""
@@ -256,6 +258,7 @@ class _Master:
         for limit in [self._lower * far for far in _FAR] if np.isinf(at_most) else [at_most]:
             left = self._end - time.monotonic()
             answer = solve_menus_program(self._menus, bins, at_most=limit, gap=gap, seconds=left, nodes=nodes)
+            self._by_time = self._by_time or answer.out_of_time
             self._timed_out = self._timed_out or time.monotonic() >= self._end
             if answer.choice is not None or not answer.proven:
                 break
@@ -263,6 +266,7 @@ class _Master:
             # Nothing of a rating that programs can look at; whether memory allows anything at all.
             left = self._end - time.monotonic()
             answer = solve_menus_program(self._menus, bins, gap=gap, seconds=left, nodes=nodes, costs=False)
+            self._by_time = self._by_time or answer.out_of_time
             if answer.choice is None and answer.proven:
                 self._refuted = bins
             return replace(answer, bound=limit)

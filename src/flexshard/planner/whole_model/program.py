@@ -43,6 +43,7 @@ class ProgramAnswer:
         ranks: by table, the rank of each shard, where bins are ranks.
         proven: whether the solver came to its end.
         rating: of the best solution in this program.
+        out_of_time: whether time ended a search: another machine may get another answer.
     """
 
     bound: float
@@ -50,6 +51,7 @@ class ProgramAnswer:
     ranks: dict[int, list[int]] = field(default_factory=dict)
     proven: bool = False
     rating: float = np.inf
+    out_of_time: bool = False
 
 
 def solve_menus_program(
@@ -94,14 +96,19 @@ def solve_menus_program(
     options = _OTHERWISE | {"mip_rel_gap": min(gap, _ABOVE - 1)}
     second = searched(min(at_most, first.bound * _ABOVE), end - time.monotonic(), options)
     better = second if second.rating < first.rating else first
-    return replace(better, bound=min(first.bound, second.bound), proven=first.proven and second.proven)
+    return replace(
+        better,
+        bound=min(first.bound, second.bound),
+        proven=first.proven and second.proven,
+        out_of_time=first.out_of_time or second.out_of_time,
+    )
 
 
 def _search(menus: Menus, bins: Bins, at_most: float, limits: dict[str, Any], *, costs: bool) -> ProgramAnswer:
     """Solve the program once, with HiGHS's options ``limits``."""
     seconds = limits["time_limit"]
     if seconds <= 0 or any(not any(menus.dearest(o) <= at_most for o in menu) for menu in menus.options):
-        return ProgramAnswer(0.0 if seconds <= 0 else np.inf, None, proven=seconds > 0)
+        return ProgramAnswer(0.0 if seconds <= 0 else np.inf, None, proven=seconds > 0, out_of_time=seconds <= 0)
     # Ratings near 1: the solver's tolerances are absolute.
     unit = (at_most if np.isfinite(at_most) else lagrangian_bound(menus).bound) or 1.0
     if not np.isfinite(unit):
@@ -121,11 +128,13 @@ def _search(menus: Menus, bins: Bins, at_most: float, limits: dict[str, Any], *,
         return ProgramAnswer(np.inf, None, proven=True)
     info = solver.getInfo()
     bound = float(info.mip_dual_bound) * unit if costs and np.isfinite(info.mip_dual_bound) else 0.0
+    out_of_time = status == "Time limit reached"
     if info.primal_solution_status != _FEASIBLE:
-        return ProgramAnswer(bound, None)
+        return ProgramAnswer(bound, None, out_of_time=out_of_time)
     values = np.array(solver.getSolution().col_value)
     answer = build.answer(np.rint(values).astype(np.int64), bound, status == "Optimal")
-    return replace(answer, rating=float(info.objective_function_value) * unit if costs else 0.0)
+    rating = float(info.objective_function_value) * unit if costs else 0.0
+    return replace(answer, rating=rating, out_of_time=out_of_time)
 
 
 def program_columns(menus: Menus, bins: Bins) -> int:
