@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard.errors import CommunicationError, DataError, PlanError
+from flexshard.errors import CheckpointError, CommunicationError, DataError, PlanError
 from flexshard.executors import Observer, reshard, start_input_dist
 from tests.executors import models, ranks
 from tests.executors.test_joint import both, copy_of, frozen_first, split_of, total
@@ -195,6 +195,53 @@ def test_what_is_changed_between_two_modules_is_not_missed() -> None:
         assert all("ids were changed after start_input_dist" in message for message in messages[:2])
         assert "another batch than start_input_dist" in messages[2]
         assert all("tables users: their rows or learning rates were changed" in message for message in messages[3:])
+
+
+def written_too_late(rank: int, plan: Any) -> tuple[list[str], float, bool]:
+    """Writes to a ``state_dict`` after a batch was begun, in evaluation, and changed ids: an error that the next batch
+    does not meet; and whether a batch that one module never asked for is gone when the other has its next one.
+    """
+    parallel, _ = models.shard(plan, "sgd")
+    messages = []
+    parallel.eval()
+    with torch.no_grad():
+        state, first = parallel.state_dict(), models.make_batch(1, rank).features
+        before = parallel.module.wide(first)["clicked"].values()
+        output = outputs(parallel, first, together=True)
+        for name in [name for name in state if name.startswith("wide.")]:
+            for shard in state[name].to_local().local_shards():
+                shard.mul_(3.0)
+        try:
+            output("wide")
+        except CheckpointError as error:
+            messages.append(str(error))
+        after = parallel.module.wide(copy_of(first))["clicked"].values()
+        changed = models.make_batch(2, rank).features
+        output = outputs(parallel, changed, together=True)
+        changed.values()[:] = 0
+        try:
+            output("narrow")
+        except DataError as error:
+            messages.append(str(error))
+        parallel.module.narrow(models.make_batch(3, rank).features)
+        features = models.make_batch(4, rank).features
+        gone = weakref.ref(features)
+        outputs(parallel, features, together=True)("wide")
+        del features, output
+        parallel.module.wide(models.make_batch(5, rank).features)
+        parallel.module.narrow(models.make_batch(5, rank).features)
+    gc.collect()
+    return messages, float((after - 3 * before).abs().sum()), gone() is None
+
+
+def test_in_evaluation_too_nothing_is_missed_and_nothing_left_behind() -> None:
+    cluster = models.small_cluster(2, 2)
+    for messages, difference, gone in ranks.run(2, 2, written_too_late, models.plan_of(cluster, split_of(cluster, 1))):
+        assert len(messages) == 2
+        assert "state_dict() were written to while a batch was under way" in messages[0]
+        assert "ids were changed after start_input_dist" in messages[1]
+        assert difference < 1e-4
+        assert gone
 
 
 def replaced(rank: int, plan: Any) -> list[float]:

@@ -27,9 +27,11 @@ def start_input_dist(model: nn.Module, features: KeyedJaggedTensor | TensorDict)
 
     Collections that have no feature in the batch are left alone; the batch must have the same ones on every rank. The
     others have to be given this very object before any that was not begun so, on every rank; those that are not given
-    it at all cost their rows' way. The rows of all of them are looked up when the first one's are, so neither ids nor
-    rows nor learning rates may be changed from then on until the last one has its own. If rows are updated, loaded or
-    resharded in between, collections that come later look theirs up again.
+    it at all cost their rows' way. The rows of all of them are looked up when the first one's are, so neither rows nor
+    learning rates may be changed from then on until the last one has its own, and neither ids nor tensors of a
+    ``state_dict()`` from this call on. If rows are updated, loaded or resharded in between, collections that come later
+    look theirs up again. Not for collections inside ``torch.utils.checkpoint`` with ``use_reentrant=False``, which
+    torch refuses in the backward pass: computing one of them again looks up its own rows alone.
 
     Args:
         model: sharded, or a part of such a model.

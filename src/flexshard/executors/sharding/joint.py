@@ -143,15 +143,19 @@ class JointModules:
         batch = self._started
         if batch is not None and batch.failed:
             batch = self._started = None  # on every rank
-        if batch is None or index not in batch.left:
+        if batch is None or index not in batch.parts:
             return None
         part, wrong = batch.parts[index], ""
+        if index not in batch.left:
+            if part.features is not given:  # the next batch: whoever did not ask for this one will not
+                self._started = None
+            return None
         if part.features is not given:
-            self._started = None  # so that the next one is not refused, too
             wrong = "is given another batch than start_input_dist was; give both the same object, one batch at a time"
         elif part.ids_changed:
             wrong = "has a batch whose ids were changed after start_input_dist; change them before"
         if wrong:
+            self._started = None  # so that the next one is not refused, too
             rank = self._tables[index].rank
             raise DataError(f"rank {rank}: the collection of tables {self.names(index)} {wrong}")
         batch.left.remove(index)
@@ -301,7 +305,8 @@ class JointBatch:
         if train and not self._train:
             raise CommunicationError(
                 f"tables {names(index)}: their rows were looked up without gradients, together with those of modules"
-                " in evaluation under torch.no_grad(); put the model in train() mode, or leave torch.no_grad() first"
+                " in evaluation under torch.no_grad(), or under torch.inference_mode(); put the model in train() mode,"
+                " or leave these first"
             )
         if index in self._marks and self._marks[index] != owner.rows_mark():
             raise CommunicationError(

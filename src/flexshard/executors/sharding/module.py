@@ -216,6 +216,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     def before_look_up(self, *, train: bool) -> None:
         """The rows are looked up next, to be updated perhaps if ``train``."""
+        self._logical.check_nothing_written()
         self._optimizer.step()  # a scheduler may have set another learning rate
         if train:
             self.tables.begin_step()

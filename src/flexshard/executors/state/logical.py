@@ -229,13 +229,21 @@ class LogicalTables:
         Raises:
             CheckpointError: somebody wrote to it while this step's batch was under way already.
         """
+        self.check_nothing_written()
+        self._outdate(self._handed_out)
+
+    def check_nothing_written(self) -> None:
+        """Rows of a batch under way are looked up or updated.
+
+        Raises:
+            CheckpointError: somebody wrote to what was handed out, too late for this batch.
+        """
         if self.written() == FRESH:
             raise CheckpointError(
                 f"rank {self.tables.rank}: tensors of state_dict() were written to while a batch was under way (between"
-                " forward and backward, or in a pipeline), too late for it; call load_state_dict() with them between"
-                " two steps"
+                " forward and backward, in a pipeline, or after start_input_dist), too late for it; call"
+                " load_state_dict() with them between two steps"
             )
-        self._outdate(self._handed_out)
 
     def _outdate(self, entries: Iterable[HandedOut]) -> None:
         for entry in entries:
