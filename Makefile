@@ -17,7 +17,7 @@ endif
 FBGEMM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo fbgemm-gpu || echo fbgemm-gpu-cpu)
 PLANNING := .venv-newest .venv-lowest
 
-.PHONY: help setup demo docs test test-slow test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest bench-lookahead clean
+.PHONY: help setup setup-newest setup-lowest demo docs test test-slow test-newest test-lowest test-gpu lint format bench bench-torchrec bench-recd bench-tt bench-gpu bench-cluster bench-ingest bench-lookahead clean
 
 help:
 	@echo "make demo                      plan generated data, train a model under the plan, draw the pictures"
@@ -66,12 +66,14 @@ test-gpu: setup
 
 # Long searches and random input, of which versions change nothing: make test has them.
 test-newest test-lowest: LONG = test_fuzz planner/test_compress_whole planner/test_compression planner/whole_model/test_cases planner/whole_model/test_joint
-test-newest: CONSTRAINT =
-test-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
-test-newest test-lowest: test-%: .venv-%/bin/python
+setup-newest: CONSTRAINT =
+setup-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
+test-newest test-lowest: test-%: setup-%
+	.venv-$*/bin/python -m pytest -n auto --dist worksteal $(LONG:%=--ignore tests/%.py)
+
+setup-newest setup-lowest: setup-%: .venv-%/bin/python
 	$(if $(CONSTRAINT),$< .ci/lowest_versions.py test > .venv-lowest/lowest.txt)
 	$< -m pip install --quiet $(PIP_ARGS) $(CONSTRAINT) --upgrade --editable ".[test]"
-	$< -m pytest -n auto --dist worksteal $(LONG:%=--ignore tests/%.py)
 
 $(PLANNING:%=%/bin/python):
 	$(PYTHON) -m venv $(@:%/bin/python=%)

@@ -18,6 +18,9 @@ settings.load_profile("repeatable")
 # Ranks come from a process that is older than the Ray clusters that tests start, and so know nothing of their tokens.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
+# Tests run side by side, one per processor: threads of small operations would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without a GPU its kernels run in Triton's interpreter, which must be known before Triton is imported.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
