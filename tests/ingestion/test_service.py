@@ -102,7 +102,7 @@ def test_processes_give_the_readers_batches(folder: Path, workers: int) -> None:
         assert [batch_hash(batch) for batch in client] == expected(spec)
 
 
-@pytest.mark.parametrize("number", first(1, [3, 20]))
+@pytest.mark.parametrize("number", first(1, [5, 20]))
 def test_killed_processes_change_nothing(folder: Path, number: int) -> None:
     """Kills at random times, over several epochs: the same batches, each once."""
     spec = spec_of(folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -256,21 +257,23 @@ class _Master:
     def _answer(self, bins: Bins, at_most: float, gap: float, nodes: int) -> ProgramAnswer:
         # Options that are thousands of times as dear as the others make programs hard to compute with.
         for limit in [self._lower * far for far in _FAR] if np.isinf(at_most) else [at_most]:
-            left = self._end - time.monotonic()
-            answer = solve_menus_program(self._menus, bins, at_most=limit, gap=gap, seconds=left, nodes=nodes)
-            self._by_time = self._by_time or answer.out_of_time
+            answer = self._searched(bins, at_most=limit, gap=gap, nodes=nodes)
             self._timed_out = self._timed_out or time.monotonic() >= self._end
             if answer.choice is not None or not answer.proven:
                 break
         if np.isinf(at_most) and answer.choice is None and answer.proven:
             # Nothing of a rating that programs can look at; whether memory allows anything at all.
-            left = self._end - time.monotonic()
-            answer = solve_menus_program(self._menus, bins, gap=gap, seconds=left, nodes=nodes, costs=False)
-            self._by_time = self._by_time or answer.out_of_time
+            answer = self._searched(bins, gap=gap, nodes=nodes, costs=False)
             if answer.choice is None and answer.proven:
                 self._refuted = bins
             return replace(answer, bound=limit)
         return replace(answer, bound=min(answer.bound, limit))
+
+    def _searched(self, bins: Bins, **how: Any) -> ProgramAnswer:
+        """Solve the program in the time that is left."""
+        answer = solve_menus_program(self._menus, bins, seconds=self._end - time.monotonic(), **how)
+        self._by_time = self._by_time or answer.out_of_time
+        return answer
 
     def _state_of(self, indices: Sequence[int], ranks: Sequence[Sequence[int]]) -> State:
         """A plan as the arrays that annealing works on."""
