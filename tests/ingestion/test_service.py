@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,20 @@ pytest.importorskip("torchrec")
 
 from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion import IngestionClient, IngestionSpec, batch_hash
+from flexshard.ingestion.service.fork_server import ForkServer, shared_fork_server
+from flexshard.ingestion.service.packing import PackedBatch
+from flexshard.ingestion.service.readings import Item, Reading
 from flexshard.ingestion.service.workers import ProcessPool
 from tests.slow import first
 
 ROWS = 4000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> Iterator[ForkServer]:
+    """Stays from test to test, so that it imports once."""
+    with shared_fork_server.used() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +142,43 @@ def test_killed_processes_change_nothing(folder: Path, number: int) -> None:
             stop.set()
             killer.join()
         assert client.stats.restarts > 0
+
+
+def test_what_workers_come_from_may_die(folder: Path) -> None:
+    """Those that there are read on; when one of them dies, there is another process to fork from."""
+    spec = spec_of(folder)
+    with ForkServer().used() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexshard.ingestion.service.workers.shared_fork_server", server)
+        with IngestionClient(spec, workers=2) as client:
+            pool, found = client._pool, []
+            assert isinstance(pool, ProcessPool)
+            for batch in client:
+                found.append(batch_hash(batch))
+                if len(found) == 5:
+                    first_of_all = server._server
+                    assert first_of_all is not None
+                    first_of_all.process.kill()
+                if len(found) == 20:
+                    os.kill(pool.pids[0], signal.SIGKILL)
+            assert found == expected(spec)
+            assert client.stats.restarts > 0
+            assert server._server is not first_of_all
+
+
+def test_a_batch_that_cannot_be_taken_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Reading.put
+
+    def without_room(reading: Reading, item: Item) -> None:
+        if isinstance(item, PackedBatch):
+            raise RuntimeError("no room")
+        put(reading, item)
+
+    monkeypatch.setattr(Reading, "put", without_room)
+    with (
+        IngestionClient(spec_of(folder), workers=1) as client,
+        pytest.raises(DataError, match="what worker 0 sent cannot be taken: RuntimeError: no room"),
+    ):
+        next(iter(client))
 
 
 def test_a_state_is_the_readers_and_goes_on_anywhere(folder: Path) -> None:
@@ -286,13 +334,14 @@ def test_nothing_is_left_behind(folder: Path) -> None:
         "from flexshard.ingestion import *\n"
         "with IngestionClient(IngestionSpec.load({!r}), workers=2, backend={!r}, hang_seconds=60) as client:\n"
         "    print(next(iter(client)).position.number)\n"
-        "import threading\n"
+        "import threading, pathlib\n"
         "print([thread.name for thread in threading.enumerate()])\n"  # others could end the interpreter badly
+        "print(*(path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/children')), sep='')\n"
     )
     for backend in ("threads", "processes"):
         script = program.format(str(folder / "job.yaml"), backend)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-        assert (done.returncode, done.stdout) == (0, "0\n['MainThread']\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, "0\n['MainThread']\n\n"), done.stderr
     (folder / "job.yaml").unlink()
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from typing import Protocol
 
 from flexshard.ingestion.reader import SessionReader
 from flexshard.ingestion.service.channel import Channel
+from flexshard.ingestion.service.fork_server import ForkedProcess, ForkServer, shared_fork_server
 from flexshard.ingestion.service.readings import Done, Failed, Item, Lost, Reading, read_items
 from flexshard.ingestion.splits import Split
 
@@ -130,16 +128,16 @@ class ThreadPool:
 class _Process:
     """One process, and the thread that talks to it."""
 
-    def __init__(self, worker: int, reader: bytes) -> None:
-        self._worker, self._reader = worker, reader
+    def __init__(self, worker: int, reader: bytes, server: ForkServer) -> None:
+        self._worker, self._reader, self._server = worker, reader, server
         self._tasks: queue.SimpleQueue[tuple[Split, Reading] | None] = queue.SimpleQueue()
         self._waiting: list[Reading] = []
         self._lock = threading.Lock()
         self._closed = False
         self._broken: Failed | None = None
         self._starts = 0  # since it was last ready
-        self.is_ready, self.heard = False, 0.0
-        self.process, self._connection = self._launched()
+        self.is_ready, self.heard = False, time.monotonic()
+        self._process: ForkedProcess | None = None
         self._thread = threading.Thread(target=self._run, name=f"flexshard-ingest-{worker}", daemon=True)
         self._thread.start()
 
@@ -152,72 +150,95 @@ class _Process:
             self._tasks.put((split, reading))
         return reading
 
+    @property
+    def pid(self) -> int:
+        """Of one that is ready."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
-        self.process.kill()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
 
     def retire(self) -> None:
         self._tasks.put(None)
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:  # one that is being started sees it
+            self._closed = True
         self._tasks.put(None)
-        self.process.kill()
-        self.process.wait()
+        self.kill()
+
+    def join(self) -> None:
         self._thread.join(_JOIN_SECONDS)  # what makes tensors at the end of the interpreter would end it badly
 
-    def _launched(self) -> tuple[subprocess.Popen[bytes], Channel]:
+    def _launch(self) -> tuple[ForkedProcess, Channel] | None:
+        """A process that was sent its reader, and the way to it; None where there can be none any more."""
         self.is_ready, self.heard = False, time.monotonic()
         self._starts += 1
-        ours, theirs = socket.socketpair()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flexshard.ingestion.service.worker_process", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs, contextlib.ExitStack() as undo:
+                undo.callback(ours.close)
+                process = self._server.fork(theirs, lambda: not self._closed)
+                undo.pop_all()
+        except OSError as error:
+            self._end(f"worker {self._worker} cannot be started: {error}")
+            return None
+        with self._lock:
+            self._process = process
+            if self._closed:
+                process.kill()
         connection = Channel(ours)
         with contextlib.suppress(OSError):  # if it is dead already, that shows with the first split
             connection.send(self._reader)
         return process, connection
 
+    def _end(self, why: str) -> None:
+        """Nothing more will be read here."""
+        self._broken = Failed(why, changed=False)
+        self._lose(why)
+
     def _run(self) -> None:
+        try:
+            launched = self._launch()
+            while launched is not None:
+                process, connection = launched
+                with contextlib.closing(connection), contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+                    self._serve(connection)
+                    process.kill()
+                code = process.wait()
+                if self._closed:
+                    return
+                self._lose(f"worker {self._worker} (process {process.pid}) ended with {_ending(code)}")
+                launched = None if self._closed else self._launch()
+        except Exception as error:  # who waits would wait for ever
+            self.kill()
+            self._end(f"what worker {self._worker} sent cannot be taken: {type(error).__name__}: {error}")
+
+    def _serve(self, connection: Channel) -> None:
+        """Let it read what comes, until nothing more will."""
         while (task := self._tasks.get()) is not None:
             if task[1].is_cancelled():
                 with self._lock:
                     self._waiting.remove(task[1])
                 continue
-            try:
-                if not self.is_ready:
-                    self._connection.receive()  # it has its reader
-                    self.is_ready, self._starts = True, 0
+            if not self.is_ready:
+                connection.receive()  # it has its reader
+                self.is_ready, self._starts = True, 0
+            self.heard = time.monotonic()
+            connection.send(task[0])
+            while True:
+                item = connection.receive()
                 self.heard = time.monotonic()
-                self._connection.send(task[0])
-                while True:
-                    item = self._connection.receive()
-                    self.heard = time.monotonic()
-                    if isinstance(item, Done | Failed):
-                        break
-                    task[1].put(item)
-                with self._lock:
-                    self._waiting.remove(task[1])
+                if isinstance(item, Done | Failed):
+                    break
                 task[1].put(item)
-            except (EOFError, OSError, pickle.UnpicklingError):
-                self._connection.close()
-                code = self.process.wait()
-                if self._closed:
-                    return
-                self._lose(f"worker {self._worker} (process {self.process.pid}) ended with {_ending(code)}")
-                try:
-                    self.process, self._connection = self._launched()
-                except OSError as error:
-                    self._broken = Failed(f"worker {self._worker} cannot be started: {error}", changed=False)
-                    self._lose(self._broken.message)
-                    return
-        self._connection.close()
-        self.process.kill()
-        self.process.wait()
+            with self._lock:
+                self._waiting.remove(task[1])
+            task[1].put(item)
+        self._closed = True
 
     def _message(self, ending: str) -> Item:
         if self._starts < _STARTS:
@@ -233,8 +254,6 @@ class _Process:
             for place, reading in enumerate(self._waiting):
                 reading.put(self._message(ending) if place == 0 else Lost(ending, began=False))
             self._waiting.clear()
-        if self._closed:
-            self._tasks.put(None)
 
 
 class ProcessPool:
@@ -245,6 +264,8 @@ class ProcessPool:
         self._processes: dict[int, _Process] = {}
         self._retired: dict[int, _Process] = {}
         self._numbers = 0
+        self._exit = contextlib.ExitStack()
+        self._server = self._exit.enter_context(shared_fork_server.used())
         for _ in range(workers):
             self.add()
 
@@ -256,7 +277,7 @@ class ProcessPool:
     @property
     def pids(self) -> list[int]:
         """Of the processes that have begun to read."""
-        return [process.process.pid for process in self._processes.values() if process.is_ready]
+        return [process.pid for process in self._processes.values() if process.is_ready]
 
     def start(self, worker: int, split: Split) -> Reading:
         """See the protocol."""
@@ -275,7 +296,7 @@ class ProcessPool:
     def add(self) -> int:
         """See the protocol."""
         self._numbers += 1
-        self._processes[self._numbers - 1] = _Process(self._numbers - 1, self._reader)
+        self._processes[self._numbers - 1] = _Process(self._numbers - 1, self._reader, self._server)
         return self._numbers - 1
 
     def retire(self, worker: int) -> None:
@@ -285,9 +306,13 @@ class ProcessPool:
 
     def close(self) -> None:
         """See the protocol."""
-        for process in [*self._processes.values(), *self._retired.values()]:
+        processes = [*self._processes.values(), *self._retired.values()]
+        for process in processes:
             process.close()
+        for process in processes:
+            process.join()
         self._processes.clear()
+        self._exit.close()
 
 
 def _ending(code: int) -> str:
