@@ -29,7 +29,7 @@ from flexshard.errors import DataError
 from flexshard.executors import MemoryStore, reshard
 from flexshard.executors.comm.bucketized_ids import bucketize
 from flexshard.executors.sharding.batches import Lookup, ids_of_tables
-from flexshard.executors.sharding.translation import LocationTable, dealt_locations
+from flexshard.executors.sharding.translation import JointLocations, LocationTable
 from flexshard.executors.stores import base
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -221,19 +221,46 @@ def test_which_segment_an_item_is_in(lengths: list[int]) -> None:
     assert found.tolist() == [segment for segment, length in enumerate(lengths) for _ in range(length)]
 
 
-def test_locations_of_many_tables_at_once() -> None:
-    """As of each table by itself."""
-    generator, rows = np.random.default_rng(0), {"a": 40, "b": 7, "c": 101}
-    tiers = {name: [Tier("row_wise", 4, number, 0, 0.0, None, 0.0, 0.0, 0.0)] for name, number in rows.items()}
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_locations_of_many_tables_at_once(seed: int, large: bool) -> None:
+    """As of each table by itself: with all rows dealt, with a set of copied ones, listed, in order of id."""
+    generator = np.random.default_rng(seed)
+    rows = {"dealt": 40, "few": 7000, "none": 7, "listed": 101, "by id": 300, "some": 513}
+    hot = {"few": 64, "listed": 90, "by id": 20, "some": 3}
+    if large:  # positions are listed, since locations take eight bytes
+        rows["huge"] = 1 << 31
+    tiers = {
+        name: [
+            *([Tier("data_parallel", 1, hot[name], 0, 0.0, None, 0.0, 0.0, 0.0)] if name in hot else []),
+            Tier("row_wise", 4, number - hot.get(name, 0), hot.get(name, 0), 0.0, None, 0.0, 0.0, 0.0),
+        ]
+        for name, number in rows.items()
+    }
     layout = Layout.of(tiers, rows, 4)
     tables = [
-        LocationTable(layout, index, IndexBijection.identity(number), torch.device("cpu"))
-        for index, number in enumerate(rows.values())
+        LocationTable(
+            layout,
+            index,
+            IndexBijection(generator.permutation(number)[: hot[name]], number)
+            if name in hot and name != "by id"
+            else IndexBijection.identity(number),
+            torch.device("cpu"),
+        )
+        for index, (name, number) in enumerate(rows.items())
     ]
-    which = [tables[at] for at in (2, 0, 0, 1)]
-    ids = [torch.from_numpy(generator.integers(0, table.num_rows, 5 + at)) for at, table in enumerate(which)]
-    expected = torch.cat([table.locations(one) for table, one in zip(which, ids, strict=True)])
-    assert torch.equal(dealt_locations(which, ids), expected)
+    which = [*generator.integers(0, len(tables), 20).tolist(), *range(len(tables))]
+    lookups = [
+        (at, torch.from_numpy(generator.integers(0, tables[at].num_rows, generator.integers(0, 50)))) for at in which
+    ]
+    expected = [tables[at].locations(ids).clone() for at, ids in lookups]
+    for several in (lookups, [(at, ids) for at, ids in lookups if at in (0, 2)], [], [(1, lookups[0][1][:0])]):
+        found = JointLocations(tables).locations(several)
+        assert [one.dtype for one in found] == [tables[at].location_type for at, _ in several]
+        for (at, ids), one in zip(several, found, strict=True):
+            assert torch.equal(one, tables[at].locations(ids)), at
+    for (at, ids), one in zip(lookups, expected, strict=True):  # which now have what they list in common
+        assert torch.equal(one, tables[at].locations(ids))
 
 
 @pytest.mark.parametrize("slots", [[], [NO_SLOT], [NO_SLOT, NO_SLOT], [3, 1, 3, NO_SLOT, 0, 1, 3], [5, 5], [2]])

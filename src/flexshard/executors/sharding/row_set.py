@@ -52,7 +52,11 @@ class RowSet:
 
     def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which ids are members, and how many members come before each; shape (n,) each. Runs on any device."""
-        pairs = self.words.view(-1, 2).index_select(0, ids >> 6)
+        return self.find_in(ids >> 6, ids)
+
+    def find_in(self, blocks: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of ids of several sets, of which each begins with another block; shape (n,) each."""
+        pairs = self.words.view(-1, 2).index_select(0, blocks)
         count, word = pairs[:, 0], pairs[:, 1]
         bit = ids & 63
         member = (word >> bit) & 1 == 1

@@ -23,7 +23,7 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.servers.embedding_servers import ServedTables
-from flexshard.executors.sharding.translation import LocationTable, dealt_locations
+from flexshard.executors.sharding.translation import JointLocations, LocationTable
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.fused import FusedStore
@@ -154,6 +154,8 @@ class ShardedTables:
         self.location_tables = [
             LocationTable(layout, index, bijection, device) for index, bijection in enumerate(bijections)
         ]
+        if host_waits_for(device) and self.location_tables:
+            _ = self._joint_locations  # before rows take the memory
         self.groups: list[TableGroup] = []
         for index, (same, members) in enumerate(groupby(range(len(traits)), traits.__getitem__)):
             before_group(index)
@@ -271,16 +273,14 @@ class ShardedTables:
 
     def _located(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         """Locations of a batch's lookups, (table index, ids), in their order."""
-        tables = [(self.location_tables[table], ids) for table, ids in lookups]
-        if not host_waits_for(self.device):
-            return [table.locations(ids) for table, ids in tables]
-        found: list[torch.Tensor] = []
-        for dealt, run in groupby(tables, lambda one: one[0].dealt is not None):
-            if dealt:
-                found.append(dealt_locations(*zip(*run, strict=True)))
-            else:
-                found += [table.locations(ids) for table, ids in run]
-        return found
+        if host_waits_for(self.device):
+            return self._joint_locations.locations(lookups)
+        return [self.location_tables[table].locations(ids) for table, ids in lookups]
+
+    @cached_property
+    def _joint_locations(self) -> JointLocations:
+        """Of all tables, on a device."""
+        return JointLocations(self.location_tables)
 
     @cached_property
     def _group_of(self) -> list[int]:

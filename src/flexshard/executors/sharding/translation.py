@@ -21,7 +21,7 @@ from flexshard.errors import DataError
 from flexshard.executors.sharding.row_set import RowSet
 from flexshard.tables import translation_bytes
 
-__all__ = ["LocationTable", "Translator", "dealt_locations", "extremes_of", "outside_message", "outside_of"]
+__all__ = ["JointLocations", "LocationTable", "Translator", "extremes_of", "outside_message", "outside_of"]
 
 
 class LocationTable:
@@ -43,6 +43,7 @@ class LocationTable:
         self.num_rows = int(layout.num_rows[table])
         self._layout, self._index = layout, table
         self._type = torch.int32 if layout.location_type is np.int32 else torch.int64
+        self.device = device
         self._listed: torch.Tensor | None = None
         self._rest: _Rest | None = None
         rest = _Rest.of(layout, table)
@@ -77,10 +78,26 @@ class LocationTable:
         own = 0 if listed is None else listed.numel() * listed.element_size()
         return own + (self._set.nbytes if self._rest is not None else 0)
 
+    @property
+    def rest(self) -> _Rest | None:
+        """Where rows that nobody has a copy of are, if those of the others are all listed as locations."""
+        if self._rest is None:
+            return self.dealt
+        return None if self._positions else self._rest
+
+    @property
+    def listed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Words of the set of these others, and their locations in order of id; None where there is no set."""
+        return None if self._rest is None or self._listed is None else (self._set.words, self._listed)
+
+    def hold(self, members: torch.Tensor, listed: torch.Tensor) -> None:
+        """The same numbers, in this memory from now on."""
+        self._set, self._listed = RowSet(members), listed
+
     def to(self, device: torch.device) -> LocationTable:
         """The same on another device."""
         moved = LocationTable.__new__(LocationTable)
-        moved.__dict__.update(self.__dict__)
+        moved.__dict__.update(self.__dict__, device=device)
         if self._listed is not None:
             moved._listed = self._listed.to(device)
         if self._rest is not None:
@@ -164,16 +181,57 @@ class _Rest:
         return cls(first, start, layout.world_size, layout.num_slots)
 
 
-def dealt_locations(tables: Sequence[LocationTable], ids: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Locations of ids, shape (n,) each, of tables of one layout whose rows are all dealt: of all tables at once, since
-    a device takes longer to be told of a table than to compute its locations.
+class JointLocations:
+    """Locations of ids of a layout's tables, of all at once: a device takes longer to be told of a table than to find
+    its locations. What tables have listed becomes part of what is listed here.
+
+    Args:
+        tables: of one layout, on one device; one at least.
     """
-    first = tables[0].dealt
-    assert first is not None
-    device = ids[0].device
-    starts = to_device(np.array([table.dealt.start for table in tables if table.dealt]), device)
-    every = starts[segment_of(np.array([len(part) for part in ids]), device)]
-    return first.locations(torch.cat([part.long() for part in ids]), every).to(tables[0].location_type)
+
+    def __init__(self, tables: Sequence[LocationTable]) -> None:
+        self._tables = tables
+        device = tables[0].device
+        self._rests = [table.rest for table in tables]
+        sets = {at: table.listed for at, table in enumerate(tables) if table.listed is not None and self._rests[at]}
+        # Where all rows are dealt, none is a member, as in the first block.
+        words = [torch.zeros(2, dtype=torch.int64, device=device), *(words for words, _ in sets.values())]
+        none = torch.zeros(1, dtype=tables[0].location_type, device=device)
+        listed = [none, *(listed for _, listed in sets.values())]
+        self._words, self._listed = torch.cat(words), torch.cat(listed)
+        ends, starts = (np.cumsum([len(part) for part in parts]).tolist() for parts in (words, listed))
+        # First block, whether there are others, first that is listed, location of the first row that is dealt.
+        self._facts = np.array([[0, 0, 0, rest.start if rest else 0] for rest in self._rests], np.int64)
+        for index, one, two in zip(sets, pairwise(ends), pairwise(starts), strict=True):
+            self._facts[index, :3] = one[0] // 2, 1, two[0]
+            tables[index].hold(self._words[slice(*one)], self._listed[slice(*two)])
+
+    def locations(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+        """Of lookups, (table index, ids), in their order. Ids must lie in their tables."""
+        together = [at for at, (table, _) in enumerate(lookups) if self._rests[table] is not None]
+        found: list[torch.Tensor] = [
+            ids if self._rests[table] is not None else self._tables[table].locations(ids) for table, ids in lookups
+        ]
+        if together:
+            tables, ids = zip(*(lookups[at] for at in together), strict=True)
+            parts = self._at_once(tables, ids).split([len(part) for part in ids])
+            for at, part in zip(together, parts, strict=True):
+                found[at] = part
+        return found
+
+    def _at_once(self, tables: Sequence[int], ids: Sequence[torch.Tensor]) -> torch.Tensor:
+        every = torch.cat([part.long() for part in ids])
+        segment = segment_of(np.array([len(part) for part in ids]), every.device)
+        facts = self._facts[list(tables)]
+        block, others, first, start = to_device(np.ascontiguousarray(facts.T), every.device)
+        rest = self._rests[tables[0]]  # as of all tables but for where it starts
+        assert rest is not None
+        if not facts[:, 1].any():
+            return rest.locations(every, start[segment]).to(self._listed.dtype)
+        member, before = RowSet(self._words).find_in(block[segment] + (every >> 6) * others[segment], every)
+        dealt = rest.locations(every - before, start[segment]).to(self._listed.dtype)
+        at = (before + first[segment]).clamp(max=self._listed.numel() - 1)
+        return torch.where(member, self._listed.index_select(0, at), dealt)
 
 
 class Translator:
