@@ -145,7 +145,7 @@ def test_killed_processes_change_nothing(folder: Path, number: int) -> None:
 
 
 def test_what_workers_come_from_may_die(folder: Path) -> None:
-    """Those that there are read on; when one of them dies, there is another process to fork from."""
+    """With all of them, such as where memory runs out: there is another process to fork from."""
     spec = spec_of(folder)
     with ForkServer().used() as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexshard.ingestion.service.workers.shared_fork_server", server)
@@ -158,11 +158,40 @@ def test_what_workers_come_from_may_die(folder: Path) -> None:
                     first_of_all = server._server
                     assert first_of_all is not None
                     first_of_all.process.kill()
-                if len(found) == 20:
-                    os.kill(pool.pids[0], signal.SIGKILL)
+                    for pid in pool.pids:
+                        os.kill(pid, signal.SIGKILL)
             assert found == expected(spec)
             assert client.stats.restarts > 0
             assert server._server is not first_of_all
+
+
+def test_processes_that_are_forked_from_a_client_are_in_nobodys_way(folder: Path) -> None:
+    """They hold what its connections end in, and may leave as if they were the client."""
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=1) as client:
+        pool, found, held = client._pool, [], []
+        assert isinstance(pool, ProcessPool)
+
+        def fork() -> None:
+            held.append(os.fork())
+            if not held[-1]:
+                client.close()
+                time.sleep(100)
+                os._exit(0)
+
+        fork()  # while it starts
+        try:
+            for batch in client:
+                found.append(batch_hash(batch))
+                if len(found) == 5:
+                    fork()
+                if len(found) in (10, 20):
+                    os.kill(pool.pids[0], signal.SIGKILL)
+            assert found == expected(spec)
+        finally:
+            for pid in held:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def test_a_batch_that_cannot_be_taken_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

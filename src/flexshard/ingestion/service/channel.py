@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -80,6 +81,11 @@ class Channel:
         finally:
             for handle in handles:
                 os.close(handle)
+
+    def end(self) -> None:
+        """Let whoever waits at either end wait no more."""
+        with contextlib.suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Hang up."""

@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +25,19 @@ __all__ = ["main"]
 _GONE = (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt)
 
 
-def main(handle: int) -> None:
-    """Fork a worker for every connection that comes, and tell how they ended, until nobody asks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks decides
+def main(handle: int, on_interrupt: Any) -> None:
+    """Fork a worker for every connection that comes, and tell how they ended, until nobody asks.
+
+    Args:
+        handle: of a socket, over which they ask.
+        on_interrupt: what workers do where the terminal interrupts them.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # endings are asked for
     control = socket.socket(fileno=handle)
     channel = Channel(control, share=False)
     gc.collect()
     gc.freeze()  # what collecting touches is no longer in common
+    sys.stdout.flush()
     with contextlib.suppress(*_GONE):
         channel.send(None)  # ready
         while True:
@@ -38,40 +46,56 @@ def main(handle: int) -> None:
                 pid, status = os.waitpid(asked, os.WNOHANG)
                 channel.send(os.waitstatus_to_exitcode(status) if pid else None)
                 continue
-            _, (connection, folder), _, _ = socket.recv_fds(control, 1, 2)
-            try:
-                pid = os.fork()
-            except OSError as error:
-                channel.send(error)
-            else:
-                if not pid:
-                    channel.close()
-                    _run(connection, folder, asked)
-                channel.send(pid)
-            os.close(connection)
+            _, (folder,), _, _ = socket.recv_fds(control, 1, 1)
+            answer, connection = _forked(control, folder, asked, on_interrupt)
             os.close(folder)
+            channel.send(answer)
+            if connection is not None:
+                with connection:
+                    socket.send_fds(control, [b"f"], [connection.fileno()])
 
 
-def _run(connection: int, folder: int, surroundings: Surroundings) -> None:
+def _forked(
+    control: socket.socket, folder: int, surroundings: Surroundings, on_interrupt: Any
+) -> tuple[int | OSError, socket.socket | None]:
+    """A worker's number and the way to it, or why there is none."""
+    try:
+        ours, theirs = socket.socketpair()
+        with theirs, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Arrow's allocator has a thread, and sees to it
+            pid = os.fork()
+            if not pid:
+                ours.close()
+                control.close()
+                signal.signal(signal.SIGINT, on_interrupt)
+                _run(theirs, folder, surroundings)
+        return pid, ours
+    except OSError as error:
+        return error, None
+
+
+def _run(connection: socket.socket, folder: int, surroundings: Surroundings) -> None:
     """A worker, which never returns."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        environment, sys.path[:] = surroundings
+        environment, sys.path[:], processors = surroundings
         os.environ.clear()
         os.environ.update(environment)
+        os.sched_setaffinity(0, processors)
         os.fchdir(folder)
         os.close(folder)
         np.random.seed()  # noqa: NPY002 - what others draw from it is not drawn alike by all workers
         torch.set_num_threads(1)  # there is a worker per processor
-        _serve(Channel(socket.socket(fileno=connection)))
+        _serve(Channel(connection))
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
 def _serve(connection: Channel) -> None:
@@ -82,7 +106,3 @@ def _serve(connection: Channel) -> None:
         while True:
             for item in read_items(reader, connection.receive()):
                 connection.send(item)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
 import signal
-import socket
 import threading
 import time
 from typing import Protocol
@@ -22,6 +22,7 @@ __all__ = ["ProcessPool", "ThreadPool", "WorkerPool"]
 
 _START_SECONDS = 600.0  # of which a large dataset of many sessions takes some to send
 _JOIN_SECONDS = 30.0
+_PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 6  # before a worker starts again; doubled so often
 _STARTS = 10  # a worker that ends so often before it can read never will
 
 
@@ -133,11 +134,13 @@ class _Process:
         self._tasks: queue.SimpleQueue[tuple[Split, Reading] | None] = queue.SimpleQueue()
         self._waiting: list[Reading] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self._broken: Failed | None = None
         self._starts = 0  # since it was last ready
+        self._lost = 0  # since it last gave anything
         self.is_ready, self.heard = False, time.monotonic()
         self._process: ForkedProcess | None = None
+        self._connection: Channel | None = None
         self._thread = threading.Thread(target=self._run, name=f"flexshard-ingest-{worker}", daemon=True)
         self._thread.start()
 
@@ -158,15 +161,16 @@ class _Process:
 
     def kill(self) -> None:
         with self._lock:
-            if self._process is not None:
+            if self._process is not None and self._connection is not None:
                 self._process.kill()
+                self._connection.end()  # a process that was forked from this one may hold the other end
 
     def retire(self) -> None:
         self._tasks.put(None)
 
     def close(self) -> None:
         with self._lock:  # one that is being started sees it
-            self._closed = True
+            self._closed.set()
         self._tasks.put(None)
         self.kill()
 
@@ -178,19 +182,15 @@ class _Process:
         self.is_ready, self.heard = False, time.monotonic()
         self._starts += 1
         try:
-            ours, theirs = socket.socketpair()
-            with theirs, contextlib.ExitStack() as undo:
-                undo.callback(ours.close)
-                process = self._server.fork(theirs, lambda: not self._closed)
-                undo.pop_all()
+            process, connected = self._server.fork(lambda: not self._closed.is_set())
         except OSError as error:
             self._end(f"worker {self._worker} cannot be started: {error}")
             return None
+        connection = Channel(connected)
         with self._lock:
-            self._process = process
-            if self._closed:
+            self._process, self._connection = process, connection
+            if self._closed.is_set():
                 process.kill()
-        connection = Channel(ours)
         with contextlib.suppress(OSError):  # if it is dead already, that shows with the first split
             connection.send(self._reader)
         return process, connection
@@ -209,13 +209,18 @@ class _Process:
                     self._serve(connection)
                     process.kill()
                 code = process.wait()
-                if self._closed:
+                if self._closed.is_set():
                     return
-                self._lose(f"worker {self._worker} (process {process.pid}) ended with {_ending(code)}")
-                launched = None if self._closed else self._launch()
+                self._lose(f"worker {self._worker} (process {process.pid}) ended{_ending(code)}")
+                self.is_ready = False
+                # What ends one worker after another, such as a lack of memory, may pass.
+                if self._closed.wait(_PAUSE_SECONDS * (2**self._lost - 1)):
+                    return
+                self._lost = min(self._lost + 1, _LONGEST_PAUSE)
+                launched = self._launch()
         except Exception as error:  # who waits would wait for ever
-            self.kill()
             self._end(f"what worker {self._worker} sent cannot be taken: {type(error).__name__}: {error}")
+            self.kill()
 
     def _serve(self, connection: Channel) -> None:
         """Let it read what comes, until nothing more will."""
@@ -231,14 +236,14 @@ class _Process:
             connection.send(task[0])
             while True:
                 item = connection.receive()
-                self.heard = time.monotonic()
+                self.heard, self._lost = time.monotonic(), 0
                 if isinstance(item, Done | Failed):
                     break
                 task[1].put(item)
             with self._lock:
                 self._waiting.remove(task[1])
             task[1].put(item)
-        self._closed = True
+        self._closed.set()
 
     def _message(self, ending: str) -> Item:
         if self._starts < _STARTS:
@@ -250,7 +255,7 @@ class _Process:
         with self._lock:
             while not self._tasks.empty():
                 if self._tasks.get() is None:
-                    self._closed = True
+                    self._closed.set()
             for place, reading in enumerate(self._waiting):
                 reading.put(self._message(ending) if place == 0 else Lost(ending, began=False))
             self._waiting.clear()
@@ -264,8 +269,7 @@ class ProcessPool:
         self._processes: dict[int, _Process] = {}
         self._retired: dict[int, _Process] = {}
         self._numbers = 0
-        self._exit = contextlib.ExitStack()
-        self._server = self._exit.enter_context(shared_fork_server.used())
+        self._server, self._acquired, self._owner = shared_fork_server, shared_fork_server.acquire(), os.getpid()
         for _ in range(workers):
             self.add()
 
@@ -306,17 +310,21 @@ class ProcessPool:
 
     def close(self) -> None:
         """See the protocol."""
+        if os.getpid() != self._owner:
+            return  # workers are of the process that this one was forked from
         processes = [*self._processes.values(), *self._retired.values()]
         for process in processes:
             process.close()
         for process in processes:
             process.join()
         self._processes.clear()
-        self._exit.close()
+        self._server.release(self._acquired)
 
 
-def _ending(code: int) -> str:
+def _ending(code: int | None) -> str:
+    if code is None:
+        return ""
     if code >= 0:
-        return f"status {code}"
+        return f" with status {code}"
     names = {one.value: one.name for one in signal.Signals}
-    return f"signal {names.get(-code, -code)}" + (", as where memory runs out" if code == -signal.SIGKILL else "")
+    return f" with signal {names.get(-code, -code)}" + (", as where memory runs out" if code == -signal.SIGKILL else "")
