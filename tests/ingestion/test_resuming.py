@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from flexshard.errors import DataError
 from flexshard.ingestion import SessionBatch, SessionReader
+from tests.slow import first
 
 ROWS = 1037
 SETTINGS: list[dict[str, Any]] = [
@@ -423,7 +424,7 @@ def stateful_of(folder: Path, workers: int, **how: Any) -> Any:
 
 @pytest.mark.parametrize("how", [{"prefetch": 3}, {}, {"shuffle": "samples"}])
 @pytest.mark.parametrize("takes", [(5, 0, 1), (4, 1, 3), (0, 2, 0), (7, 1)])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", first(1, [2, 3]))
 def test_states_one_after_the_other(folder: Path, how: dict[str, Any], takes: tuple[int, ...], workers: int) -> None:
     """Also of loaders that read ahead, and of those that were resumed and have hardly begun."""
     loader, seen = stateful_of(folder, workers, **how), []
