@@ -49,8 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
     )
     table = table.set_column(2, "time", pa.array(np.arange(ROWS)))
-    for number, (first, stop, group) in enumerate([(0, 300, 64), (300, 700, 400), (700, ROWS, 50)]):
-        pq.write_table(table.slice(first, stop - first), path / f"part-{number}.parquet", row_group_size=group)
+    for number, (start, stop, group) in enumerate([(0, 300, 64), (300, 700, 400), (700, ROWS, 50)]):
+        pq.write_table(table.slice(start, stop - start), path / f"part-{number}.parquet", row_group_size=group)
     return path
 
 
@@ -490,8 +490,8 @@ def test_files_that_are_no_data_and_files_given_twice(folder: Path, tmp_path: Pa
 
 
 def test_a_batch_may_be_written_to(folder: Path, tmp_path: Path) -> None:
-    for number, (first, stop) in enumerate([(0, 6), (6, 9)]):
-        table = pa.table({"ids": list(range(first, stop)), "row": list(range(first, stop))})
+    for number, (start, stop) in enumerate([(0, 6), (6, 9)]):
+        table = pa.table({"ids": list(range(start, stop)), "row": list(range(start, stop))})
         pq.write_table(table, tmp_path / f"{number}.parquet")
     for how in ({}, {"pad_last": True}):
         found = []
