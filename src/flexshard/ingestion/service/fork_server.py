@@ -23,7 +23,7 @@ __all__ = ["ForkServer", "ForkedProcess", "Surroundings", "shared_fork_server"]
 
 _TRIES = 3
 _IMPORT_SECONDS = 600.0
-_POLL_SECONDS, _READY_SECONDS = 0.01, 0.1
+_POLL_SECONDS, _READY_SECONDS = 0.01, 0.05
 
 Surroundings = tuple[dict[str, str], list[str], set[int]]  # environment, where modules are found, processors
 
@@ -61,7 +61,10 @@ class _Server:
             BlockingIOError: the system has no room for one more.
         """
         surroundings: Surroundings = dict(os.environ), list(sys.path), os.sched_getaffinity(0)
-        folder = os.open(".", os.O_PATH)
+        try:
+            folder = os.open(".", os.O_PATH)
+        except OSError as error:
+            raise BlockingIOError(*error.args) from error
         try:
             with self._lock:
                 self._check_open()
@@ -75,6 +78,7 @@ class _Server:
                 _, handles, _, _ = socket.recv_fds(self._socket, 1, 1)
                 if not handles:
                     raise EOFError
+                os.set_inheritable(handles[0], False)
         finally:
             os.close(folder)
         return int(answer), socket.socket(fileno=handles[0])
@@ -92,7 +96,7 @@ class _Server:
         return answer
 
     def imported(self) -> bool:
-        """Whether all is imported, after a moment at most.
+        """Whether all is imported.
 
         Raises:
             EOFError, OSError: this process is no more.
@@ -104,7 +108,7 @@ class _Server:
                     raise EOFError
                 poll = select.poll()
                 poll.register(self._socket, select.POLLIN)
-                if poll.poll(1e3 * _READY_SECONDS):
+                if poll.poll(0):
                     self._channel.receive()
                     self._is_ready = True
             return self._is_ready
@@ -115,8 +119,9 @@ class _Server:
 
     def close(self) -> None:
         """End it; what was forked from it goes on."""
-        self.process.kill()  # whoever waits for an answer waits no more
+        self.process.kill()
         self.process.wait()
+        self._channel.end()  # whoever waits for an answer waits no more
         with self._lock:
             self._is_closed = True
             self._channel.close()
@@ -160,7 +165,7 @@ def _beginning(pid: int) -> str | None:
     """When a process began, by the system's clock; None where it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return None
     return None if fields[0] in "XZ" else fields[19]
 
@@ -222,6 +227,7 @@ class ForkServer:
                 while not server.imported():
                     if not is_wanted():
                         raise BlockingIOError("nobody waits for it any more")
+                    time.sleep(_READY_SECONDS)
                 pid, connection = server.fork()
                 return ForkedProcess(pid, server), connection
             except BlockingIOError:

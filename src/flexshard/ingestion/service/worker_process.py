@@ -37,7 +37,7 @@ def main(handle: int, on_interrupt: Any) -> None:
     channel = Channel(control, share=False)
     gc.collect()
     gc.freeze()  # what collecting touches is no longer in common
-    sys.stdout.flush()
+    print(end="", flush=True)  # or every worker would print it again
     with contextlib.suppress(*_GONE):
         channel.send(None)  # ready
         while True:
@@ -61,9 +61,10 @@ def _forked(
     """A worker's number and the way to it, or why there is none."""
     try:
         ours, theirs = socket.socketpair()
-        with theirs, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Arrow's allocator has a thread, and sees to it
-            pid = os.fork()
+        with theirs:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Arrow's allocator has a thread, and sees to it
+                pid = os.fork()
             if not pid:
                 ours.close()
                 control.close()
@@ -92,8 +93,8 @@ def _run(connection: socket.socket, folder: int, surroundings: Surroundings) -> 
         traceback.print_exc()
     finally:
         try:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            print(end="", flush=True)
+            print(end="", flush=True, file=sys.stderr)
         finally:
             os._exit(code)
 

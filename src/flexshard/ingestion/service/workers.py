@@ -207,7 +207,7 @@ class _Process:
                 process, connection = launched
                 with contextlib.closing(connection), contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
                     self._serve(connection)
-                    process.kill()
+                process.kill()  # if it has not ended
                 code = process.wait()
                 if self._closed.is_set():
                     return
