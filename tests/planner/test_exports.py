@@ -68,8 +68,9 @@ for name, weight in model.state_dict().items():  # ranks drew alike; shards hold
         weight.copy_(whole)
 found = [float(one) for one in model(batch)]
 assert all(abs(a - b) < 1e-4 for a, b in zip(alone, found)), (alone, found)
-print("ok", sorted({p.sharding_type for m in plan.plan.values() for p in m.values()}))
+print("ok", sorted({p.sharding_type for m in plan.plan.values() for p in m.values()}), flush=True)
 dist.destroy_process_group()
+os._exit(0)  # rarely, torch's threads abort the interpreter's end ("terminate called without an active exception")
 """
 
 
@@ -101,8 +102,8 @@ def test_stock_torchrec_reads_and_runs_it(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    for process in ranks:
-        out, errors = process.communicate(timeout=240)
+    said = [process.communicate(timeout=240) for process in ranks]
+    for process, (out, errors) in zip(ranks, said, strict=True):
         assert process.returncode == 0, errors
         assert out.startswith("ok")
 
