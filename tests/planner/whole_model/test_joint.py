@@ -567,3 +567,20 @@ def test_jobs_say_what_problems_do(tmp_path: Path) -> None:
     job.write_text("\n".join(lines).replace("sharding_types: [table_wise]", "sharding_types: [tables]"))
     with pytest.raises(JobError, match=r"job.yaml:10: tables\[0\].constraints: sharding_types must be of"):
         load_job(job)
+
+
+def test_time_that_falls_by_steps_is_bounded_where_it_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences whose time falls by steps as they get memory are placed a few times, not in ever narrower intervals."""
+    from benchmarks.whole_model_costs import drawn
+
+    placed = []
+    place = columns.Sequences._placed
+
+    def counted(self: columns.Sequences, limit: float, enough: float, work: float) -> columns.Column:
+        placed.append(limit)
+        return place(self, limit, enough, work)
+
+    monkeypatch.setattr(columns.Sequences, "_placed", counted)
+    plan = solve(drawn(10, 2, 9), Cluster.preset("dgx-h100", nodes=1), batch_size=1024)
+    assert plan.predicted.exposed_seconds <= plan.lower_bound_seconds * 1.002
+    assert len(placed) <= 20

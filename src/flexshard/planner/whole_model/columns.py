@@ -36,7 +36,8 @@ MOST_WORK = 500_000.0  # microseconds that may go into making one placement of t
 _FIRST, _ROUNDS, _LOOKS = 9, 4, 40  # limits at first; rounds of two more beside the best; intervals of the bound
 _CHOICES = 1_000  # of the other tables, that are looked at one by one
 _WORK_OF_CHOICE = 10 * MOST_WORK  # of few placements
-_NARROW = 0.5  # of the gap that is asked for
+_STEP = 0.1  # of an interval, that a placement leaves unused where its time falls by a step
+_NARROW, _LITTLE = 0.5, 0.1  # of the gap that is asked for; of what an interval's bound may be too low by
 _OF_GAP = 0.25  # that is asked of a plan: gap of a placement
 _CLOSE, _SAFETY, _NODES = 1e-3, 1e-6, 100
 _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes may differ by
@@ -44,12 +45,15 @@ _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes 
 
 @dataclass(frozen=True)
 class Column:
-    """Sequences within a limit: the memory they have then, what they take, and what they take at least."""
+    """Sequences within a limit: the memory they have then, what they take, and what they take at least; and the limit
+    within which they were placed, which may be larger.
+    """
 
     limit: float
     memory: float
     seconds: float
     lower_bound: float
+    placed_within: float
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Sequences:
     def __init__(self, problem: Problem, until: float, latest: Latest) -> None:
         self.problem, self.variants, self.until = problem, Variants(problem), until
         self._known: dict[float, Column] = {}
+        self._best: list[Column] = []  # of these, but for those that did not have to be
         self._latest = latest
 
     def row_wise_bytes(self) -> float:
@@ -88,12 +93,19 @@ class Sequences:
         less than ``enough``. ``work`` is what may go into making it exact, in microseconds.
         """
         if limit not in self._known:
-            # What takes longest is to prove the last millionth of one placement.
-            with ended_at(self.until, work):
-                instance, found = self._solved(limit, enough)
-            memory = self.variants.of(instance.deduplicated).memory_bytes(found.allocation)
-            self._known[limit] = Column(limit, memory, found.seconds, found.lower_bound_seconds)
+            # With less memory it takes no less, and this one has no more.
+            same = next((one for one in self._best if one.memory <= limit <= one.limit), None)
+            self._known[limit] = self._placed(limit, enough, work) if same is None else replace(same, limit=limit)
+            if np.isinf(enough) or same is not None:
+                self._best.append(self._known[limit])
         return self._known[limit]
+
+    def _placed(self, limit: float, enough: float, work: float) -> Column:
+        # What takes longest is to prove the last millionth of one placement.
+        with ended_at(self.until, work):
+            instance, found = self._solved(limit, enough)
+        memory = self.variants.of(instance.deduplicated).memory_bytes(found.allocation)
+        return Column(limit, memory, found.seconds, found.lower_bound_seconds, limit)
 
     def _solved(self, limit: float, enough: float) -> tuple[Instance, Solution]:
         if self.problem.objective != "step":
@@ -201,7 +213,8 @@ def first_columns(sequences: Sequences, menus: Menus, until: float) -> list[Colu
     if least > most:
         return [sequences.within(least)]
     found = [sequences.within(limit) for limit in (least, most)]
-    between = (least + (most - least) * (step / (_FIRST - 1)) ** 2 for step in range(1, _FIRST - 1))
+    used = found[-1].memory  # with more, nothing is gained
+    between = (least + (used - least) * (step / (_FIRST - 1)) ** 2 for step in range(1, _FIRST - 1))
     found += [sequences.within(limit) for limit in between if time.monotonic() < until]
     found.sort(key=lambda one: one.limit)
     limits = [one.limit for one in found]
@@ -248,7 +261,8 @@ class Bound:
         """The bound; as close as gap or time ask for."""
         pairs = zip(self._columns, [*self._columns[1:], self._columns[-1]], strict=True)
         intervals = [
-            self._interval(high if high.memory <= low.limit else low, low, high, closer=False) for low, high in pairs
+            self._interval(high if high.memory * _JUST_BELOW <= low.limit else low, low, high, closer=False)
+            for low, high in pairs
         ]
         narrow: list[_Interval] = []  # of which a bound by columns is close once the master problem has their ends
         for _ in range(_LOOKS):
@@ -256,6 +270,8 @@ class Bound:
             if relative_gap(self._found.rating, intervals[0].bound) <= self._gap or time.monotonic() >= self._until:
                 break
             closer = self._closer(intervals[0])
+            if not closer and intervals[0].known.seconds <= intervals[0].low.seconds:
+                break  # which no placement between brings nearer, in this round or the next
             if not closer:
                 narrow.append(intervals.pop(0))
                 if not intervals:
@@ -270,16 +286,18 @@ class Bound:
         low, high = one.low, one.high
         if not one.closer:
             return [self._interval(one.known, low, high, closer=True)]
-        if high in self._columns and one.known is not high and low.limit < high.memory * _JUST_BELOW:
-            below = self._sequences.within(high.memory * _JUST_BELOW)
-            from_there = replace(high, limit=high.memory)
+        below, unused = high.memory * _JUST_BELOW, high.limit - high.memory
+        if low.limit < below and unused > _STEP * (high.limit - low.limit):
+            known = high if high in self._columns else one.known
             return [
-                self._interval(one.known, low, below, closer=True),
-                self._interval(high, from_there, high, closer=True),
+                self._interval(one.known, low, self._sequences.within(below), closer=True),
+                self._interval(known, replace(high, limit=high.memory), high, closer=True),
             ]
         middle = (low.limit + high.limit) / 2
-        # The smaller placement takes little longer: with it, the master problem bounds these plans closely.
-        narrow = low.seconds - high.lower_bound <= _NARROW * self._gap * self._found.rating
+        # The smaller placement takes little longer: with it, the master problem bounds these plans closely, or as
+        # closely as their placements are bounded.
+        most = low.seconds - high.lower_bound
+        narrow = most <= _NARROW * self._gap * self._found.rating or low.seconds - high.seconds <= _LITTLE * most
         if narrow or not low.limit < middle < high.limit:
             return []
         between = self._sequences.within(middle)

@@ -96,7 +96,7 @@ def decide_whole(
     chosen = None
     if case.sequences is not None and column is not None:
         with ended_at(max(until, time.monotonic() + _AT_LEAST)):
-            chosen = decide(replace(case.sequences.problem, budget=_Exactly(column.limit, problem.budget.name)))
+            chosen = decide(replace(case.sequences.problem, budget=_Exactly(column.placed_within, problem.budget.name)))
     pooled = case.pooled
     count = len(pooled.menus.tables)
     real = undominated(best.menus)
