@@ -20,6 +20,7 @@ from flexshard.errors import JobError
 from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
 from flexshard.planner.problem import FrontierOptions, Problem
 from flexshard.planner.reductions import Dense
+from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
@@ -35,6 +36,7 @@ __all__ = ["pareto"]
 FloatArray = npt.NDArray[np.float64]
 
 _EVEN, _MOST_VERTICES, _NOTHING = 24, 40, 1e-6
+_WORK_OF_POINT = 100_000.0  # microseconds that may go into making one of them exact
 
 
 def pareto(
@@ -107,7 +109,8 @@ def _best(
     budgets = {*waiting, *(p.memory_bytes for p in others), *apart[gaps > (known[-1] - least) / _EVEN].tolist()}
     price = None
     for budget in sorted(budget for budget in budgets if budget >= least):
-        found = solve_instance(instance, budget, tiers, start_price=price)
+        with ended_at(np.inf, _WORK_OF_POINT):
+            found = solve_instance(instance, budget, tiers, start_price=price)
         points.append(_point(instance, found.allocation))
         price = found.price or None
     return points
