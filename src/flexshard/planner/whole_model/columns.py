@@ -46,7 +46,7 @@ _JUST_BELOW = 1 - 4e-12  # an amount of memory, less what sums of float64 bytes 
 @dataclass(frozen=True)
 class Column:
     """Sequences within a limit: the memory they have then, what they take, and what they take at least; and the limit
-    within which they were placed, which may be larger.
+    within which they were placed, which may be larger, with the work that went into it at most.
     """
 
     limit: float
@@ -54,6 +54,7 @@ class Column:
     seconds: float
     lower_bound: float
     placed_within: float
+    work: float
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Sequences:
         with ended_at(self.until, work):
             instance, found = self._solved(limit, enough)
         memory = self.variants.of(instance.deduplicated).memory_bytes(found.allocation)
-        return Column(limit, memory, found.seconds, found.lower_bound_seconds, limit)
+        return Column(limit, memory, found.seconds, found.lower_bound_seconds, limit, work)
 
     def _solved(self, limit: float, enough: float) -> tuple[Instance, Solution]:
         if self.problem.objective != "step":

@@ -95,7 +95,7 @@ def decide_whole(
     case, found, column = best.case, best.found, best.column
     chosen = None
     if case.sequences is not None and column is not None:
-        with ended_at(max(until, time.monotonic() + _AT_LEAST)):
+        with ended_at(max(until, time.monotonic() + _AT_LEAST), column.work):  # as it was found
             chosen = decide(replace(case.sequences.problem, budget=_Exactly(column.placed_within, problem.budget.name)))
     pooled = case.pooled
     count = len(pooled.menus.tables)
