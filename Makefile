@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv first, and only once.
 PYTHON ?= python3
 PIP_ARGS ?=
+# Python compiles what is imported when it first is; of what is installed that is a small part.
+INSTALL = -m pip install --quiet --no-compile $(PIP_ARGS)
 # Sets of versions that are tested: torch, FBGEMM and TorchRec of one release fit together.
 TORCH ?= 2.13
 ifeq ($(TORCH),2.13)
@@ -45,10 +47,10 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FlexShard needs Python 3.11 or later; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) torch==$(word 1,$(VERSIONS)) $(FBGEMM)==$(word 2,$(VERSIONS)) \
+	$(VENV)/bin/python $(INSTALL) torch==$(word 1,$(VERSIONS)) $(FBGEMM)==$(word 2,$(VERSIONS)) \
 		tensordict torchmetrics==1.0.3 tqdm pyre-extensions psutil
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torchrec==$(word 3,$(VERSIONS))
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[dev]"
+	$(VENV)/bin/python $(INSTALL) --no-deps torchrec==$(word 3,$(VERSIONS))
+	$(VENV)/bin/python $(INSTALL) --editable ".[dev]"
 	touch $@
 
 demo: setup
@@ -65,7 +67,7 @@ test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
 
 # Long searches and random input, of which versions change nothing: make test has them.
-test-newest test-lowest: LONG = test_fuzz planner/test_compress_whole planner/test_compression planner/whole_model/test_cases planner/whole_model/test_joint
+test-newest test-lowest: LONG = test_fuzz planner/test_compress_whole planner/test_compression planner/test_optimal planner/test_reductions planner/whole_model/test_cases planner/whole_model/test_joint
 setup-newest: CONSTRAINT =
 setup-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
 test-newest test-lowest: test-%: setup-%
@@ -73,7 +75,7 @@ test-newest test-lowest: test-%: setup-%
 
 setup-newest setup-lowest: setup-%: .venv-%/bin/python
 	$(if $(CONSTRAINT),$< .ci/lowest_versions.py test > .venv-lowest/lowest.txt)
-	$< -m pip install --quiet $(PIP_ARGS) $(CONSTRAINT) --upgrade --editable ".[test]"
+	$< $(INSTALL) $(CONSTRAINT) --upgrade --editable ".[test]"
 
 $(PLANNING:%=%/bin/python):
 	$(PYTHON) -m venv $(@:%/bin/python=%)
@@ -89,7 +91,7 @@ docs: .venv-docs/.ready
 
 .venv-docs/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[docs]"
+	.venv-docs/bin/python $(INSTALL) --editable ".[docs]"
 	touch $@
 
 format: setup
@@ -97,7 +99,7 @@ format: setup
 	$(VENV)/bin/ruff format .
 
 $(VENV)/.bench: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --editable ".[bench]"
+	$(VENV)/bin/python $(INSTALL) --editable ".[bench]"
 	touch $@
 
 bench: $(VENV)/.bench
@@ -123,13 +125,13 @@ bench-torchrec: setup
 	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_sharding_tests "$(CHECKOUT)")
 	$(if $(CHECKOUT),$(VENV)/bin/python -m benchmarks.torchrec_planner_tests "$(CHECKOUT)")
 	$(if $(EASYREC),$(VENV)/bin/python -m benchmarks.torcheasyrec_plan "$(EASYREC)")
-	$(if $(CHECKOUT),$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) pandas && $(VENV)/bin/python -m benchmarks.bert4rec "$(CHECKOUT)")
+	$(if $(CHECKOUT),$(VENV)/bin/python $(INSTALL) pandas && $(VENV)/bin/python -m benchmarks.bert4rec "$(CHECKOUT)")
 
 bench-recd: $(VENV)/.bench
 	$(VENV)/bin/python -m benchmarks.recd
 
 bench-ingest: $(VENV)/.bench
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) "pandas>=2.2,<4"
+	$(VENV)/bin/python $(INSTALL) "pandas>=2.2,<4"
 	$(VENV)/bin/python -m benchmarks.ingestion $(if $(CLICKS),--clicks "$(CLICKS)")
 
 bench-lookahead: setup

@@ -95,8 +95,8 @@ def test_many_tables_may_be_in_tiers_or_not(seed: int) -> None:
 
 
 def test_plans_that_were_not_found_count_as_much_as_they_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tables(0, 0, 2)
-    problem = problem_of(own, 0, 4.0, {"s0", "s1"}, set())
+    own = tables(4, 0, 2)
+    problem = problem_of(own, 4, 4.0, {"s0", "s1"}, set())
     best = seconds_of(problem)
     searched = joint._searched
 
