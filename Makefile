@@ -1,8 +1,7 @@
 # Every target sets up what it needs in .venv first, and only once.
 PYTHON ?= python3
 PIP_ARGS ?=
-# Python compiles what is imported when it first is; of what is installed that is a small part.
-INSTALL = -m pip install --quiet --no-compile $(PIP_ARGS)
+INSTALL = -m pip install --quiet $(PIP_ARGS)
 # Sets of versions that are tested: torch, FBGEMM and TorchRec of one release fit together.
 TORCH ?= 2.13
 ifeq ($(TORCH),2.13)
