@@ -70,7 +70,7 @@ class Sequences:
     def __init__(self, problem: Problem, until: float, latest: Latest) -> None:
         self.problem, self.variants, self.until = problem, Variants(problem), until
         self._known: dict[float, Column] = {}
-        self._best: list[Column] = []  # of these, but for those that did not have to be
+        self._best: list[Column] = []  # that were placed, but for those that did not have to be the best
         self._latest = latest
 
     def row_wise_bytes(self) -> float:
@@ -95,10 +95,12 @@ class Sequences:
         """
         if limit not in self._known:
             # With less memory it takes no less, and this one has no more.
-            same = next((one for one in self._best if one.memory <= limit <= one.limit), None)
-            self._known[limit] = self._placed(limit, enough, work) if same is None else replace(same, limit=limit)
-            if np.isinf(enough) or same is not None:
-                self._best.append(self._known[limit])
+            found = next((one for one in self._best if one.memory <= limit <= one.limit), None)
+            if found is None:
+                found = self._placed(limit, enough, work)
+                if np.isinf(enough):
+                    self._best.append(found)
+            self._known[limit] = replace(found, limit=limit)
         return self._known[limit]
 
     def _placed(self, limit: float, enough: float, work: float) -> Column:
@@ -271,9 +273,9 @@ class Bound:
             if relative_gap(self._found.rating, intervals[0].bound) <= self._gap or time.monotonic() >= self._until:
                 break
             closer = self._closer(intervals[0])
-            if not closer and intervals[0].known.seconds <= intervals[0].low.seconds:
-                break  # which no placement between brings nearer, in this round or the next
             if not closer:
+                if intervals[0].known.seconds <= intervals[0].low.seconds:
+                    break  # which no placement between brings nearer, in this round or the next
                 narrow.append(intervals.pop(0))
                 if not intervals:
                     break
