@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from flexshard.executors.stores.base import AnnouncedRows, RowStore
 from flexshard.tables import OPTIMIZERS
 from tests.executors import lookahead_model as looking, ranks
 from tests.executors.test_lookahead import HOST, SHAPES, STEPS, fused, interrupted, message_of, train, without_room
+from tests.slow import first
 
 DELAYED = {"delayed_sync": True}
 
@@ -66,11 +67,14 @@ def compared(rank: int, plan: Any, optimizers: list[str], factors: Any, lookahea
     return found
 
 
-@pytest.mark.parametrize("world", SHAPES)
-def test_no_bit_changes(world: int) -> None:
+@pytest.mark.parametrize(
+    "case", first(3, [(1, (1, 4, 16), False), (2, (1, 4, 16), True), (4, (4,), False), (4, (1, 16), True)])
+)
+def test_no_bit_changes(case: tuple[int, Sequence[int], bool]) -> None:
+    world, lookaheads, every_optimizer = case
     run = partial(ranks.run, *SHAPES[world], compared, looking.plan_for(*SHAPES[world]), limit=500.0)
-    every = run(["rowwise_adagrad"], (0.1, 1.0), (1, 4, 16))
-    if world > 1:
+    every = run(["rowwise_adagrad"], (0.1, 1.0), lookaheads)
+    if every_optimizer:
         every += run(list(OPTIMIZERS), (None, 0.3), (2,))
     for cases in every:
         assert [case[:4] for case in cases if case[3]] == []

@@ -278,21 +278,21 @@ def loaded(rank: int, plan: Any, factor: float | None, folder: str) -> dict[str,
     return found | {f"then {name}": values for name, values in looking.everything(parallel).items()}
 
 
-def test_checkpoints_do_not_know_of_servers(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", first(1, [(1, 2), (1, 1)]))
+def test_checkpoints_do_not_know_of_servers(address: str, tmp_path: Path, shape: tuple[int, int]) -> None:
     """Saved with and without, loaded with and without, under another plan, by another number of ranks, from another
     number of servers.
     """
     folders = {True: str(tmp_path / "served"), False: str(tmp_path / "plain")}
-    plan, other = looking.plan_for(1, 2), looking.plan_for(1, 2, tiers=False)
+    plan, other = looking.plan_for(1, 2), looking.plan_for(*shape, tiers=shape == (1, 1))
     first_saved = ranks.run(1, 2, with_servers, address, 3, saved, plan, 0.3, folders[True])[0]
     assert looking.differs(first_saved, ranks.run(1, 2, saved, plan, None, folders[False])[0]) == []
-    for way, shape in ((other, (1, 2)), (looking.plan_for(1, 1), (1, 1))):
-        expected = ranks.run(*shape, loaded, way, None, folders[False])[0]
-        assert looking.differs(first_saved, {name: expected[name] for name in first_saved}) == []
-        assert looking.differs(ranks.run(*shape, loaded, way, None, folders[True])[0], expected) == []
-        for folder in folders.values():
-            found = ranks.run(*shape, with_servers, address, 2, loaded, way, 0.3, folder)[0]
-            assert looking.differs(found, expected) == []
+    expected = ranks.run(*shape, loaded, other, None, folders[False])[0]
+    assert looking.differs(first_saved, {name: expected[name] for name in first_saved}) == []
+    assert looking.differs(ranks.run(*shape, loaded, other, None, folders[True])[0], expected) == []
+    for folder in folders.values():
+        found = ranks.run(*shape, with_servers, address, 2, loaded, other, 0.3, folder)[0]
+        assert looking.differs(found, expected) == []
 
 
 def handled(rank: int, plan: Any, factor: float | None) -> dict[str, np.ndarray]:

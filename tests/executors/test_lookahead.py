@@ -107,7 +107,8 @@ def every_case(
 
 
 @pytest.mark.parametrize(
-    "case", first(3, [(1, FACTORS, AHEAD), (2, FACTORS, AHEAD), (4, (0.1,), (4,)), (4, FACTORS, AHEAD)])
+    "case",
+    first(3, [(1, FACTORS, AHEAD), (2, FACTORS, (4,)), (4, (0.1,), (4,)), (2, FACTORS, AHEAD), (4, FACTORS, AHEAD)]),
 )
 def test_every_optimizer_lookahead_and_size(case: tuple[int, Sequence[float], Sequence[int]]) -> None:
     world, factors, aheads = case
@@ -294,10 +295,10 @@ def test_a_plain_loop(index_dedup: bool) -> None:
 
 def chosen(rank: int, plan: Any) -> list[int | None]:
     found = []
-    for factor in (0.14, 0.4, 1.0, None):
-        outputs, pipeline, _ = train(rank, plan, factor, "sgd", steps=range(260))
+    for factor, steps in ((0.14, 60), (0.4, 110), (1.0, 210), (None, 10)):
+        outputs, pipeline, _ = train(rank, plan, factor, "sgd", steps=range(steps))
         found.append(pipeline.lookahead)
-        assert pipeline.trained == len(outputs) == 260
+        assert pipeline.trained == len(outputs) == steps
     return found
 
 
@@ -305,7 +306,8 @@ def test_lookahead_follows_from_the_cache_and_is_the_same_on_every_rank() -> Non
     first, second = ranks.run(1, 2, chosen, looking.plan_for(1, 2))
     assert first == second
     small, large, most, without = first
-    assert 1 <= small < large < most == 200
+    assert 1 <= small < large < 110
+    assert most == 200
     assert without == 1
 
 

@@ -360,17 +360,17 @@ def test_nothing_is_left_behind(folder: Path) -> None:
     """By programs that leave in the middle, of threads or of processes."""
     spec_of(folder).save(folder / "job.yaml")
     program = (
-        "from flexshard.ingestion import *\n"
-        "with IngestionClient(IngestionSpec.load({!r}), workers=2, backend={!r}, hang_seconds=60) as client:\n"
-        "    print(next(iter(client)).position.number)\n"
         "import threading, pathlib\n"
-        "print([thread.name for thread in threading.enumerate()])\n"  # others could end the interpreter badly
-        "print(*(path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/children')), sep='')\n"
+        "from flexshard.ingestion import *\n"
+        "for backend in ('threads', 'processes'):\n"
+        f"    spec = IngestionSpec.load({str(folder / 'job.yaml')!r})\n"
+        "    with IngestionClient(spec, workers=2, backend=backend, hang_seconds=60) as client:\n"
+        "        print(next(iter(client)).position.number)\n"
+        "    print([thread.name for thread in threading.enumerate()])\n"  # others could end the interpreter badly
+        "    print(*(path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/children')), sep='')\n"
     )
-    for backend in ("threads", "processes"):
-        script = program.format(str(folder / "job.yaml"), backend)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-        assert (done.returncode, done.stdout) == (0, "0\n['MainThread']\n\n"), done.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "0\n['MainThread']\n\n" * 2), done.stderr
     (folder / "job.yaml").unlink()
 
 
@@ -564,13 +564,14 @@ with IngestionClient(IngestionSpec.load(job), workers=2, backend="threads") as c
 """
 
 
-def test_a_trainer_that_is_killed_trains_every_batch_once(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", first(1, [1, 4]))
+def test_a_trainer_that_is_killed_trains_every_batch_once(folder: Path, tmp_path: Path, kills: int) -> None:
     """Kill -9 of the client's process at random times; each time another one goes on from the last checkpoint."""
     spec = spec_of(folder)
     spec.save(tmp_path / "job.yaml")
     checkpoint, generator = tmp_path / "checkpoint.json", random.Random(2)
     command = [sys.executable, "-c", TRAINER, str(tmp_path / "job.yaml"), str(checkpoint)]
-    for _ in range(2):
+    for _ in range(kills):
         process = subprocess.Popen(command)
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
         while process.poll() is None and (not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before):
