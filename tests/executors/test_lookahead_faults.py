@@ -205,7 +205,8 @@ def from_readers(rank: int, folder: str, kills: int, stop: int, resume: bool) ->
     optimizer = models.optimizer_of(parallel)
     pipeline = LookaheadPipeline(parallel, optimizer, torch.device("cpu"), lookahead=3)
     killed_at = {10 + 7 * number for number in range(kills)}
-    with IngestionClient(spec, rank=rank, world_size=2, workers=2) as client:
+    backend = "processes" if kills else "threads"
+    with IngestionClient(spec, rank=rank, world_size=2, workers=2, backend=backend) as client:
         if resume:
             position = load_checkpoint(f"{folder}/saves", parallel, optimizer)
             assert position is not None
