@@ -293,6 +293,20 @@ def test_a_plain_loop(index_dedup: bool) -> None:
     assert ranks.run(1, 2, plainly, looking.plan_for(1, 2, index_dedup=index_dedup)) == [[], []]
 
 
+def outputs_in_order(rank: int, plan: Any) -> list[list[str]]:
+    features = looking.batch_of(0, rank).features
+    found = [list(looking.Model().tables(features))]
+    for factors in (None, {"goods": 0.5}, {"shops": 0.5}):
+        parallel, _ = looking.shard(plan, factors, fused("sgd"))
+        found.append(list(parallel.module.tables(features).keys()))
+    return found
+
+
+def test_outputs_come_in_the_collections_order_whatever_is_cached() -> None:
+    for unsharded, *sharded in ranks.run(1, 2, outputs_in_order, looking.plan_for(1, 2)):
+        assert sharded == [unsharded] * 3
+
+
 def chosen(rank: int, plan: Any) -> list[int | None]:
     found = []
     for factor, steps in ((0.14, 60), (0.4, 110), (1.0, 210), (None, 10)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ pytest.importorskip("torchrec")
 pytest.importorskip("numba")
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrec import (
@@ -28,6 +30,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from flexshard.errors import FlexShardError
@@ -229,6 +232,50 @@ def with_and_without(rank: int) -> list[str]:
 
 def test_a_cache_changes_no_bit() -> None:
     assert ranks.run(1, 2, with_and_without) == [[], []]
+
+
+def in_16_bits(rank: int, *, cached: bool, constrained: bool) -> dict[str, np.ndarray]:
+    """Means and sums of many rows in 16 bits, of two tables of which one may be behind a cache."""
+    options: Any = {} if constrained else {"output_dtype": SparseType.FP16}
+    told: Any = {"output_dtype": DataType.FP16} if constrained else {}
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=4000, embedding_dim=DIM, feature_names=[name], pooling=pooling)
+        for name, pooling in (("mean", PoolingType.MEAN), ("sum", PoolingType.SUM))
+    ]
+    model = nn.Sequential(EmbeddingBagCollection(tables))
+    params = {"learning_rate": 1e-3, "optimizer": EmbOptimType.EXACT_SGD} | options
+    sharder = (
+        FlexShardEmbeddingBagCollectionSharder(params, cache_load_factors={"mean": 1.0, "sum": 1.0})
+        if cached
+        else EmbeddingBagCollectionSharder(params)
+    )
+    constraints = {name: ParameterConstraints(sharding_types=["table_wise"], **told) for name in ("mean", "sum")}
+    planner = EmbeddingShardingPlanner(Topology(1, "cpu"), constraints=constraints)
+    plan = planner.collective_plan(model, [sharder], torch.distributed.group.WORLD)
+    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=HOST)
+    scale = {"mean": 100.0, "sum": 1.0}  # the sum of a mean's rows is more than 16 bits hold
+    for name in scale:
+        rows = torch.rand(4000, DIM, generator=torch.Generator().manual_seed(1)) * scale[name]
+        held = parallel.state_dict()[f"0.embedding_bags.{name}.weight"]
+        with torch.no_grad():
+            (held.to_local() if cached else held.local_shards()[0].tensor).copy_(rows)
+    ids = torch.arange(4000).repeat(2)
+    lengths = torch.tensor([1500, 2500, 1500, 2500])
+    result = parallel(KeyedJaggedTensor(["mean", "sum"], ids, lengths=lengths)).wait()
+    assert result.values().dtype == torch.float16
+    result.values().float().sum().backward()
+    return contents(parallel) | {"pooled": result.values().detach().numpy()}
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_16_bits_hold_what_torchrecs_hold(constrained: bool) -> None:
+    theirs, ours = (
+        ranks.run(1, 1, partial(in_16_bits, cached=cached, constrained=constrained))[0] for cached in (False, True)
+    )
+    assert theirs.keys() == ours.keys()
+    for name, values in theirs.items():
+        assert np.isfinite(values).all()
+        np.testing.assert_allclose(ours[name], values, rtol=1e-3)
 
 
 def of_any_rank(names: Iterable[Any]) -> list[Any]:

@@ -78,7 +78,7 @@ class JointTables:
             Wire(dims, tuple(group.traits.dtype for group in groups), codecs and codecs.forward),
             # Sums of 16-bit gradients would lose what is small and overflow on what is large.
             Wire(dims, (torch.float32,) * len(dims), codecs and codecs.backward),
-            [group.traits.output_dtype for group in groups],
+            [group.traits.gathered_dtype for group in groups],
             self._before_update,
         )
         self._members, self._sync, self._rows_change = members, sync, rows_change

@@ -76,15 +76,18 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
             lookups = [lookup for lookup in self.lookups if lookup.group == group]
             if not lookups:
                 continue
-            for lookup, pooled in zip(lookups, self._pooled(features, lookups, values), strict=True):
+            output = self.groups[group].traits.output_dtype
+            for lookup, pooled in zip(lookups, self._pooled(features, lookups, values, output), strict=True):
                 sums[lookup.name] = pooled if samples is None else pooled.index_select(0, samples[lookup.feature])
         sums |= self._of_others(others, KeyedTensor.to_dict)
         return KeyedTensor(self._names, self._dims, torch.cat([sums[name] for name in self._names], 1))
 
     def _pooled(
-        self, features: KeyedJaggedTensor, lookups: Sequence[Lookup], rows: torch.Tensor
+        self, features: KeyedJaggedTensor, lookups: Sequence[Lookup], rows: torch.Tensor, output: torch.dtype
     ) -> Sequence[torch.Tensor]:
-        """Sums or means of lookups' rows, (n, D), one lookup behind the other, by bag; shape (bags, D) of each."""
+        """Sums or means of lookups' rows, (n, D), one lookup behind the other, by bag, in a type; shape (bags, D) of
+        each.
+        """
         strides = features.stride_per_key()
         places = {feature: place for place, feature in enumerate(features.keys())}
         which = [places[lookup.feature] for lookup in lookups]
@@ -105,7 +108,7 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
                 mean = to_device(np.array(means), rows.device)[segment_of(np.array(bags), rows.device)]
                 scale = torch.where(mean, scale, 1.0)
         pooled: torch.Tensor = _Pool.apply(rows, lengths, weights, scale)
-        return pooled.split(bags)
+        return pooled.to(output).split(bags)
 
 
 class _Pool(torch.autograd.Function):

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv
 from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from flexshard._internal import check_finite, differing_ranks, on_all_ranks
 from flexshard.costmodels import Layout, PlacedTable, rows_with_places
@@ -33,6 +33,9 @@ from flexshard.planner import FlexShardParameterSharding, TableCache
 from flexshard.tables import data_type_of_torchrec
 
 __all__ = ["PlannedRows", "RowSharding", "check_world", "placement_of"]
+
+# What ParameterConstraints say of a table that holds however its rows are stored.
+_OPTIONS = ("bounds_check_mode", "output_dtype", "stochastic_rounding")
 
 
 class PlannedTable(PlacedTable, Protocol):
@@ -103,6 +106,7 @@ class RowSharding:
         module_fqn: str | None,
         fused_params: dict[str, Any] | None,
         codecs: QuantizedCommCodecs | None,
+        params: Mapping[str, ParameterSharding] | None = None,
     ) -> dict[str, Any]:
         """Rows of a module's planned tables on this rank, as :class:`ShardedRowsModule` takes them; all ranks do so
         alike.
@@ -112,6 +116,7 @@ class RowSharding:
             env, device, module_fqn: as TorchRec gives them.
             fused_params: as TorchRec's.
             codecs: of embeddings and gradients.
+            params: TorchRec's, whose options go before ``fused_params``.
 
         Raises:
             PlanError, TableError: as of :meth:`FlexShardEmbeddingCollectionSharder.shard`.
@@ -121,7 +126,7 @@ class RowSharding:
             _warn_of_loss(codecs.backward, list(planned))
         traits = on_all_ranks(
             lambda: {
-                name: self._traits(configs[name], how, weights[name], device, fused_params)
+                name: self._traits(configs[name], how, weights[name], device, fused_params, (params or {}).get(name))
                 for name, how in planned.items()
             },
             PlanError,
@@ -197,6 +202,7 @@ class RowSharding:
         weight: nn.Parameter,
         device: torch.device,
         fused_params: dict[str, Any] | None,
+        params: ParameterSharding | None,
     ) -> GroupTraits:
         kind = data_type_of_torchrec(config.data_type.name)
         dtype = None if kind is None else getattr(torch, kind.name)
@@ -219,6 +225,8 @@ class RowSharding:
             kwargs["optimizer"] = optimizer_type_to_emb_opt_type(kind)
         fused = merge_fused_params(fused_params, kwargs)
         fused.pop("cache_precision", None)
+        options = {name: getattr(params, name, None) for name in _OPTIONS}
+        fused |= {name: value for name, value in options.items() if value is not None}
         spec = OptimizerSpec.of(fused, config.name, device)
         if how.table.optimizer not in ("", spec.name):
             warnings.warn(
@@ -236,7 +244,8 @@ class RowSharding:
                 f"table {config.name!r}: caches of rows on embedding servers work on CPUs so far, not on"
                 f" {device.type}; leave servers out: its rows are in this process's memory then"
             )
-        return GroupTraits(config.embedding_dim, dtype, spec, output, load_factor)
+        pooled = isinstance(config, EmbeddingBagConfig)
+        return GroupTraits(config.embedding_dim, dtype, spec, output, load_factor, pooled)
 
 
 def _warn_of_loss(codec: QuantizedCommCodec[Any], tables: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from flexshard.embeddings import jagged_index_select
@@ -31,6 +31,7 @@ class ShardedFlexShardEmbeddingCollection(ShardedRowsModule):
         """As :class:`ShardedRowsModule`, and whether ids come back with the rows."""
         super().__init__(configs, tables, **shared)
         self._need_indices = need_indices
+        self._names = [name for of_table in get_embedding_names_by_table(list(configs)) for name in of_table]
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
@@ -60,7 +61,8 @@ class ShardedFlexShardEmbeddingCollection(ShardedRowsModule):
                     ids, _ = jagged_index_select(ids, lengths, shared)
                 values, lengths = jagged_index_select(values, lengths, shared)
             output[lookup.name] = JaggedTensor(values=values, lengths=lengths, weights=ids)
-        return output | self._of_others(others, dict)
+        output |= self._of_others(others, dict)
+        return {name: output[name] for name in self._names}  # in the collection's order, whoever shards a table
 
     def _per_lookup(
         self, features: KeyedJaggedTensor, rows: Sequence[torch.Tensor]

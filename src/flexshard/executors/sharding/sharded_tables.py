@@ -43,7 +43,8 @@ class GroupTraits:
         dim: D.
         dtype: of weights, and of rows on the wire.
         spec: optimizer.
-        output_dtype: of the rows that the model gets.
+        output_dtype: of what the model gets, rows or their sums.
+        pooled: whether it gets sums.
         cache_load_factor: of the rows without copies, how many fit into a cache of rows that are kept on the host; None
             for rows that are not.
     """
@@ -53,6 +54,12 @@ class GroupTraits:
     spec: OptimizerSpec
     output_dtype: torch.dtype = torch.float32
     cache_load_factor: float | None = None
+    pooled: bool = False
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """Of rows that come from other ranks: 16 bits would not hold their sums, though they may hold a mean."""
+        return torch.float32 if self.pooled else self.output_dtype
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,7 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             module_fqn=module_fqn,
             fused_params=self.fused_params,
             codecs=(self.qcomm_codecs_registry or {}).get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name),
+            params=params,
         )
         others, part = [config for name, config in configs.items() if name not in planned], None
         if others:
