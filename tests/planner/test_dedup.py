@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flexshard import AccessProfile, Cluster, Plan, Table, explain, solve
+from flexshard import AccessProfile, Cluster, Plan, Table, explain, pareto, solve
 from flexshard.costmodels import touched_rows
-from flexshard.errors import DataError, TableError
+from flexshard.errors import DataError, JobError, TableError
 from flexshard.profiling import power_law_probabilities
 from flexshard.tables import combined_dedup_factor, expected_distinct
 
@@ -81,6 +81,12 @@ def test_factors_of_several_features() -> None:
     for wrong in (0.5, float("nan"), "x"):
         with pytest.raises(TableError, match="table 'items': dedup_factor must be"):
             replace(TABLE, dedup_factor=wrong)  # type: ignore[arg-type]
+    problem = ([replace(TABLE, dedup_factor=4.0)], CLUSTER)
+    for verb in (solve, pareto):
+        with pytest.raises(
+            JobError, match="table 'items': a batch of 2 samples has no DedupFactor of 4; it is at most"
+        ):
+            verb(*problem, batch_size=2, index_dedup=True)
 
 
 @pytest.mark.parametrize("scalars", [False, True])

@@ -152,6 +152,13 @@ def test_what_cannot_be_encoded(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("a")
     (tmp_path / "empty").mkdir()
     pq.write_table(pa.table({"a": [1], "A": [2]}), tmp_path / "case.parquet")
+    pq.write_table(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "twice.parquet")
+    pq.write_table(pa.table({f"c{i}": [1] for i in range(60)}), tmp_path / "wide.parquet")
+    rows = "".join(f"{i},b\n" for i in range(600))
+    for name, text in {"short": f"a,b\n{rows}7\n", "long": f"a,b\n{rows}7,8,9\n", "same": f"a,a\n{rows}"}.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    (tmp_path / "latin.csv").write_bytes(f"a,b\n{rows}7,caf\xe9\n".encode("latin-1"))
+    (tmp_path / "nothing.csv").touch()
     for message, data, how in (
         ("column 'items' has 1 null ids in 1 file", "in.parquet", {"columns": ["items"]}),
         ("no column 'item'; did you mean 'items'", "in.parquet", {"columns": ["item"]}),
@@ -174,6 +181,13 @@ def test_what_cannot_be_encoded(tmp_path: Path) -> None:
         ("no Parquet, CSV or JSON files", "empty", {"columns": ["a"]}),
         ("nothing: no such file", "nothing", {"columns": ["a"]}),
         ("'a' and 'A' differ by case at most", "case.parquet", {"columns": ["a"]}),
+        ("has several columns called 'a'; rename them", "twice.parquet", {"columns": ["a"]}),
+        ("has several columns called 'a'; rename them", "same.csv", {"columns": ["a"]}),
+        ("no column 'x'; there are c0, .*, c19 and 40 more$", "wide.parquet", {"columns": ["x"]}),
+        ("line 602: Expected Number of Columns: 2 Found: 1", "short.csv", {"columns": ["a"]}),
+        ("line 602: Expected Number of Columns: 2 Found: 3", "long.csv", {"columns": ["a"]}),
+        (r"line 602: .*not utf-8", "latin.csv", {"columns": ["b"]}),
+        ("nothing.csv: is empty", "nothing.csv", {"columns": ["a"]}),
     ):
         arguments: Any = how
         with pytest.raises(DataError, match=message):

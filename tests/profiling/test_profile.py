@@ -86,6 +86,10 @@ def test_from_probabilities_keeps_them() -> None:
         (lambda: AccessProfile.from_probabilities([0.1, 0.5]), "must not ascend, but 1 is 0.5 after 0.1"),
         (lambda: AccessProfile.from_probabilities([0.0]), "is never read"),
         (lambda: AccessProfile.from_ids([0.5]), "array of integers"),
+        (lambda: AccessProfile.from_ids([[1, 2], [3]]), "ids must be an array of numbers"),  # type: ignore[list-item]
+        (lambda: AccessProfile.from_ids([1, 2], lengths=[2, [1]]), "lengths must be an array"),  # type: ignore[list-item]
+        (lambda: AccessProfile.from_counts([[1, 2], [3]], 2), "counts must be an array"),  # type: ignore[list-item]
+        (lambda: AccessProfile.from_probabilities(["a"]), "probabilities must be an array of numbers"),
         (lambda: AccessProfile.from_ids([1, 2], lengths=[1]), "lengths add up to 1, but there are 2 ids"),
         (
             lambda: AccessProfile.from_ids([1, 7], num_rows=5),

@@ -9,9 +9,10 @@ from typing import Any, SupportsFloat
 from flexshard import units
 from flexshard.errors import FlexShardError, UnitError
 
-__all__ = ["check_bytes", "check_finite", "check_int", "first_repeated"]
+__all__ = ["check_bytes", "check_finite", "check_int", "first_repeated", "there_are"]
 
 _MOST = 1 << 62
+_NAMED = 20
 
 
 def check_int(value: Any, name: str, error_type: type[FlexShardError], *, least: int = 1) -> int:
@@ -58,6 +59,13 @@ def check_bytes(value: str | float, name: str, error_type: type[FlexShardError],
     if nbytes < least:
         raise error_type(f"{name} is at least {least:g} bytes, found {value}")
     return nbytes
+
+
+def there_are(names: Iterable[object]) -> str:
+    """What there is, for errors about what is not: the first twenty, and how many others."""
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - _NAMED:,} more" if len(listed) > _NAMED else ""
+    return f"there are {', '.join(listed[:_NAMED]) or 'none'}{more}"
 
 
 def first_repeated(names: Iterable[str]) -> str | None:

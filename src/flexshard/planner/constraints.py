@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from flexshard._internal import check_finite, check_int
+from flexshard._internal import check_finite, check_int, there_are
 from flexshard.costmodels import POOLED_KERNELS, POOLED_TYPES
 from flexshard.errors import JobError
 from flexshard.tables import DATA_TYPES, Table
 from flexshard.topologies import Cluster
 
-__all__ = ["SEQUENCE_SHARDINGS", "TIERS", "TableConstraints", "check_constraints", "is_sharded"]
+__all__ = ["SEQUENCE_SHARDINGS", "TIERS", "TableConstraints", "check_constraints", "check_dedup_factors", "is_sharded"]
 
 TIERS = "flex_shard"  # tiers of rows, as a sharding type
 # Of tables without pooling. TorchRec cannot run copies of them on CPUs, nor the dense kernel; tiers have copies.
@@ -134,7 +134,7 @@ def check_constraints(
         if not isinstance(constraint, TableConstraints):
             raise JobError(f"{where}: must be TableConstraints, found {constraint!r}")
         if name not in known:
-            raise JobError(f"{where}: there is no such table; there are {', '.join(known)}")
+            raise JobError(f"{where}: there is no such table; {there_are(known)}")
         _check_types(where, known[name], constraint)
         for word, others in (("with", constraint.with_tables), ("apart", constraint.apart)):
             if others and not known[name].is_pooled and constraint.allows_tiers():
@@ -150,6 +150,20 @@ def check_constraints(
         uvm = [one for one in constraint.compute_kernels or () if one.startswith("fused_uvm")]
         if uvm and not host_memory:
             raise JobError(f"{where}: {uvm[0]} needs host memory; say how much a rank may take of it (host_memory)")
+
+
+def check_dedup_factors(tables: Sequence[Table], batch_size: int) -> None:
+    """Whether batches can repeat as much as tables say: the fewest distinct lists of a batch are one.
+
+    Raises:
+        JobError: one cannot.
+    """
+    for table in tables:
+        if table.dedup_factor > batch_size:
+            raise JobError(
+                f"table {table.name!r}: a batch of {batch_size:,} samples has no DedupFactor of"
+                f" {table.dedup_factor:g}; it is at most {batch_size:,}"
+            )
 
 
 def is_sharded(table: Table, asked: TableConstraints | None) -> bool:

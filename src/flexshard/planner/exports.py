@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from flexshard._internal import INSTALL_TORCHREC, PathLike, replacing, write_text
+from flexshard._internal import INSTALL_TORCHREC, PathLike, replacing, there_are, write_text
 from flexshard.errors import MissingDependencyError, PlanError
 from flexshard.planner.plan import Plan
 from flexshard.planner.whole_tables import whole_tables
@@ -29,7 +29,7 @@ def modules_of(plan: Plan, given: list[str]) -> dict[str, str]:
     for text in given:
         table, equals, path = text.partition("=")
         if equals and table not in names:
-            raise PlanError(f"{text}: the plan has no table {table!r}; there are {', '.join(names)}")
+            raise PlanError(f"{text}: the plan has no table {table!r}; {there_are(names)}")
         found |= {table: path} if equals else {name: text for name in names if name not in found}
     missing = [name for name in names if name not in found]
     if missing:

@@ -50,7 +50,8 @@ def pareto(
 
     With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's. Where tables are pooled, or
     may take the host's memory, or gradients of copies may be gathered (``reduction``), the points are plans at a dozen
-    budgets, each with its bound; of pooled tables they take the problem's ``timeout_seconds`` all together.
+    budgets, each with its bound; of pooled tables each gets an equal part of ``timeout_seconds``, and however little
+    that is, the seconds that a first plan takes.
 
     Args:
         tables: a :class:`Problem`; or the tables of one.

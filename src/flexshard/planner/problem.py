@@ -15,7 +15,7 @@ from flexshard._internal import check_finite, check_int, first_repeated
 from flexshard.costmodels import CollectiveKind, LocalRates, OverlapLike, StepWork, overlap_of
 from flexshard.errors import JobError
 from flexshard.planner.budget import Budget, BudgetLike, parse_budget
-from flexshard.planner.constraints import TableConstraints, check_constraints, is_sharded
+from flexshard.planner.constraints import TableConstraints, check_constraints, check_dedup_factors, is_sharded
 from flexshard.planner.methods import METHODS, Method
 from flexshard.planner.named import parse
 from flexshard.planner.reductions import REDUCTIONS, Reduction
@@ -104,8 +104,8 @@ class Problem:
         host_memory: bytes of host memory per rank that tables may take ("200GiB"); None for none. Of tables that
             TorchRec shards by its kernels, which run on CUDA alone; where there are none, by rows without copies,
             behind a cache of their owner (docs/lookahead.md).
-        timeout_seconds: after which the search for pooled tables' options ends with the best plan so far. Where it is
-            not reached, every process and machine finds the same plan.
+        timeout_seconds: after which the search for pooled tables' options ends with the best plan so far. Parts of it
+            get shares; where none is used up, every process and machine finds the same plan.
         gap: proven, at which that search ends: 0.002 is at most 0.2 % above the optimum.
 
     Raises:
@@ -185,6 +185,7 @@ class Problem:
             raise JobError(f"index_dedup_seconds_per_id is a time of at least 0 s, found {per_id}")
         values["index_dedup_seconds_per_id"] = per_id
         values["batch_size"] = check_int(batch_size, "batch_size", JobError)
+        check_dedup_factors(values["tables"], values["batch_size"])
         overlap_of(overlap, cluster)
         values["budget"] = parse_budget(budget)
         values["budget"].limit_bytes(0.0, cluster)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import ProfileError
-from flexshard.profiling.row_counts import checked_whole
+from flexshard.profiling.row_counts import as_array, checked_whole
 
 __all__ = ["checked_histogram", "counts_of_probabilities"]
 
@@ -46,7 +46,7 @@ def counts_of_probabilities(
     Raises:
         ProfileError: as :meth:`AccessProfile.from_probabilities`.
     """
-    p = np.asarray(probabilities, dtype=np.float64)
+    p = as_array(probabilities, "probabilities", ProfileError, np.float64)
     numbers = np.ones(p.shape, np.int64) if rows is None else checked_whole(rows, "rows", least=0)
     if p.ndim != 1 or p.shape != numbers.shape:
         raise ProfileError(f"probabilities and rows must be of one length, found shapes {p.shape}, {numbers.shape}")

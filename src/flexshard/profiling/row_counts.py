@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.errors import ProfileError
+from flexshard.errors import FlexShardError, ProfileError
 from flexshard.profiling.hashing import splitmix64
 
-__all__ = ["RowCounts", "checked_whole", "histogram"]
+__all__ = ["RowCounts", "as_array", "checked_whole", "histogram"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -133,13 +134,27 @@ def _descending(counts: IntArray) -> IntArray:
     return order
 
 
+def as_array(
+    values: npt.ArrayLike, name: str, error_type: type[FlexShardError], dtype: npt.DTypeLike | None = None
+) -> npt.NDArray[Any]:
+    """As NumPy has it.
+
+    Raises:
+        error_type: lists of unequal lengths, or what is no number where ``dtype`` wants them.
+    """
+    try:
+        return np.asarray(values, dtype)
+    except (ValueError, TypeError) as error:
+        raise error_type(f"{name} must be an array of numbers: {str(error).splitlines()[0]}") from error
+
+
 def checked_whole(values: npt.ArrayLike, name: str, *, least: int) -> IntArray:
     """One-dimensional whole numbers of at least ``least`` as int64.
 
     Raises:
         ProfileError: another shape, NaN, fractions, or smaller numbers; names the first.
     """
-    array = np.asarray(values)
+    array = as_array(values, name, ProfileError)
     if array.ndim != 1:
         raise ProfileError(f"{name} must be one-dimensional, found shape {array.shape}")
     if array.dtype.kind not in "iuf" and array.size:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from flexshard import planner, plots
+from flexshard._internal import there_are
 from flexshard.cli.app import AsJson, JobFile, app, written
 from flexshard.cli.outputs import Force, check_output
 from flexshard.errors import JobError
@@ -36,7 +37,7 @@ def plot_command(
     spec = planner.load_job(job)
     tables = [t for t in spec.tables if table in (None, t.name)]
     if not tables:
-        raise JobError(f"{job}: no table {table!r}; there are {', '.join(t.name for t in spec.tables)}")
+        raise JobError(f"{job}: no table {table!r}; {there_are(t.name for t in spec.tables)}")
     if what == "costs":
         if len(tables) > 1:
             raise JobError(f"{job}: has {len(tables)} tables; say which one to draw with --table")

@@ -10,7 +10,16 @@ import pyarrow.types as pt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import IntArray, JaggedArray, first_repeated, is_list, jagged_of_arrow, joined, joined_range
+from flexshard._internal import (
+    IntArray,
+    JaggedArray,
+    first_repeated,
+    is_list,
+    jagged_of_arrow,
+    joined,
+    joined_range,
+    there_are,
+)
 from flexshard.embeddings.dedup.selection import jagged_index_select
 from flexshard.errors import DataError
 
@@ -93,7 +102,7 @@ def arrow_columns(
     names = list(keys) if keys is not None else [name for name in there if name not in weights.values()]
     for name in [*names, *weights, *weights.values()]:
         if there.count(name) != 1:
-            raise DataError(f"{where}: no column {name!r}; there are {', '.join(there)}")
+            raise DataError(f"{where}: no column {name!r}; {there_are(there)}")
     if weights and set(weights) != set(names):
         without = next(iter(set(names) ^ set(weights)))
         raise DataError(f"{where}: feature {without!r} has no weights or is none of the keys; all have them or none")

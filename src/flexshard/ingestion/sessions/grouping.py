@@ -19,6 +19,7 @@ from flexshard._internal import (
     expand,
     is_list,
     run_layout,
+    there_are,
 )
 from flexshard.errors import DataError
 from flexshard.ingestion.batches import batches_in_order
@@ -179,7 +180,7 @@ def _tables(
         names = [field.name for field in data.schema if is_list(field.type)] if features is None else list(features)
         for name in names:
             if data.schema.names.count(name) != 1:
-                raise DataError(f"the table: no column {name!r}; there are {', '.join(data.schema.names)}")
+                raise DataError(f"the table: no column {name!r}; {there_are(data.schema.names)}")
         chosen: Any = data.select(names)
         yield from ((chosen.slice(start, batch_size), "the table") for start in range(0, data.num_rows, batch_size))
         return

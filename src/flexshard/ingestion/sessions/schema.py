@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.types as pt
 
-from flexshard._internal import ParquetSource
+from flexshard._internal import ParquetSource, there_are
 from flexshard.errors import DataError
 from flexshard.ingestion.sessions.partitions import PARTITION_KEY, SESSION_KEY, TIME_KEY, partition_width
 from flexshard.ingestion.sessions.sorting import RESERVED
@@ -24,7 +24,7 @@ def common_schema(
         _check_names(source)
         for column in (session, time):
             if source.schema.names.count(column) != 1:
-                raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
+                raise DataError(f"{source.name}: no column {column!r}; {there_are(source.schema.names)}")
         if set(source.schema.names) != set(first.schema.names):
             odd = sorted(set(source.schema.names) ^ set(first.schema.names))[0]
             raise DataError(f"{source.name}: column {odd!r} is in this file or in {first.name}, but not in both")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
+from flexshard._internal import there_are
 from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
 from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.budget import Limit
@@ -110,7 +111,7 @@ def _check_options(tables: Sequence[Table], options: Mapping[str, Sequence[TTOpt
     known = {table.name: table for table in tables}
     for name, offered in options.items():
         if name not in known:
-            raise JobError(f"options are given for table {name!r}, which is not there; there are {', '.join(known)}")
+            raise JobError(f"options are given for table {name!r}, which is not there; {there_are(known)}")
         table = known[name]
         if isinstance(offered, TTOption) or not all(isinstance(option, TTOption) for option in offered):
             raise JobError(f"options of table {name!r} must be a list of TTOption, found {offered!r}")

@@ -52,7 +52,8 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
     for kind, kind_name in enumerate(menus.kinds):
         beyond = float(least[kind].sum() - room[kind].sum())
         if beyond > 0:
-            largest = ", ".join(menus.tables[table] for table in np.argsort(-least[kind], kind="stable")[:_NAMED])
+            order = np.argsort(-least[kind], kind="stable")[:_NAMED]
+            largest = ", ".join(menus.tables[table] for table in order if least[kind][table])
             return BudgetError(
                 f"the tables need {units.format_bytes(float(least[kind].sum()))} of {kind_name} at least,"
                 f" {units.format_bytes(beyond)} more than all ranks have; the largest are {largest}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import numpy.typing as npt
 
 from flexshard.errors import DataError
@@ -10,7 +9,7 @@ from flexshard.profiling.count.burst_counter import BurstCounter
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import IdBatch
 from flexshard.profiling.profile import AccessProfile
-from flexshard.profiling.row_counts import checked_whole
+from flexshard.profiling.row_counts import as_array, checked_whole
 
 __all__ = ["profile_arrays"]
 
@@ -19,7 +18,7 @@ def profile_arrays(
     ids: npt.ArrayLike, lengths: npt.ArrayLike | None, *, num_rows: int | None, hash: str | None, table: str
 ) -> AccessProfile:
     """See :meth:`AccessProfile.from_ids`."""
-    array = np.asarray(ids)
+    array = as_array(ids, "ids", DataError)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise DataError(f"ids must be a one-dimensional array of integers, found {array.dtype} of shape {array.shape}")
     each = None if lengths is None else checked_whole(lengths, "lengths", least=0)

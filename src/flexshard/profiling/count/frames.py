@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from flexshard._internal import is_list
+from flexshard._internal import is_list, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.arrays import profile_arrays
 from flexshard.profiling.count.id_batches import arrow_ids
@@ -68,7 +68,7 @@ def _arrow(frame: Any, column: str) -> pa.ChunkedArray:
         lazy = "; collect it first" if hasattr(frame, "collect_schema") else ""
         raise DataError(f"a table is pandas', polars' or Arrow's, found {type(frame).__name__}{lazy}")
     if names.count(column) != 1:
-        raise DataError(f"no column {column!r} once; there are {', '.join(names)}")
+        raise DataError(f"no column {column!r} once; {there_are(names)}")
     try:
         found = take(column)
     except pa.ArrowException as error:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from flexshard._internal import Chunk, JaggedArray, ParquetSource, distinct_rows, is_list
+from flexshard._internal import Chunk, JaggedArray, ParquetSource, distinct_rows, is_list, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.moments import LengthMoments
 
@@ -129,7 +129,7 @@ def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> No
     if source.schema.names.count(column) > 1:
         raise DataError(f"{source.name}: has several columns called {column!r}; rename them")
     if column not in source.schema.names:
-        raise DataError(f"{source.name}: no column {column!r}; there are {', '.join(source.schema.names)}")
+        raise DataError(f"{source.name}: no column {column!r}; {there_are(source.schema.names)}")
     if role != "ids":
         return
     column_type = source.schema.field(column).type

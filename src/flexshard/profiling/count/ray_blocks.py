@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from flexshard._internal import there_are
 from flexshard.errors import DataError, MissingDependencyError
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import arrow_ids
@@ -56,7 +57,7 @@ def _count_block(block: pa.Table, *, column: str, num_rows: int, hash: str | Non
     try:
         if block.num_rows:
             if column not in block.column_names:
-                raise DataError(f"the dataset has no column {column!r}; there are {', '.join(block.column_names)}")
+                raise DataError(f"the dataset has no column {column!r}; {there_are(block.column_names)}")
             batch = arrow_ids(block.column(column), "the dataset", column, 0)
             if batch.ids.size and batch.ids.dtype.kind not in "iu":
                 raise DataError(f"column {column!r} of the dataset holds {batch.ids.dtype}, not ids")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from flexshard._internal import PathLike, hidden_part, sql_name, sql_text
+import pyarrow.parquet as pq
+
+from flexshard._internal import PathLike, hidden_part, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 
 __all__ = ["Scan", "Values", "resolved", "scan"]
@@ -20,6 +23,7 @@ _KINDS = {
     "csv": (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst"),
     "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
 }
+_SEPARATORS = ",;\t|"
 _READERS = {"parquet": "read_parquet", "csv": "read_csv", "json": "read_json"}
 
 
@@ -62,8 +66,17 @@ def describe(database: Any, query: str, where: str) -> list[Any]:
     try:
         found: list[Any] = database.sql(f"DESCRIBE {query}").fetchall()
     except duckdb.Error as error:
-        raise DataError(f"{where}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{where}: cannot be read: {_cause(error)}") from error
     return found
+
+
+def _cause(error: Exception) -> str:
+    """What DuckDB says, in a line; of CSV it says where, then the line itself, then what is wrong with it."""
+    lines = str(error).splitlines()
+    place = re.search(r"CSV Error on (Line: \d+)", lines[0])
+    if place is None or len(lines) < 3:
+        return lines[0]
+    return f"{place[1].lower().replace(':', '')}: {lines[2]}"
 
 
 def scan(paths: PathLike | Sequence[PathLike]) -> Scan:
@@ -144,7 +157,8 @@ def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Val
     """
     columns = data.columns(database)
     is_column = name in columns
-    head, fields = (name, []) if is_column else _split(name, columns, data)
+    head, fields = (name, []) if is_column else _split(database, name, columns, data)
+    _check_once(database, data, head)
     sql, kind = sql_name(head), columns[head]
     for field in fields:
         sql, kind = _field(database, data, sql, kind, field, name)
@@ -165,15 +179,63 @@ def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Val
     return Values(name, sql, is_list, inner, is_column)
 
 
-def _split(name: str, columns: dict[str, str], data: Scan) -> tuple[str, list[str]]:
+def _split(database: Any, name: str, columns: dict[str, str], data: Scan) -> tuple[str, list[str]]:
     parts = name.split(".")
     for size in range(len(parts) - 1, 0, -1):
         head = ".".join(parts[:size])
         if head in columns:
             return head, parts[size:]
+    if data.kind == "csv":
+        _check_lines(database, data, columns)
     near = get_close_matches(name, columns, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(columns)}"
+    hint = f"; did you mean {near[0]!r}?" if near else f"; {there_are(columns)}"
     raise DataError(f"{data.files[0]}: no column {name!r}{hint}")
+
+
+def _check_lines(database: Any, data: Scan, columns: dict[str, str]) -> None:
+    """Whether DuckDB took other columns from CSV files than their headers have, since some line has more fields, or
+    fewer.
+
+    Raises:
+        DataError: the line, or that there is none.
+    """
+    import duckdb
+
+    if not any(Path(file).stat().st_size for file in data.files):
+        raise DataError(f"{data.files[0]}: is empty")
+    for file in data.files:
+        read = f"read_csv({sql_text(glob.escape(file))}, auto_detect = false, "
+        try:
+            first = f"{read} header = false, delim = '\x1f', quote = '', columns = {{'line': 'VARCHAR'}})"
+            lines = database.sql(f"SELECT * FROM {first} LIMIT 1").fetchall()
+            line = lines[0][0] if lines else ""
+            separator = max(_SEPARATORS, key=line.count)
+            fields = line.split(separator)
+            if list(columns)[: len(fields)] == [field.strip('"') for field in fields]:
+                continue  # the header is what DuckDB went by
+            typed = ", ".join(f"'{number}': 'VARCHAR'" for number in range(len(fields)))
+            how = f"header = true, delim = {sql_text(separator)}, quote = '\"', columns = {{{typed}}}"
+            database.sql(f"SELECT count(COLUMNS(*)) FROM {read} {how})").fetchall()
+        except duckdb.Error as error:
+            raise DataError(f"{file}: cannot be read: {_cause(error)}") from error
+
+
+def _check_once(database: Any, data: Scan, column: str) -> None:
+    """Whether one column alone has this name: DuckDB gives others of the same name new ones.
+
+    Raises:
+        DataError: several have it.
+    """
+    for file in data.files:
+        if data.kind == "parquet":
+            names = pq.read_schema(file).names
+        elif data.kind == "csv":
+            read = f"read_csv({sql_text(glob.escape(file))}, header = false, all_varchar = true)"
+            names = list(database.sql(f"SELECT * FROM {read} LIMIT 1").fetchall()[0])
+        else:
+            return
+        if names.count(column) > 1:
+            raise DataError(f"{file}: has several columns called {column!r}; rename them")
 
 
 def _field(database: Any, data: Scan, sql: str, kind: str, field: str, name: str) -> tuple[str, str]:
