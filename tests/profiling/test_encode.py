@@ -159,6 +159,7 @@ def test_what_cannot_be_encoded(tmp_path: Path) -> None:
         (tmp_path / f"{name}.csv").write_text(text)
     (tmp_path / "latin.csv").write_bytes(f"a,b\n{rows}7,caf\xe9\n".encode("latin-1"))
     (tmp_path / "nothing.csv").touch()
+    (tmp_path / "quoted.csv").write_text('"a,b",c\n1,2\n')
     for message, data, how in (
         ("column 'items' has 1 null ids in 1 file", "in.parquet", {"columns": ["items"]}),
         ("no column 'item'; did you mean 'items'", "in.parquet", {"columns": ["item"]}),
@@ -188,6 +189,7 @@ def test_what_cannot_be_encoded(tmp_path: Path) -> None:
         ("line 602: Expected Number of Columns: 2 Found: 3", "long.csv", {"columns": ["a"]}),
         (r"line 602: .*not utf-8", "latin.csv", {"columns": ["b"]}),
         ("nothing.csv: is empty", "nothing.csv", {"columns": ["a"]}),
+        ("no column 'x'; there are a,b, c$", "quoted.csv", {"columns": ["x"]}),
     ):
         arguments: Any = how
         with pytest.raises(DataError, match=message):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from flexshard._internal import there_are
 from flexshard.errors import DataError
 from flexshard.ingestion.batch import SessionBatch
 
@@ -30,7 +31,7 @@ class _PerColumn:
         changed = {}
         for name in self.columns:
             if name not in batch.dense:
-                raise DataError(f"no dense column {name!r} to transform; there are {', '.join(batch.dense) or 'none'}")
+                raise DataError(f"no dense column {name!r} to transform; {there_are(batch.dense)}")
             values = batch.dense[name]
             changed[name] = self.change(values if values.is_floating_point() else values.float())
         return replace(batch, dense=batch.dense | changed)

@@ -15,7 +15,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from flexshard._internal import first_repeated
+from flexshard._internal import first_repeated, there_are
 from flexshard.embeddings.dedup.group import DedupedGroup
 from flexshard.embeddings.dedup.inverse import InverseKeyedJaggedTensor
 from flexshard.embeddings.dedup.jagged import DedupedJagged
@@ -267,7 +267,7 @@ def _of(features: InverseKeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedT
     assert plain is not None  # a batch without groups has nothing else
     missing = next((key for key in keys if key not in plain.keys()), None)
     if missing is not None:
-        raise DataError(f"no feature {missing!r} in the batch; there are {', '.join(plain.keys())}")
+        raise DataError(f"no feature {missing!r} in the batch; {there_are(plain.keys())}")
     ends, stride = plain.offset_per_key(), plain.stride()
     places = [plain.keys().index(key) for key in dict.fromkeys(keys)]
 

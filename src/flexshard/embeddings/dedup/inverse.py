@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from flexshard._internal import JaggedArray, PathLike, bound, first_repeated
+from flexshard._internal import JaggedArray, PathLike, bound, first_repeated, there_are
 from flexshard.embeddings.dedup.group import DedupedGroup, Sharing, deduplicated
 from flexshard.embeddings.dedup.keyed import (
     Groups,
@@ -227,7 +227,7 @@ class InverseKeyedJaggedTensor(Pipelineable):
             DataError: no such feature.
         """
         if key not in self._keys:
-            raise DataError(f"no feature {key!r} in the batch; there are {', '.join(self._keys)}")
+            raise DataError(f"no feature {key!r} in the batch; {there_are(self._keys)}")
         return next((group for group in self.groups if key in group.keys), None)
 
     def map(self, transform: Transform) -> InverseKeyedJaggedTensor:

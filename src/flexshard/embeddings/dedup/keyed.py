@@ -56,9 +56,7 @@ def checked_groups(groups: Groups, partial: Groups, keys: Sequence[str]) -> tupl
                 raise DataError(f"{noun} {number} names no feature")
             for key in group:
                 if key not in keys:
-                    raise DataError(
-                        f"{noun} {number} names feature {key!r}, which is not there; there are {', '.join(keys)}"
-                    )
+                    raise DataError(f"{noun} {number} names feature {key!r}, which is not there; {there_are(keys)}")
     twice = first_repeated(key for group in [*exact_names, *partial_names] for key in group)
     if twice is not None:
         raise DataError(f"feature {twice!r} is named twice in the groups; a feature belongs to one group")

@@ -32,7 +32,7 @@ class ExchangeContext:
         replicas: what sums gradients over copies of some modules' rows, of each level; None for one without copies.
         transport: what carries tensors.
         forward, backward: in what form rows and gradients travel.
-        output_dtypes: of rows where they are looked up, of each class.
+        gathered_dtypes: of rows where they are looked up, of each class.
         on_update: called with a module before its rows are updated.
     """
 
@@ -46,7 +46,7 @@ class ExchangeContext:
     transport: Collectives
     forward: Wire
     backward: Wire
-    output_dtypes: Sequence[torch.dtype]
+    gathered_dtypes: Sequence[torch.dtype]
     on_update: Callable[[int], None]
 
     @cached_property

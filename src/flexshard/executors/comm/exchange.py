@@ -215,7 +215,7 @@ class Exchange:
             used_here(answers.buffer)
             for one in answers.classes:
                 rows = answers.view(one).index_select(0, index[one])
-                result[one] = rows.to(self._context.output_dtypes[one])
+                result[one] = rows.to(self._context.gathered_dtypes[one])
         self._answers, self._arrivals = [], []
         return result
 

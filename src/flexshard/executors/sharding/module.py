@@ -84,6 +84,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         self.module_sharding_plan = module_sharding_plan
         self._device = device
         self._configs = list(configs)
+        self._names = [name for of_table in get_embedding_names_by_table(self._configs) for name in of_table]
         self._torchrec = [] if torchrec_collection is None else [torchrec_collection]
         self._logical = LogicalTables(tables, self.container)
         self.joint, self.index = joint, joint.add(tables)

@@ -42,7 +42,6 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
             if config.pooling == PoolingType.MEAN
             for name in of_table
         }
-        self._names = [name for of_table in names for name in of_table]
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     @property

@@ -106,7 +106,7 @@ class RowSharding:
         module_fqn: str | None,
         fused_params: dict[str, Any] | None,
         codecs: QuantizedCommCodecs | None,
-        params: Mapping[str, ParameterSharding] | None = None,
+        params: Mapping[str, ParameterSharding],
     ) -> dict[str, Any]:
         """Rows of a module's planned tables on this rank, as :class:`ShardedRowsModule` takes them; all ranks do so
         alike.
@@ -126,7 +126,7 @@ class RowSharding:
             _warn_of_loss(codecs.backward, list(planned))
         traits = on_all_ranks(
             lambda: {
-                name: self._traits(configs[name], how, weights[name], device, fused_params, (params or {}).get(name))
+                name: self._traits(configs[name], how, weights[name], device, fused_params, params[name])
                 for name, how in planned.items()
             },
             PlanError,
@@ -202,7 +202,7 @@ class RowSharding:
         weight: nn.Parameter,
         device: torch.device,
         fused_params: dict[str, Any] | None,
-        params: ParameterSharding | None,
+        params: ParameterSharding,
     ) -> GroupTraits:
         kind = data_type_of_torchrec(config.data_type.name)
         dtype = None if kind is None else getattr(torch, kind.name)
@@ -225,7 +225,7 @@ class RowSharding:
             kwargs["optimizer"] = optimizer_type_to_emb_opt_type(kind)
         fused = merge_fused_params(fused_params, kwargs)
         fused.pop("cache_precision", None)
-        options = {name: getattr(params, name, None) for name in _OPTIONS}
+        options = {name: getattr(params, name) for name in _OPTIONS}
         fused |= {name: value for name, value in options.items() if value is not None}
         spec = OptimizerSpec.of(fused, config.name, device)
         if how.table.optimizer not in ("", spec.name):

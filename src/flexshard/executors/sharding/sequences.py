@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from flexshard.embeddings import jagged_index_select
@@ -31,7 +31,6 @@ class ShardedFlexShardEmbeddingCollection(ShardedRowsModule):
         """As :class:`ShardedRowsModule`, and whether ids come back with the rows."""
         super().__init__(configs, tables, **shared)
         self._need_indices = need_indices
-        self._names = [name for of_table in get_embedding_names_by_table(list(configs)) for name in of_table]
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:

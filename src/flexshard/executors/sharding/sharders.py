@@ -124,6 +124,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
             module_fqn=module_fqn,
             fused_params=self.fused_params,
             codecs=(self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name),
+            params=params,
         )
         others = [config for name, config in configs.items() if name not in planned]
         if others:  # TorchRec's own sharding of the tables that the plan leaves out, as a collection of theirs alone

@@ -19,6 +19,7 @@ from flexshard._internal import (
     load_yaml,
     located,
     save_yaml,
+    there_are,
 )
 from flexshard.errors import DataError
 from flexshard.ingestion.dense_transforms import BoxCox, Clamp, FillMissing, Logarithm, Logit, Normalize
@@ -266,7 +267,7 @@ class _Fields(StrictModel):
             names = _names(step, ("feature", "features"))
             for name in names:
                 if name not in known:
-                    raise ValueError(f"transforms[{number}]: no feature {name!r}; there are {', '.join(sorted(known))}")
+                    raise ValueError(f"transforms[{number}]: no feature {name!r}; {there_are(sorted(known))}")
             for name in _names(step, ("column", "columns")):
                 if name not in self.dense:
                     raise ValueError(f"transforms[{number}]: no dense column {name!r}; there are {self.dense}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from flexshard._internal import Chunk, JaggedArray, ParquetSource, distinct_rows
 from flexshard.errors import DataError
 from flexshard.profiling.moments import LengthMoments
 
-__all__ = ["DistinctBatches", "IdBatch", "arrow_ids", "check_column", "key_array", "key_kind", "read_ids"]
+__all__ = ["DistinctBatches", "IdBatch", "arrow_ids", "check_column", "check_once", "key_array", "key_kind", "read_ids"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -120,14 +120,23 @@ class DistinctBatches:
         self._waiting = None
 
 
+def check_once(where: str, names: Sequence[str], column: str) -> None:
+    """Check that a column's name is that of no other.
+
+    Raises:
+        DataError: several have it.
+    """
+    if list(names).count(column) > 1:
+        raise DataError(f"{where}: has several columns called {column!r}; rename them")
+
+
 def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> None:
     """Check that a file has a column of integers or lists of integers (of anything but nothing, for keys).
 
     Raises:
         DataError: the column is missing (lists those that are there) or of another type.
     """
-    if source.schema.names.count(column) > 1:
-        raise DataError(f"{source.name}: has several columns called {column!r}; rename them")
+    check_once(source.name, source.schema.names, column)
     if column not in source.schema.names:
         raise DataError(f"{source.name}: no column {column!r}; {there_are(source.schema.names)}")
     if role != "ids":

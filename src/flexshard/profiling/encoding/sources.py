@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import os
 import re
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 
 from flexshard._internal import PathLike, hidden_part, sql_name, sql_text, there_are
 from flexshard.errors import DataError
+from flexshard.profiling.count.id_batches import check_once
 
 __all__ = ["Scan", "Values", "resolved", "scan"]
 
@@ -210,8 +212,8 @@ def _check_lines(database: Any, data: Scan, columns: dict[str, str]) -> None:
             lines = database.sql(f"SELECT * FROM {first} LIMIT 1").fetchall()
             line = lines[0][0] if lines else ""
             separator = max(_SEPARATORS, key=line.count)
-            fields = line.split(separator)
-            if list(columns)[: len(fields)] == [field.strip('"') for field in fields]:
+            fields = next(csv.reader([line], delimiter=separator))
+            if list(columns)[: len(fields)] == fields:
                 continue  # the header is what DuckDB went by
             typed = ", ".join(f"'{number}': 'VARCHAR'" for number in range(len(fields)))
             how = f"header = true, delim = {sql_text(separator)}, quote = '\"', columns = {{{typed}}}"
@@ -234,8 +236,7 @@ def _check_once(database: Any, data: Scan, column: str) -> None:
             names = list(database.sql(f"SELECT * FROM {read} LIMIT 1").fetchall()[0])
         else:
             return
-        if names.count(column) > 1:
-            raise DataError(f"{file}: has several columns called {column!r}; rename them")
+        check_once(file, names, column)
 
 
 def _field(database: Any, data: Scan, sql: str, kind: str, field: str, name: str) -> tuple[str, str]:
