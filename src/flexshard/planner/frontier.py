@@ -25,7 +25,8 @@ from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
 from flexshard.planner.solver.published import solve_published
-from flexshard.planner.solver.thresholds import allocate, crossing_prices
+from flexshard.planner.solver.thresholds import crossing_prices
+from flexshard.planner.solver.vertices import vertices_at
 from flexshard.planner.solving import solve
 from flexshard.planner.whole_model.frontier import whole_frontier
 from flexshard.tables import Table
@@ -76,10 +77,7 @@ def pareto(
     replicated = _point(instance, instance.uniform(1), "full_replication")
     points: list[ParetoPoint] = []
     for one in instances:
-        curves = [
-            [_point(one, allocate(one, levels, price)[0]) for price in crossing_prices(one, levels, prices)]
-            for levels in subsets
-        ]
+        curves = [_vertices(one, levels, crossing_prices(one, levels, prices)) for levels in subsets]
         points += _best(one, _envelope(one, subsets, curves), (neutral, replicated), tiers)
     frontier = _frontier(points)
     neutral_plan = max((p for p in frontier if p.memory_bytes <= memory_limit(neutral.memory_bytes)), key=_memory)
@@ -149,6 +147,14 @@ def _point(instance: Instance, allocation: Allocation, name: str = "") -> Pareto
     rows = tuple(int(n) for n in allocation.sum(axis=0))
     seconds, waits = instance.exposed_seconds(allocation), float(instance.excess_seconds(allocation).sum())
     return ParetoPoint(name, instance.memory_bytes(allocation), seconds, rows, waits)
+
+
+def _vertices(instance: Instance, levels: npt.NDArray[np.int64], prices: FloatArray) -> list[ParetoPoint]:
+    found = vertices_at(instance, levels, prices)
+    each = (one.tolist() for one in (found.memory_bytes, found.exposed_seconds, found.rows, found.waits_seconds))
+    return [
+        ParetoPoint("", memory, seconds, tuple(rows), waits) for memory, seconds, rows, waits in zip(*each, strict=True)
+    ]
 
 
 def _frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:

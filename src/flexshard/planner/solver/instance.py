@@ -31,6 +31,7 @@ from flexshard.costmodels import (
     with_hottest,
 )
 from flexshard.planner.solver.gathering import Gathering
+from flexshard.planner.solver.leading_counts import leading_counts, search_steps
 from flexshard.planner.solver.local_work import COUNTS_IN_FULL, LocalShares, busiest_rank_seconds, seconds_per_read
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
@@ -110,7 +111,9 @@ class Instance:
 
     def groups_at_least(self, thresholds: FloatArray) -> IntArray:
         """How many counts of each table have w of at least a threshold; thresholds and result of shape (T, M)."""
-        return self._search(self.reads, thresholds, slice(None), above=True)
+        return leading_counts(
+            self.reads, self.starts[:-1], self._counts, lambda: self._search_steps, thresholds, above=True
+        )
 
     def of_groups(self, groups: IntArray) -> tuple[IntArray, npt.NDArray[Any]]:
         """Rows and units of each table's hottest counts; shape (T, M) each."""
@@ -129,29 +132,20 @@ class Instance:
         """Sum of w of each table; shape (T,)."""
         return np.asarray(self.total_units * self.unit_reads, np.float64)
 
-    def groups_within(self, rows: IntArray, tables: IntArray | None = None) -> IntArray:
+    def groups_within(self, rows: IntArray, tables: IntArray | slice = slice(None)) -> IntArray:
         """How many counts of tables (T of them) the hottest rows have in full; rows and result of shape (T, M)."""
-        return self._search(self.cum_rows, rows, slice(None) if tables is None else tables, above=False)
+        starts, counts = self.starts[:-1][tables], self._counts[tables]
+        steps = lambda: [step[tables] for step in self._search_steps]  # noqa: E731
+        return leading_counts(self.cum_rows, starts, counts, steps, rows, above=False)
 
-    def _search(self, values: Numbers, wanted: Numbers, tables: slice | IntArray, *, above: bool) -> IntArray:
-        """How many leading values of each table are >= (``above``) or <= what is wanted: one binary search for all."""
-        sought = np.ascontiguousarray(wanted.T)  # tables last: numpy's inner loops are as long as the last axis
-        before = self.starts[:-1][tables] - 1
-        last = np.broadcast_to(before, sought.shape)  # that is known to be as wanted
-        for step in self._search_steps:
-            middle = last + step[tables]
-            at = values.take(middle)
-            last = np.where((at >= sought) if above else (at <= sought), middle, last)
-        return np.ascontiguousarray((last - before).T)
+    @cached_property
+    def _counts(self) -> IntArray:
+        """How many of each table; shape (T,)."""
+        return np.diff(self.starts)
 
     @cached_property
     def _search_steps(self) -> list[IntArray]:
-        """By how much a search moves on where it may, of each table; shape (T,) each."""
-        steps, possible = [], np.diff(self.starts) + 1  # numbers that the result may be
-        while (possible > 1).any():
-            steps.append(possible >> 1)
-            possible = possible - steps[-1]
-        return steps
+        return search_steps(self._counts)
 
     @property
     def level_order(self) -> IntArray:

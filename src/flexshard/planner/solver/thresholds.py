@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from flexshard.planner.solver.instance import Allocation, Instance
 
-__all__ = ["allocate", "allocation_of_cuts", "crossing_prices", "thresholds"]
+__all__ = ["allocate", "allocation_of_cuts", "crossing_prices", "thresholds", "thresholds_at"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -29,19 +29,25 @@ def thresholds(instance: Instance, levels: IntArray, price: float) -> FloatArray
     Returns:
         shape (C, L - 1), one row per class of tables.
     """
+    (marks,) = thresholds_at(instance, levels, np.array([price]))
+    return np.asarray(marks)
+
+
+def thresholds_at(instance: Instance, levels: IntArray, prices: FloatArray) -> FloatArray:
+    """:func:`thresholds` of each of some prices, shape (P,); shape (P, C, L - 1)."""
     memory_fixed, memory_per_read = instance.memory_fixed[:, levels], instance.memory_per_read[levels]
-    if np.isinf(price):
-        a, b = memory_fixed, np.broadcast_to(memory_per_read, memory_fixed.shape)
-    else:
-        a = instance.comm_fixed[:, levels] + price * memory_fixed
-        b = instance.comm_per_read[:, levels] + price * memory_per_read
-    above = a[:, :, None] - a[:, None, :]
-    gained = b[:, None, :] - b[:, :, None]
+    each = prices[:, None, None]
+    alone = np.isinf(each)
     with np.errstate(divide="ignore", invalid="ignore"):
+        a = np.where(alone, memory_fixed, instance.comm_fixed[:, levels] + each * memory_fixed)
+        b = np.where(alone, memory_per_read, instance.comm_per_read[:, levels] + each * memory_per_read)
+        above = a[..., :, None] - a[..., None, :]
+        gained = b[..., None, :] - b[..., :, None]
         crossing = np.where(gained > 0, above / gained, np.where(above <= 0, -np.inf, np.inf))
-    return np.stack(
-        [crossing[:, :j, j:].max(axis=2).min(axis=1) for j in range(1, levels.size)] or [np.zeros((len(a), 0))], axis=-1
-    ).reshape(len(a), levels.size - 1)
+    marks = np.empty((prices.size, len(memory_fixed), levels.size - 1))
+    for j in range(1, levels.size):
+        marks[..., j - 1] = crossing[..., :j, j:].max(axis=-1).min(axis=-1)
+    return marks
 
 
 def allocate(instance: Instance, levels: IntArray, price: float) -> tuple[Allocation, FloatArray]:
@@ -121,7 +127,7 @@ def _spread(
     return result
 
 
-def crossing_prices(instance: Instance, levels: IntArray, most: int) -> list[float]:
+def crossing_prices(instance: Instance, levels: IntArray, most: int) -> FloatArray:
     """Prices just beside which some count changes between two of the levels, free memory and memory alone."""
     prices: list[FloatArray] = [np.array([np.inf])]
     step = max(1, instance.reads.size // most)
@@ -141,4 +147,4 @@ def crossing_prices(instance: Instance, levels: IntArray, most: int) -> list[flo
         crossings = crossings[np.unique(np.linspace(0, crossings.size - 1, most).astype(np.int64))]
     least = float(crossings[0]) * 1e-9 if np.isfinite(crossings[0]) else 1e-30
     beside = np.concatenate([crossings * (1 - 1e-9), crossings * (1 + 1e-9)])
-    return [*beside[np.isfinite(beside)].tolist(), least, float("inf")]
+    return np.concatenate([beside[np.isfinite(beside)], [least, np.inf]])
