@@ -65,8 +65,8 @@ test-slow: setup
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
 
-# Long searches and random input, of which versions change nothing: make test has them.
-test-newest test-lowest: LONG = test_fuzz planner/test_caching planner/test_compress_whole planner/test_compression planner/test_optimal planner/test_reductions planner/whole_model/test_cases planner/whole_model/test_joint planner/whole_model/test_master
+# Long searches, random input and the documents' code, of which versions change nothing: make test has them.
+test-newest test-lowest: LONG = test_fuzz test_readme planner/test_caching planner/test_compress_whole planner/test_compression planner/test_optimal planner/test_reductions planner/whole_model/test_cases planner/whole_model/test_joint planner/whole_model/test_master
 setup-newest: CONSTRAINT =
 setup-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
 test-newest test-lowest: test-%: setup-%

@@ -40,6 +40,7 @@ def test_recd_mind_has_the_same_losses_with_and_without_deduplication(tmp_path: 
         assert float(b[3]) == 1
 
 
+@pytest.mark.slow
 def test_elrec_compress_makes_tables_smaller_and_trains_on(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "examples" / "elrec_compress.py"), "--sessions", "20000", "--epochs", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -25,7 +25,7 @@ from flexshard.errors import FlexShardError
 from flexshard.topologies import CollectiveRate, Level
 from tests.slow import first
 
-SEED, CALLS, JOBS = int(os.environ.get("FUZZ_SEED", "0")), 4_000, 5_000
+SEED, CALLS, JOBS = int(os.environ.get("FUZZ_SEED", "0")), 1_500, 2_000
 RATE = CollectiveRate(1e-6, 1e10)
 CLUSTER = Cluster("c", 2, 2, 1e9, 0.0, (Level(1, None, RATE), Level(2, RATE, RATE), Level(4, RATE, None)))
 PROFILE = AccessProfile.from_counts(np.ceil(500 / np.arange(1, 201)).astype(np.int64), 300)

@@ -170,6 +170,7 @@ def test_evaluation_checkpoints_and_resharding_with_a_warm_cache(address: str, t
         assert ranks.run(1, 2, with_servers, address, 2, plain.interrupted, one, other, folder) == [[], []]
 
 
+@pytest.mark.slow  # other loops have servers too; plain ones are in test_lookahead
 def test_a_plain_loop(address: str) -> None:
     assert ranks.run(1, 2, with_servers, address, 2, plain.plainly, looking.plan_for(1, 2)) == [[], []]
 
@@ -188,6 +189,7 @@ def with_tokens(rank: int, home: str) -> list[float]:
         return tables.read([("a", np.array([9]))], ["weight"])["weight"].ravel().tolist()
 
 
+@pytest.mark.slow
 def test_the_first_rank_may_start_a_cluster_that_wants_tokens(tmp_path: Path) -> None:
     assert ranks.run(1, 2, with_tokens, str(tmp_path)) == [[18.0, 19.0]] * 2
     assert (tmp_path / ".ray" / "auth_token").exists()
@@ -470,7 +472,7 @@ def with_a_kill(rank: int, plan: Any, folder: str, when: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("when", ["copies", "steps", "checkpoints"])
+@pytest.mark.parametrize("when", first(1, ["checkpoints", "steps", "copies"]))
 def test_a_killed_server_ends_all_ranks_and_training_goes_on_with_new_ones(
     address: str, tmp_path: Path, when: str
 ) -> None:

@@ -108,7 +108,7 @@ def every_case(
 
 @pytest.mark.parametrize(
     "case",
-    first(3, [(1, FACTORS, AHEAD), (2, FACTORS, (4,)), (4, (0.1,), (4,)), (2, FACTORS, AHEAD), (4, FACTORS, AHEAD)]),
+    first(2, [(1, FACTORS, AHEAD), (4, (0.1,), (4,)), (2, FACTORS, (4,)), (2, FACTORS, AHEAD), (4, FACTORS, AHEAD)]),
 )
 def test_every_optimizer_lookahead_and_size(case: tuple[int, Sequence[float], Sequence[int]]) -> None:
     world, factors, aheads = case
@@ -288,7 +288,7 @@ def plainly(rank: int, plan: Any) -> list[str]:
     return differing + looking.differs(our_state, state)
 
 
-@pytest.mark.parametrize("index_dedup", [False, True])
+@pytest.mark.parametrize("index_dedup", first(1, [True, False]))
 def test_a_plain_loop(index_dedup: bool) -> None:
     assert ranks.run(1, 2, plainly, looking.plan_for(1, 2, index_dedup=index_dedup)) == [[], []]
 

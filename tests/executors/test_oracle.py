@@ -170,7 +170,7 @@ class Plain:
         return over
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 8), st.integers(1, 5), st.booleans(), st.sampled_from(["i8", "u4", "i4"]))
 def test_decisions_are_those_of_a_plain_model(
     data: st.DataObject, rows: int, slots: int, keep: bool, kind: str

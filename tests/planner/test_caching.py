@@ -169,7 +169,7 @@ def test_what_prices_ask_for_is_between_the_bound_and_little_more(seed: int) -> 
     """As of large problems, of which not every option can be tried: small ones, whose optimum is known."""
     apart = []
     with pytest.MonkeyPatch.context() as patch:
-        for problem, _, _ in problems(10 + seed, 24, 6):
+        for problem, _, _ in problems(10 + seed, 12, 6):
             try:
                 best = flexshard.solve(problem).predicted.exposed_seconds
             except BudgetError:
@@ -189,7 +189,7 @@ def test_tiers_memory_and_what_is_better_without(capfd: pytest.CaptureFixture[st
     caches to choose from, and nothing printed.
     """
     generator, caches = np.random.default_rng(5), 0
-    for _ in range(25):
+    for _ in range(10):
         tables = []
         for index in range(int(generator.integers(2, 6))):
             rows = int(generator.integers(2, 60_000))
@@ -327,7 +327,7 @@ def test_a_plan_with_caches_is_kept_and_explained(tmp_path: Path) -> None:
 
 
 def test_job_files_and_commands_know_host_memory(tmp_path: Path) -> None:
-    (table,), cluster = middling(1, 200_000), Cluster.preset("dgx-a100", 2)
+    (table,), cluster = middling(1, 20_000), Cluster.preset("dgx-a100", 2)
     neutral = flexshard.solve([table], cluster, batch_size=64).settings.budget_bytes
     table.profile.save(tmp_path / "t0.parquet")
     job = {
@@ -372,7 +372,7 @@ def test_boundaries_cost_the_same_on_both_sides() -> None:
 
 
 def test_the_frontier_shows_what_memory_buys() -> None:
-    tables, cluster = middling(2, 100_000), Cluster.preset("dgx-a100", 2)
+    tables, cluster = middling(2, 20_000), Cluster.preset("dgx-a100", 2)
     curve = flexshard.pareto(Problem(tables, cluster, 64, host_memory="8GiB"))
     memory = [point.memory_bytes for point in curve.points]
     seconds = [point.exposed_seconds for point in curve.points]

@@ -102,7 +102,7 @@ def decided(
     return found
 
 
-@pytest.mark.parametrize("seed", first(3, range(8)))
+@pytest.mark.parametrize("seed", first(1, [1, 0, *range(2, 8)]))
 @pytest.mark.parametrize("loss_limit", [None, 0.3])
 def test_no_choice_is_better(seed: int, loss_limit: float | None, tmp_path: Path) -> None:
     given, where = tables(3, seed), cluster()
@@ -259,6 +259,7 @@ def test_sequences_become_tensor_trains(seed: int, loss_limit: float | None, bes
         assert (table.name in planned) is (table.name not in found.shapes)
 
 
+@pytest.mark.slow
 def test_many_sequences_may_become_tensor_trains() -> None:
     pooled, sequences = (
         tables(2, 5),

@@ -179,7 +179,7 @@ def test_all_tables_may_be_compressed_and_decisions_are_kept(tmp_path: Path) -> 
 
 def test_options_say_what_was_planned() -> None:
     own = tables()
-    for offered, budget in (({}, "neutral"), (options(own, [16]), "+100MB"), (options(own, [16]), "-15MB")):
+    for offered, budget in (({}, "neutral"), (options(own, [16]), "-15MB")):
         found = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=4096, budget=budget)
         assert sum(t.option.memory_bytes for t in found.tables.values()) == pytest.approx(found.memory_bytes)
         latency = found.step_seconds - sum(t.option.seconds for t in found.tables.values())

@@ -57,7 +57,7 @@ def validate(plan: Plan, tables: list[Table]) -> None:
     assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(clusters(), table_lists(), st.sampled_from([1, 50, 1000]), st.integers(1, 4), st.floats(-0.1, 1.5))
 def test_never_worse_than_brute_force(
     cluster: Cluster, tables: list[Table], batch: int, tiers: int, generosity: float
@@ -77,7 +77,7 @@ def test_never_worse_than_brute_force(
     assert solution.lower_bound_seconds <= expected * (1 + CLOSE) + 1e-18
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(clusters(), table_lists(max_tables=4, max_rows=40), st.sampled_from([1, 50, 1000]), st.booleans())
 def test_plans_are_valid_and_beat_every_baseline(
     cluster: Cluster, tables: list[Table], batch: int, neutral: bool

@@ -335,7 +335,7 @@ def test_pareto_points_are_optimal_plans_of_their_memory(paper_cluster: Cluster)
     memory = [point.memory_bytes for point in curve.points]
     assert memory == sorted(memory)
     assert all(a > b for a, b in pairwise(seconds))
-    for point in curve.points[:: len(curve.points) // 5]:
+    for point in curve.points[:: len(curve.points) // 2]:
         best = solve([table], paper_cluster, batch_size=4096, budget=point.memory_bytes - curve.neutral_bytes)
         assert point.exposed_seconds == pytest.approx(best.predicted.exposed_seconds, rel=1e-5)
     neutral = solve([table], paper_cluster, batch_size=4096)

@@ -85,6 +85,7 @@ def test_four_gloo_processes_as_two_nodes(tmp_path: Path) -> None:
                 assert np.isfinite(rate.alpha_seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_nodes_that_do_not_divide_the_ranks(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

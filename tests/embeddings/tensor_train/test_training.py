@@ -21,11 +21,10 @@ from flexshard.embeddings import TTEmbedding, TTEmbeddingBag
 from flexshard.embeddings.tensor_train.products import levels_of, product_sizes
 from flexshard.errors import TableError
 from flexshard.tables import KEPT_SHARE
-from tests.embeddings.tensor_train.products import each_backend
+from tests.embeddings.tensor_train.products import each_backend, each_backend_and
 
 
-@each_backend
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+@each_backend_and("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_fused_updates_are_those_of_the_optimizer_after_backward(backend: str, optimizer: str) -> None:
     torch.manual_seed(0)
     make: Any = lambda how: TTEmbeddingBag(  # noqa: E731

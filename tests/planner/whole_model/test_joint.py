@@ -84,7 +84,7 @@ def best_of_all(problem: Problem) -> float:
 
 
 @pytest.mark.parametrize("sequences", [0, 1])
-@pytest.mark.parametrize("seed", first(2, [2, 3, 0, 1, *range(4, 12)]))
+@pytest.mark.parametrize("seed", first(1, [2, 3, 0, 1, *range(4, 12)]))
 def test_plans_of_shards_are_the_best_of_all(seed: int, sequences: int) -> None:
     step = StepWork(1e-5) if seed % 2 else None
     shape = ((2, 2), (1, 3), (2, 1))[seed % 3]
