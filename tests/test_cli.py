@@ -664,6 +664,24 @@ def test_a_plan_is_planned_again(project: Path, tmp_path: Path) -> None:
     assert "would be lost" in bad(project, "replan", "plan.json", "items.parquet", "-o", "items.parquet")
 
 
+def test_a_table_has_one_newer_profile(project: Path) -> None:
+    twice = ("items=items.parquet", "items=clicks.parquet")
+    assert "table 'items' has a newer profile already, items.parquet" in bad(project, "replan", "plan.json", *twice)
+
+
+def test_what_a_job_names_is_not_written_over(project: Path) -> None:
+    profile, cluster = (project / "items.parquet").read_bytes(), project / "own.yaml"
+    good(project, "clusters", "dgx-a100:2", "-o", "own.yaml")
+    job = (project / "job.yaml").read_text().replace("dgx-a100:2", "own.yaml")
+    (project / "named.yaml").write_text(job)
+    for output in ("items.parquet", "own.yaml"):
+        for command in ("plan", "pareto"):
+            said = bad(project, command, "named.yaml", "-o", output, "--force")
+            assert f"{output} is what this command reads, and would be lost" in said
+    assert (project / "items.parquet").read_bytes() == profile
+    assert "flexshard.cluster" in cluster.read_text()
+
+
 def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:
     data = log(600)
     written(data, tmp_path / "log", 2)
@@ -705,7 +723,7 @@ def test_outputs_do_not_replace_inputs(project: Path) -> None:
 def test_outputs_replace_their_own_kind_alone(project: Path) -> None:
     (project / "notes.txt").write_text("what I must not forget")
     assert "notes.txt exists and is another file, not a plan" in bad(project, "plan", "job.yaml", "-o", "notes.txt")
-    profile = "items.parquet"
+    profile = written_copy(project / "items.parquet")
     assert "is a profile, not a plan" in bad(project, "plan", "job.yaml", "-o", profile)
     assert "is a Parquet file of data, not a profile" in bad(
         project, "profile", "clicks.parquet", "--column", "items", "-o", written_copy(project / "clicks.parquet")

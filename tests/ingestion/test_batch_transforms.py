@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from itertools import pairwise, product
 
+import numpy as np
+import pandas as pd
 import pytest
 
 pytest.importorskip("torchrec")
@@ -130,6 +132,39 @@ def test_missing_numbers_and_buckets() -> None:
     assert FillMissing(["x"], value=7.0)(batch).dense["x"].tolist() == [1.0, 7.0, math.inf, -3.0]
     assert lists(Bucketize("n", "bucket", boundaries=[1.0, 2.5])(batch), "bucket") == [[0], [1], [1], [2]]
     assert Normalize(["n"])(batch).dense["n"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_whole_numbers_are_what_pandas_makes_of_them(dtype: torch.dtype) -> None:
+    """They were rounded to 32 bits before anything was computed: seconds since 1970 to two minutes."""
+    first = {torch.int64: 1_700_000_000, torch.int32: (1 << 30) + 1, torch.uint8: 100}[dtype]
+    own = pd.Series(np.arange(8) + first).astype(str(dtype).removeprefix("torch."))
+    batch = batch_of([([], [], [])] * 8, [])
+    batch.dense = {"n": torch.from_numpy(own.to_numpy().copy())}
+    for transform, expected in (
+        (Normalize(["n"], mean=float(first), std=10.0), (own - float(first)) / 10),
+        (Clamp(["n"], least=first + 2, most=4e9), own.clip(first + 2)),
+        (Clamp(["n"], least=-math.inf, most=first + 3.0), own.clip(upper=first + 3)),
+        (Clamp(["n"], least=first + 2.5, most=math.inf), own.astype(float).clip(first + 2.5)),
+        (FillMissing(["n"], value=3.0), own),
+        (Logarithm(["n"]), np.log1p(own.astype(float))),
+        (BoxCox(["n"], power=2.0), (own.astype(float) ** 2 - 1) / 2),
+    ):
+        found = transform(batch).dense["n"]
+        assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-7, abs=1e-6)
+        if isinstance(transform, FillMissing | Clamp):
+            assert found.tolist() == expected.tolist(), "to the last digit"
+
+
+def test_whole_numbers_beyond_what_floats_tell_apart() -> None:
+    batch = batch_of([([], [], [])] * 2, [])
+    batch.dense = {"n": torch.tensor([(1 << 60) + 1, -5])}
+    assert Clamp(["n"], least=0, most=1e30)(batch).dense["n"].tolist() == [(1 << 60) + 1, 0]
+    assert FillMissing(["n"])(batch).dense["n"].tolist() == [(1 << 60) + 1, -5]
+    batch.dense = {"n": torch.tensor([1, 200], dtype=torch.uint8)}
+    assert Clamp(["n"], least=300, most=400)(batch).dense["n"].tolist() == [300, 300]
+    with pytest.raises(DataError, match="numbers cannot be clamped to nan to 1"):
+        Clamp(["n"], least=math.nan, most=1)
 
 
 def test_what_cannot_be_transformed() -> None:

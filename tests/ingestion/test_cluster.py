@@ -214,6 +214,23 @@ def test_sessions_within_partitions_of_time(tmp_path: Path, kind: str, order: st
         SessionReader(tmp_path / "plain.parquet", batch_size=64, features=["place"], session="s")
 
 
+@pytest.mark.parametrize("keep", [1.0, 0.9])
+def test_numbers_of_partitions_beyond_what_floats_tell_apart(tmp_path: Path, keep: float) -> None:
+    """Nanoseconds by tens: DuckDB wrote such numbers as floating point ones, and rows of neighbours came twice."""
+    generator = np.random.default_rng(0)
+    time = 1_764_000_000_000_000_000 + generator.integers(0, 10**6, 1000)
+    table = pa.table({"s": generator.integers(0, 5, 1000), "t": time, "row": np.arange(1000)})
+    pq.write_table(table, tmp_path / "in.parquet")
+    how = {"session": "s", "time": "t", "partition": 10, "keep": keep}
+    found = [
+        cluster_sessions(tmp_path / "in.parquet", tmp_path / order, order=order, **how)  # type: ignore[arg-type]
+        for order in ("key", "start")
+    ]
+    by_key, by_start = (pq.read_table(tmp_path / order)["row"].to_pylist() for order in ("key", "start"))
+    assert found[0].rows == found[1].rows == len(by_key)
+    assert sorted(by_start) == sorted(set(by_key))
+
+
 @pytest.mark.parametrize("by", first(1, ["sample", "session"]))
 def test_downsampling(tmp_path: Path, by: str) -> None:
     table = log(400)
@@ -415,6 +432,20 @@ def test_fields_that_duckdb_takes_for_one_are_refused(tmp_path: Path, kind: pa.D
     with pytest.raises(DataError, match=r"column 'x' has fields '\w+' and '\w+', which differ by case at most"):
         cluster_sessions(tmp_path / "a.parquet", tmp_path / "out", session="s", time="t")
     assert not (tmp_path / "out").exists()
+
+
+def test_types_whose_values_arrow_compares_in_parts(tmp_path: Path) -> None:
+    """Lists of dictionary values that every row group has other dictionaries of, and views with nulls."""
+    for name, values in {
+        "list": pa.array([["a", "b"], [], None, ["c"]], pa.list_(pa.dictionary(pa.int32(), pa.string()))),
+        "text": pa.array(["a", None, "c", "b"], pa.string_view()),
+        "bytes": pa.array([b"a", None, b"c", b"b"], pa.binary_view()),
+    }.items():
+        table = pa.table({"s": [2, 1, 2, 1], "t": [1, 2, 3, 4], "c": values})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=2)
+        cluster_sessions(tmp_path / f"{name}.parquet", tmp_path / name, session="s", time="t")
+        found = pq.read_table(tmp_path / name).to_pylist()
+        assert found == [table.to_pylist()[at] for at in (1, 3, 0, 2)], name
 
 
 def test_every_value_is_compared_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("torchrec")
 
 from flexshard.errors import ChangedDataError, DataError
-from flexshard.ingestion import IngestionClient, IngestionSpec, batch_hash
+from flexshard.ingestion import IngestionClient, IngestionSpec, ProjectionLog, batch_hash
 from flexshard.ingestion.service.fork_server import ForkServer, shared_fork_server
 from flexshard.ingestion.service.packing import PackedBatch
 from flexshard.ingestion.service.readings import Item, Reading
@@ -505,6 +505,26 @@ def test_a_run_is_kept_and_replayed(folder: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "other.json").write_text("{}")
     code, _, err = run(str(tmp_path / "other.json"))
     assert (code, err.count("\n"), "not a run of an ingestion job" in err) == (2, 1, True)
+    for options in (["--rank", "0"], ["--world-size", "1"], ["--batches", "1"], ["--step", "0s"]):  # are the run's own
+        code, _, err = run(str(tmp_path / "run.json"), *how, *options)
+        assert (code, err.count("\n"), f"leave {options[0]} out" in err) == (2, 1, True)
+    job, part = str(tmp_path / "job.yaml"), str(data / "part-1.parquet")
+    before = [Path(path).read_bytes() for path in (job, part, str(tmp_path / "run.json"))]
+    for options, message in (
+        (["--log", part], f"{part} exists and is no log of what jobs read"),
+        (["--log", job], "is no log of what jobs read"),
+        (["--log", str(tmp_path / "run.json")], "is no log of what jobs read"),
+        (["--log", str(tmp_path / "new"), "-o", str(tmp_path / "new")], "the run and the log are two files"),
+        (["--log", str(tmp_path / "nowhere" / "log")], "its folder is not there"),
+        (["-o", part, "--force"], "is what this command reads, and would be lost"),
+        (["--step=-5s"], "step_seconds is the time of a step, at least 0"),
+    ):
+        code, out, err = run(job, *how, *options)
+        assert (code, out, err.count("\n"), message in err) == (2, "", 1, True), err
+    assert [Path(path).read_bytes() for path in (job, part, str(tmp_path / "run.json"))] == before
+    for _ in range(2):
+        assert run(job, *how, "--log", str(tmp_path / "log"), "--batches", "1")[0] == 0
+    assert ProjectionLog.load(tmp_path / "log").runs == (1, 1)
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -446,6 +446,12 @@ def test_logs_are_lines(tmp_path: Path) -> None:
     log = ProjectionLog.load(path)
     assert log == ProjectionLog((("a", "m/1"), ("b",)), (1, 4))
     assert log.reads(["m/1", "b"]).tolist() == [[True, False], [False, True]]
+    other = tmp_path / "other"
+    for content in (b"PAR1\x00\xff", b"format: flexshard.job\n", b'{\n "a": 1\n}\n', b"\n\n[1]\n"):
+        other.write_bytes(content)
+        with pytest.raises(OutputError, match="other exists and is no log of what jobs read"):
+            ProjectionLog.append(other, ["a"])
+        assert other.read_bytes() == content
 
 
 @pytest.mark.parametrize(

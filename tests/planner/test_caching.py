@@ -169,7 +169,7 @@ def test_what_prices_ask_for_is_between_the_bound_and_little_more(seed: int) -> 
     """As of large problems, of which not every option can be tried: small ones, whose optimum is known."""
     apart = []
     with pytest.MonkeyPatch.context() as patch:
-        for problem, _, _ in problems(10 + seed, 12, 6):
+        for problem, _, _ in problems(10 + seed, 24, 6):
             try:
                 best = flexshard.solve(problem).predicted.exposed_seconds
             except BudgetError:
@@ -327,7 +327,7 @@ def test_a_plan_with_caches_is_kept_and_explained(tmp_path: Path) -> None:
 
 
 def test_job_files_and_commands_know_host_memory(tmp_path: Path) -> None:
-    (table,), cluster = middling(1, 20_000), Cluster.preset("dgx-a100", 2)
+    (table,), cluster = middling(1, 200_000), Cluster.preset("dgx-a100", 2)
     neutral = flexshard.solve([table], cluster, batch_size=64).settings.budget_bytes
     table.profile.save(tmp_path / "t0.parquet")
     job = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, Table, solve
-from flexshard.costmodels import Layout, StepWork
+from flexshard.costmodels import Layout, RowWidths, StepWork, gathered_bytes
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.planner import moving_seconds, replan, row_moves
@@ -64,6 +64,34 @@ def test_moves_row_by_row(before: list[tuple[int, int]], after: list[tuple[int, 
     assert found.moved == sum(len(new - old) for old, new in zip(was, will, strict=True))
     assert found.kept == sum(len(new & old) for old, new in zip(was, will, strict=True))
     assert found.nbytes == 20 * found.moved
+
+
+@pytest.mark.parametrize("reduction", ["dense", "sparse", "auto"])
+def test_gathered_gradients_are_priced_as_planned(reduction: str) -> None:
+    """Those of copies counted as reduced whole, whatever the plan had them as."""
+    counts = (1e6 / np.arange(1, 40_001) ** 1.1).astype(np.int64) + 1
+    given = [np.random.default_rng(seed).permutation(counts) for seed in range(2)]
+    old, new = (AccessProfile.from_counts(one, num_samples=500) for one in given)
+    table = Table("a", 40_000, 64, old)
+    how = {"batch_size": 4, "budget": "+30MB", "reduction": reduction}
+    plan = solve([table], Cluster.preset("a100-4x8-roce"), **how)
+    assert ("sparse" in {tier.reduction for tier in plan.tables["a"].tiers}) is (reduction == "sparse")
+    same = replan(plan, {"a": old}, older={"a": old})
+    assert same.seconds_before == pytest.approx(plan.predicted.exposed_seconds, rel=1e-12)
+    assert same.seconds_after == pytest.approx(plan.predicted.exposed_seconds, rel=1e-12)
+    assert same.after.fingerprint == plan.fingerprint, "the same input, the same plan"
+    found = replan(plan, {"a": new}, older={"a": old})
+    fresh = solve([replace(table, profile=new)], plan.cluster, **how)
+    assert found.seconds_after == pytest.approx(fresh.predicted.exposed_seconds, rel=1e-12)
+    assert found.after.fingerprint == fresh.fingerprint
+    if reduction == "sparse":  # what a group touches of rows that are hot no more, row by row
+        (tier,) = plan.tables["a"].tiers
+        rows = old.ranked_rows[tier.first_position : tier.first_position + tier.rows]
+        q = 1 - (1 - np.minimum(given[1][rows] / 500, 1 - 2**-53)) ** (4 * tier.group_size)
+        touched = np.array([[q.sum(), (q * (1 - q)).sum()]]) / tier.group_size
+        expected = gathered_bytes(plan.cluster, tier.group_size, touched, [RowWidths.of_table(table).gradient_bytes])
+        (call,) = (one for one in found.cost_before.collectives if one.kind == "all_gather")
+        assert call.nbytes == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("step", [None, StepWork(1e-4)])

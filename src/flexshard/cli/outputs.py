@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flexshard import plots
+from flexshard import planner, plots
 from flexshard.errors import OutputError
 
 __all__ = ["Force", "check_folder", "check_output", "kind_of"]
@@ -46,7 +46,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
     Args:
         path: of the file.
         kind: what it will be: a format of FlexShard's files, "parquet" (data), "picture", "page", or whose plan.
-        inputs: what the command reads.
+        inputs: what the command reads; of a job also the files that it names.
         force: whether an existing file of another kind may be replaced.
 
     Raises:
@@ -57,8 +57,8 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         there = path.is_file() and path.stat().st_size > 0
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}; choose another path with -o") from error
-    for given in inputs:
-        if there and "://" not in str(given) and Path(given).exists() and path.samefile(given):
+    for given in _all_of(inputs) if there else ():
+        if "://" not in str(given) and Path(given).exists() and path.samefile(given):
             raise OutputError(f"{path} is what this command reads, and would be lost; choose another path with -o")
     if kind == "picture" and path.suffix.lower() not in plots.PICTURE_SUFFIXES:
         raise OutputError(f"cannot draw {path}: the name of a picture ends in {', '.join(plots.PICTURE_SUFFIXES)}")
@@ -70,6 +70,14 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         raise OutputError(
             f"{path} exists and is {what}, not {_NOUNS[kind]}; choose another path with -o, or replace it with --force"
         )
+
+
+def _all_of(inputs: Iterable[Path | str]) -> Iterator[Path | str]:
+    """With what jobs among them name."""
+    for given in inputs:
+        yield given
+        if "://" not in str(given) and Path(given).is_file() and kind_of(Path(given)) == "flexshard.job":
+            yield from planner.job_files(given)
 
 
 def check_folder(path: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 
 import torch
 
@@ -33,12 +34,16 @@ class _PerColumn:
             if name not in batch.dense:
                 raise DataError(f"no dense column {name!r} to transform; {there_are(batch.dense)}")
             values = batch.dense[name]
-            changed[name] = self.change(values if values.is_floating_point() else values.float())
+            changed[name] = self.change(values) if values.is_floating_point() else self.change_whole(values)
         return replace(batch, dense=batch.dense | changed)
 
     def change(self, values: torch.Tensor) -> torch.Tensor:
         """Floating point numbers, changed."""
         raise NotImplementedError
+
+    def change_whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Whole numbers, changed: computed in 64 bits, of which many need more than 32 to be told apart."""
+        return self.change(values.double()).float()
 
 
 class Normalize(_PerColumn):
@@ -69,7 +74,9 @@ class Logarithm(_PerColumn):
 
 
 class Clamp(_PerColumn):
-    """Numbers below or above a range, at its ends."""
+    """Numbers below or above a range, at its ends. Whole numbers stay whole, if the ends are; or else become 64-bit
+    floating point numbers.
+    """
 
     def __init__(self, columns: Sequence[str], *, least: float, most: float) -> None:
         """Keep ``columns`` between ``least`` and ``most``.
@@ -86,9 +93,18 @@ class Clamp(_PerColumn):
         """See the class."""
         return values.clamp(self.least, self.most)
 
+    def change_whole(self, values: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        ends = self.least, self.most
+        if values.dtype != torch.bool and all(end == int(end) for end in ends if isfinite(end)):
+            possible = torch.iinfo(values.dtype)
+            if self.least <= possible.max and self.most >= possible.min:
+                return values.clamp(*(int(min(max(end, possible.min), possible.max)) for end in ends))
+        return self.change(values.double())
+
 
 class FillMissing(_PerColumn):
-    """A number in place of those that are none (nan)."""
+    """A number in place of those that are none (nan). Whole numbers, none of which is missing, stay as they are."""
 
     def __init__(self, columns: Sequence[str], *, value: float = 0.0) -> None:
         super().__init__(columns)
@@ -97,6 +113,10 @@ class FillMissing(_PerColumn):
     def change(self, values: torch.Tensor) -> torch.Tensor:
         """See the class."""
         return values.nan_to_num(nan=self.value, posinf=torch.inf, neginf=-torch.inf)
+
+    def change_whole(self, values: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return values
 
 
 class Logit(_PerColumn):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from flexshard.planner.frontier import pareto as pareto
     from flexshard.planner.frontier_points import ParetoCurve as ParetoCurve, ParetoPoint as ParetoPoint
     from flexshard.planner.job import Job as Job
-    from flexshard.planner.job_file import load_job as load_job, save_job as save_job
+    from flexshard.planner.job_file import job_files as job_files, load_job as load_job, save_job as save_job
     from flexshard.planner.marginal import MarginalCurve as MarginalCurve, marginal_curve as marginal_curve
     from flexshard.planner.methods import METHODS as METHODS
     from flexshard.planner.plan import (
@@ -104,7 +104,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "frontier": ["pareto"],
         "frontier_points": ["ParetoCurve", "ParetoPoint"],
         "job": ["Job"],
-        "job_file": ["load_job", "save_job"],
+        "job_file": ["job_files", "load_job", "save_job"],
         "marginal": ["MarginalCurve", "marginal_curve"],
         "methods": ["METHODS"],
         "plan": ["Alternative", "Plan", "Settings", "TableCache", "TablePlan", "Tier"],

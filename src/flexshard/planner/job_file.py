@@ -24,7 +24,7 @@ from flexshard.profiling import AccessProfile
 from flexshard.tables import Table, TTShape
 from flexshard.topologies import Cluster
 
-__all__ = ["load_job", "save_job"]
+__all__ = ["job_files", "load_job", "save_job"]
 
 FORMAT = DocumentFormat("flexshard.job", 1, "a job", "flexshard.job", JobError, "write one with 'flexshard job'")
 
@@ -164,6 +164,17 @@ def load_job(path: PathLike) -> Job:
         step = at(["rates"], lambda: replace(known, rates=TTRates.load(file).local))
     others = spec.model_dump(exclude={"tables", "cluster", "dense", "rates"})
     return at([], lambda: Job(tables, cluster, options=options, step=step, constraints=constraints, **others))
+
+
+def job_files(path: PathLike) -> list[Path]:
+    """The files that a job file names: profiles, the cluster's, rates.
+
+    Raises:
+        JobError: as :func:`load_job`, of what is no job file.
+    """
+    spec, _ = load_yaml(path, JobSpec, FORMAT)
+    named = [*(table.profile for table in spec.tables), spec.cluster, *([] if spec.rates is None else [spec.rates])]
+    return [Path(path).parent / name for name in named]
 
 
 def _constraints(spec: ConstraintsSpec) -> TableConstraints:

@@ -17,10 +17,11 @@ from flexshard.errors import PlanError
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.gathered import gathered_of_tiers
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solving import solve
 from flexshard.profiling import AccessProfile
-from flexshard.tables import OPTIMIZERS, Table
+from flexshard.tables import OPTIMIZERS, Table, expected_distinct
 from flexshard.topologies import Cluster
 
 __all__ = ["Replan", "TableMoves", "moving_seconds", "replan", "row_moves"]
@@ -54,7 +55,7 @@ class Replan:
     Attributes:
         before: the plan that runs.
         after: the plan for the newer profiles, under the same budget and settings.
-        cost_before, cost_after: of both under the newer profiles, all copies' gradients reduced whole in both.
+        cost_before, cost_after: of both under the newer profiles.
         moves: of each table.
         moving_seconds: to move them over the cluster's links.
     """
@@ -205,17 +206,13 @@ def _older(table: TablePlan, given: AccessProfile | None, base: Path) -> AccessP
 
 
 def _table(table: TablePlan, profile: AccessProfile) -> Table:
-    return Table(
-        table.name,
-        table.rows,
-        table.dim,
-        profile,
-        table.dtype,
-        table.optimizer,
-        table.kappa_replicated,
-        table.features,
-        table.dedup_factor,
+    kind = table.dtype, table.optimizer
+    made = Table(
+        table.name, table.rows, table.dim, profile, *kind, features=table.features, dedup_factor=table.dedup_factor
     )
+    # The job said so only if it is not what follows from the rest.
+    follows = made.kappa_replicated == table.kappa_replicated
+    return made if follows else replace(made, replication_multiplier=table.kappa_replicated)
 
 
 def _problem(plan: Plan, tables: Sequence[Table]) -> Problem:
@@ -252,23 +249,39 @@ def _under_newer(plan: Plan, problem: Problem, old: Mapping[str, AccessProfile])
     sizes = instance.group_sizes.tolist()
     shape = len(plan.tables), len(sizes)
     allocation, reads, hottest = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape)
+    sparse, touched = np.zeros(shape, np.bool_), np.zeros((len(sizes), len(plan.tables), 2))
     for index, (name, table) in enumerate(plan.tables.items()):
         levels = np.array([sizes.index(tier.group_size) for tier in table.tiers])
         allocation[index, levels] = [tier.rows for tier in table.tiers]
+        sparse[index, levels] = [tier.reduction == "sparse" for tier in table.tiers]
         found = _reads_of_tiers(instance, index, table, _ranking(table, old[name], plan.cluster))
-        reads[index, levels], hottest[index, levels] = found
-    return instance.cost_of(allocation, reads, hottest)
+        reads[index, levels], hottest[index, levels], touched[levels, index] = found
+    cost = instance.cost_of(allocation, reads, hottest)
+    if not sparse.any():
+        return cost
+    gathered = gathered_of_tiers(instance, allocation, sparse, touched)
+    return replace(cost, collectives=instance.collectives(allocation, reads, sparse, gathered, hottest))
 
 
 def _reads_of_tiers(
     instance: Instance, index: int, table: TablePlan, ranking: IndexBijection
-) -> tuple[FloatArray, FloatArray]:
-    """Reads of a table's tiers, and of the hottest row of each, where the order of rows is an older one's."""
-    profile = instance.tables[index].profile
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Reads of a table's tiers, of the hottest row of each, shape (tiers,) both, and mean and variance of the rows that
+    a rank's group touches, shape (tiers, 2), where the order of rows is an older one's.
+    """
+    now = instance.tables[index]
+    profile = now.profile
     first = int(instance.starts[index])
     reads = np.repeat(instance.reads[first : first + profile.counts.size], profile.rows)
     position = np.asarray(ranking.positions(profile.ranked_rows), np.int64)
     tier = np.searchsorted([one.first_position for one in table.tiers], position, side="right") - 1
     hottest = np.zeros(len(table.tiers))
     np.maximum.at(hottest, tier, reads)
-    return np.asarray(np.bincount(tier, weights=reads, minlength=len(table.tiers)), np.float64), hottest
+    sizes = np.array([one.group_size for one in table.tiers])
+    share, samples = np.repeat(profile.sample_share, profile.rows), now.distinct_samples(instance.batch_size) * sizes
+    q = expected_distinct(share, samples[tier])
+
+    def summed(values: FloatArray) -> FloatArray:
+        return np.asarray(np.bincount(tier, weights=values, minlength=len(table.tiers)), np.float64)
+
+    return summed(reads), hottest, np.stack([summed(q), summed(q * (1 - q))], axis=1) / sizes[:, None]

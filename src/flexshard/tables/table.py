@@ -191,12 +191,12 @@ def place_bytes(rows: int) -> int:
     return 4 if rows < 1 << 31 else 8
 
 
-def expected_distinct(p: npt.ArrayLike, batch_size: float) -> FloatArray:
+def expected_distinct(p: npt.ArrayLike, batch_size: float | FloatArray) -> FloatArray:
     """Probability that a row is read at all in a batch of independent samples: ``1 - (1-c)^B`` for c < 1, else 1.
 
     Args:
         p: c, the share of samples that contain a row; its expected appearances in one where none repeats it.
-        batch_size: B.
+        batch_size: B; or that of each row.
     """
     values = np.asarray(p, dtype=np.float64)
     return np.asarray(-np.expm1(batch_size * np.log1p(-np.minimum(values, 1.0 - 2**-53))))

@@ -103,6 +103,7 @@ def test_values_that_cannot_be_taken() -> None:
         with pytest.raises(TableError, match=message):
             TTEmbedding(1000, 16, **arguments)
     table: Any = TTEmbeddingBag(1000, 16, tt_ranks=2, mode="sum", max_norm=None, sparse=False)
+    TTEmbedding(1000, 16, tt_ranks=2, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
     for name, value in {"max_norm": 1.0, "sparse": True, "scale_grad_by_freq": True, "norm_type": 1.0}.items():
         arguments = {name: value}
         with pytest.raises(TableError, match=f"{name}=.* is not for tensor trains"):

@@ -10,6 +10,7 @@ import typer
 from flexshard import planner
 from flexshard.cli.app import AsJson, PlanFile, app, written
 from flexshard.cli.outputs import Force, check_output
+from flexshard.errors import PlanError
 
 
 @app.command("export")
@@ -21,7 +22,9 @@ def export_command(
         typer.Option(help="Path of the collection in the model, such as sparse.ebc; or TABLE=PATH, once for each."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")],
-    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Where TorchRec is to place shards.")] = "cuda",
+    device: Annotated[
+        Literal["cuda", "cpu"] | None, typer.Option(help="Where TorchRec is to place shards; cuda by default.")
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -30,11 +33,13 @@ def export_command(
 
     Example: flexshard export plan.json --to torchrec --module sparse.ebc -o sharding_plan.pt
     """
+    if device is not None and to != "torchrec":
+        raise PlanError("--device is about plans of TorchRec; TorchEasyRec places shards where it trains")
     check_output(output, to, inputs=[plan], force=force)
     loaded = planner.Plan.load(plan)
     modules = planner.modules_of(loaded, module)
     if to == "torchrec":
-        planner.export_torchrec(loaded, modules, output, device=device)
+        planner.export_torchrec(loaded, modules, output, device=device or "cuda")
     else:
         planner.export_torcheasyrec(loaded, modules, output)
     written(output, as_json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flexshard import ingestion, units
-from flexshard._internal import new_grid
+from flexshard._internal import expand, new_grid
 from flexshard.cli.app import AsJson, app
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import counting_progress, emit
@@ -28,9 +28,11 @@ def ingest_command(
         int | None, typer.Option(min=1, help="Up to which workers are added while the trainer waits for them.")
     ] = None,
     backend: Annotated[Literal["processes", "threads", "ray"], typer.Option(help="Where workers run.")] = "processes",
-    rank: Annotated[int, typer.Option(help="Whose batches to take.")] = 0,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks that train.")] = 1,
-    step: Annotated[str, typer.Option(help="Time that a trainer takes for a batch, such as 5ms.")] = "0s",
+    rank: Annotated[int | None, typer.Option(help="Whose batches to take; 0 by default.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks that train; 1 by default.")] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Time that a trainer takes for a batch, such as 5ms; none by default.")
+    ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="After which to stop.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file to keep the run in.")] = None,
     log: Annotated[
@@ -45,14 +47,23 @@ def ingest_command(
 
     Example: flexshard ingest ingestion.yaml --workers 2
     """
-    if output is not None:
-        check_output(output, "flexshard.ingested", inputs=[job], force=force)
     before: IngestionRun | None = None
     if job.suffix == ".json":
+        given = {"--rank": rank, "--world-size": world_size, "--step": step, "--batches": batches}
+        for name, value in given.items():
+            if value is not None:
+                raise DataError(f"{job} is a run, which is replayed as it was; leave {name} out")
         before = ingestion.IngestionRun.load(job)
         spec, rank, world_size, batches = before.spec, before.rank, before.world_size, before.stats.batches
     else:
         spec = ingestion.IngestionSpec.load(job)
+    read: list[Path | str] = [job, *(source.path for source in expand(spec.paths) if source.filesystem is None)]
+    if output is not None:
+        check_output(output, "flexshard.ingested", inputs=read, force=force)
+    if log is not None:
+        if output is not None and log.resolve() == output.resolve():
+            raise DataError(f"{log}: the run and the log are two files; give two names")
+        ingestion.ProjectionLog.check(log)
     with counting_progress("ingesting", "batches") as progress:
         done = 0
 
@@ -69,9 +80,9 @@ def ingest_command(
 
         run = ingestion.run_job(
             spec,
-            rank=rank,
-            world_size=world_size,
-            step_seconds=before.step_seconds if before is not None else units.parse_seconds(step),
+            rank=rank or 0,
+            world_size=world_size or 1,
+            step_seconds=before.step_seconds if before is not None else units.parse_seconds(step or "0s"),
             most_batches=batches,
             on_batch=show,
             workers=workers,

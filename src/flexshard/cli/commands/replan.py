@@ -28,7 +28,7 @@ def replan_command(
     Example: flexshard replan plan.json tuesday.profile.parquet
     """
     loaded = planner.Plan.load(plan).refusing_sharded("planning again with newer profiles")
-    files = {}
+    files: dict[str, Path] = {}
     for text in profiles:
         name, equals, file = text.partition("=")
         if not equals or (name not in loaded.tables and len(loaded.tables) == 1):
@@ -36,6 +36,8 @@ def replan_command(
                 raise JobError(f"{text}: the plan has {len(loaded.tables)} tables; write TABLE={text}")
             name, file = next(iter(loaded.tables)), text
         loaded.table(name)
+        if name in files:
+            raise JobError(f"{text}: table {name!r} has a newer profile already, {files[name]}; give it one")
         files[name] = Path(file)
     if output is not None:
         check_output(output, "flexshard.plan", inputs=[plan, *files.values()], force=force)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flexshard._internal import DocumentFormat, PathLike, read_json, write_json
+from flexshard._internal import DocumentFormat, PathLike, check_finite, read_json, write_json
 from flexshard.errors import DataError
 from flexshard.ingestion.batch import ReaderPhases, SessionBatch
 from flexshard.ingestion.service.client import IngestionClient, IngestionStats
@@ -119,8 +119,10 @@ def run_job(
         how: workers and backend, as for :class:`IngestionClient`.
 
     Raises:
-        DataError: as :class:`IngestionClient`.
+        DataError: as :class:`IngestionClient`; a time below 0.
     """
+    if check_finite(step_seconds, "step_seconds", DataError) < 0:
+        raise DataError(f"step_seconds is the time of a step, at least 0; found {step_seconds:g}")
     digest, phases, count = hashlib.blake2b(digest_size=16), ReaderPhases(), 0
     with IngestionClient(spec, rank=rank, world_size=world_size, **how) as client:
         for epoch in range(spec.epochs):

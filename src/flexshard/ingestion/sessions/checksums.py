@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from flexshard._internal import is_list
+from flexshard.errors import DataError
 
 __all__ = ["changed_column", "checksums"]
 
@@ -25,9 +26,13 @@ def checksums(paths: Iterable[str], columns: Sequence[str]) -> dict[str, Sums]:
     totals: dict[str, Sums] = {name: {} for name in columns}
     for path in paths:
         with pq.ParquetFile(path, pre_buffer=False) as file:  # its buffer would hold all that was read of the file
-            for batch in file.iter_batches(_BATCH_ROWS, columns=list(columns)):
-                for name in columns:
-                    _add(totals[name], name, batch.column(batch.schema.get_field_index(name)))
+            try:
+                for group in range(file.num_row_groups):  # Arrow has no batch over two dictionaries within lists
+                    for batch in file.iter_batches(_BATCH_ROWS, [group], columns=list(columns)):
+                        for name in columns:
+                            _add(totals[name], name, batch.column(batch.schema.get_field_index(name)))
+            except pa.ArrowException as error:
+                raise DataError(f"{path}: values cannot be compared with what would be written: {error}") from error
     return totals
 
 
@@ -48,6 +53,9 @@ def _add(sums: Sums, part: str, values: Any) -> None:
     kind = values.type
     if pt.is_dictionary(kind):
         values = values.dictionary_decode()
+        kind = values.type
+    if pt.is_string_view(kind) or pt.is_binary_view(kind):
+        values = values.cast(pa.large_binary() if pt.is_binary_view(kind) else pa.large_string())
         kind = values.type
     count("rows", len(values))
     count("nulls", values.null_count)

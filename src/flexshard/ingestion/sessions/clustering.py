@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 
 from flexshard._internal import ParquetSource, PathLike, check_bytes, check_finite, check_int, expand, make_folder
 from flexshard.errors import DataError
@@ -143,11 +144,14 @@ def cluster_sessions(
         sort = sort_with_ray if ray else sort_here
         counts = sort(job, local, sources, schema, outputs)
         after = sum(_size(path) for path in outputs)
+        read, seen, *kept = (sum(column) for column in zip(*counts, strict=True))
+        kept_by = {"session": (kept[0], kept[1]), "sample": (kept[2], kept[3])}
+        written = sum(pq.read_metadata(path).num_rows for path in outputs)
+        if written != kept_by[keep_by][0]:
+            raise DataError(f"{written:,} rows would be written of {kept_by[keep_by][0]:,}; nothing has been written")
         if keep >= 1:
             _check_values(local, outputs, schema.names)
         put_in_place(data, target)
-    read, seen, *kept = (sum(column) for column in zip(*counts, strict=True))
-    kept_by = {"session": (kept[0], kept[1]), "sample": (kept[2], kept[3])}
     return Clustered(target, tuple(names), *kept_by[keep_by], read, seen, kept_by, before, after, alike)
 
 

@@ -185,7 +185,9 @@ def _order(job: ClusterJob, schema: pa.Schema) -> str:
 
 
 def _partition(job: ClusterJob, schema: pa.Schema) -> str:
-    """The partition of a row; the same for all, where there are none."""
+    """The partition of a row; the same for all, where there are none. It may be wider than what Parquet has: DuckDB
+    writes such numbers as floating point ones, so that they are written as text.
+    """
     if PARTITION_KEY not in schema.metadata:
         return "0"
     return partition_sql(schema.field(job.time).type, job.time, stored_width(schema.metadata[PARTITION_KEY]))
@@ -201,10 +203,11 @@ def _with_starts(database: Any, job: ClusterJob, schema: pa.Schema) -> str:
     own = Path(job.scratch) / f"{os.getpid()}-{threading.get_ident()}"
     starts, joined = str(own.with_suffix(".starts.parquet")), str(own.with_suffix(".joined.parquet"))
     session = sql_name(job.session)
-    keys = f"{_partition(job, schema)} AS {_PARTITION}, {session}"
+    partition = f"CAST({_partition(job, schema)} AS VARCHAR) AS {_PARTITION}"
+    keys = f"{partition}, {session}"
     query = f"SELECT {keys}, min({sql_name(job.time)}) AS {_START} FROM input WHERE {_kept(job)} GROUP BY ALL"
     database.execute(f"COPY ({query}) TO {sql_text(starts)} (FORMAT parquet)")
-    rows = f"SELECT *, {_partition(job, schema)} AS {_PARTITION} FROM input"
+    rows = f"SELECT *, {partition} FROM input"
     query = f"SELECT * FROM ({rows}) JOIN read_parquet({sql_text(starts)}) USING ({_PARTITION}, {session})"
     # Row groups are held until they are whole.
     database.execute(f"COPY ({query}) TO {sql_text(joined)} (FORMAT parquet, ROW_GROUP_SIZE {_ROWS_HELD})")

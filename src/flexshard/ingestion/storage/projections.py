@@ -65,8 +65,9 @@ class ProjectionLog:
         """Add a job that ran to a file, which is made where there is none.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: it cannot be written, or is another file.
         """
+        ProjectionLog.check(path)
         line = json.dumps({"columns": list(columns)}, ensure_ascii=False) + "\n"
         try:
             # One write, which jobs that end at once do not tear apart.
@@ -79,6 +80,33 @@ class ProjectionLog:
                 os.close(handle)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}; choose another path") from error
+
+    @staticmethod
+    def check(path: PathLike) -> None:
+        """Whether jobs may be added to a file: to one that is not there, is empty, or has them already.
+
+        Raises:
+            OutputError: it cannot be written, or is another file.
+        """
+        place = Path(path)
+        try:
+            with place.open("r+b") as file:
+                first = next((line for line in file if line.strip()), b"")
+        except FileNotFoundError:
+            if place.parent.is_dir() and os.access(place.parent, os.W_OK):
+                return
+            raise OutputError(
+                f"cannot write {path}: its folder is not there, or not yours; choose another path"
+            ) from None
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}; choose another path") from error
+        try:
+            if first:
+                _projection(first.decode("utf-8-sig"), str(path))
+        except (DataError, UnicodeDecodeError) as error:
+            raise OutputError(
+                f"{path} exists and is no log of what jobs read, to which a line could be added; choose another path"
+            ) from error
 
     def reads(self, columns: Sequence[str]) -> BoolArray:
         """Which of some columns each job reads; shape (jobs, columns). Others that it names are left aside."""

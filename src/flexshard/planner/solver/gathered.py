@@ -84,14 +84,17 @@ def _gathered_bytes(instance: Instance, wanted: BoolArray, level: int, touched: 
     return gathered_bytes(instance.cluster, size, touched[wanted], gradient_bytes[wanted])
 
 
-def gathered_of_tiers(instance: Instance, allocation: Allocation, sparse: BoolArray) -> dict[int, float]:
-    """Expected buffer of each level's all-gather, by group size, where these tiers (shape (T, G)) are gathered."""
-    return {
-        int(instance.group_sizes[level]): _gathered_bytes(
-            instance, sparse[:, level], level, _touched(instance, allocation, level)
-        )
-        for level in np.flatnonzero(sparse.any(axis=0)).tolist()
-    }
+def gathered_of_tiers(
+    instance: Instance, allocation: Allocation, sparse: BoolArray, touched: FloatArray | None = None
+) -> dict[int, float]:
+    """Expected buffer of each level's all-gather, by group size, where these tiers (shape (T, G)) are gathered;
+    ``touched`` as of :func:`_touched`, of every level, where rows are in another order, shape (G, T, 2).
+    """
+    found = {}
+    for level in np.flatnonzero(sparse.any(axis=0)).tolist():
+        own = _touched(instance, allocation, level) if touched is None else touched[level]
+        found[int(instance.group_sizes[level])] = _gathered_bytes(instance, sparse[:, level], level, own)
+    return found
 
 
 def _seconds_at(instance: Instance, rows: IntArray, wanted: BoolArray, level: int, touched: FloatArray) -> float:
