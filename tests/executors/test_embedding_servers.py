@@ -519,6 +519,7 @@ def refusals(rank: int, address: str, plan: Any) -> list[str]:
         plain.message_of(lambda: EmbeddingServers(0, address=address)),
         plain.message_of(many),
         plain.message_of(lambda: EmbeddingServers(1, address=address, options={"nmu_cpus": 1})),
+        plain.message_of(lambda: EmbeddingServers(1, address=address, options={"max_restarts": 5})),
         plain.message_of(lambda: EmbeddingServers(1, address="127.0.0.1:1")),
         plain.message_of(lambda: EmbeddingServers(2 + rank, address=address)),
         plain.message_of(lambda: FlexShardEmbeddingCollectionSharder(servers="tables")),  # type: ignore[arg-type]
@@ -548,6 +549,7 @@ EXPECTED = (
     r"CacheError: number of embedding servers must be .*at least 1, found 0",
     r"CacheError: 2 of 2 embedding servers have not started within 2 s; the Ray cluster has .* CPUs free: take fewer",
     r"CacheError: embedding servers could not be started: .*nmu_cpus",
+    r"CacheError: options: 'max_restarts' is the servers' own; leave it out",
     r"CacheError: this process is connected to Ray at .* already; leave address='127.0.0.1:1' out",
     r"CacheError: (rank 1: )?3 embedding servers are asked for here, 2 on rank 0",
     r"TableError: servers must be EmbeddingServers, found str",

@@ -128,6 +128,9 @@ def test_transforms_of_some_features_weights_and_dropped_features() -> None:
     assert lists_of(found, "a") == [[1, 3], [1, 3]]
     assert lists_of(found, "b") == [[7], [5]]
     assert found.weights().tolist() == [1.0, 0.5, 1.0, 0.5, 3.0, 4.0]
+    for one in (batch, batch.to_keyed_jagged()):
+        with pytest.raises(DataError, match="HashIds: no feature 'typo'; there are a, b"):
+            DedupedTransform(SortIds(features=["a"]), HashIds(5, features=["typo"]))(one)
     left = DedupedTransform(DropFeatures(["a"]))(batch)
     assert (left.keys(), left.groups) == (["b"], ())
     assert DedupedTransform(DropFeatures(["b"]))(batch).keys() == ["a"]

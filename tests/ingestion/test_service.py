@@ -441,6 +441,10 @@ def test_a_spec_is_a_file_and_says_what_is_wrong(folder: Path, tmp_path: Path) -
         ({"transforms": [{"op": "normalize", "columns": ["price"], "mean": float("nan")}]}, "finite"),
         ({"drop_last": True, "pad_last": True}, "drop_last and pad_last are both true"),
         ({"session": None}, "name the session column"),
+        (
+            {"transforms": [{"op": "cross", "features": ["history", "item"], "into": "item", "num_rows": 5}]},
+            "feature 'item' is there already",
+        ),
     ):
         with pytest.raises(DataError, match=message):
             spec_of(folder, **how)  # type: ignore[arg-type]
@@ -449,10 +453,15 @@ def test_a_spec_is_a_file_and_says_what_is_wrong(folder: Path, tmp_path: Path) -
         IngestionSpec.load(tmp_path / "loop.yaml")
     with pytest.raises(DataError, match=r"ingestion job: features: .*at least 1"):
         spec_of(folder, features=[])
+    with pytest.raises(DataError, match="a data file has no name: the path is empty"):
+        IngestionSpec(paths="", batch_size=4, features=["item"]).reader()
     with pytest.raises(DataError, match="column 'row' is named twice"):
         spec_of(folder, dense=["row", "row"])
     with pytest.raises(DataError, match="the backend is one of threads, processes, ray, found 'fibres'"):
         IngestionClient(spec, backend="fibres")
+    for most in (0, 1, "8", 2.5):  # of which the last two would have come up in the middle of training
+        with pytest.raises(DataError, match="most_workers must be"):
+            IngestionClient(spec, workers=2, most_workers=most, backend="threads")  # type: ignore[arg-type]
 
 
 def test_partitions(folder: Path, tmp_path: Path) -> None:

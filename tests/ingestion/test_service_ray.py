@@ -8,14 +8,18 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("torchrec")
 
+from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion import IngestionClient, batch_hash
+from flexshard.ingestion.service.ray_backend import Caller, _Master
 from tests.ingestion.test_service import expected, folder, spec_of
 
 ray: Any = pytest.importorskip("ray")
@@ -45,6 +49,91 @@ def test_actors_give_the_readers_batches_to_every_rank(folder: Path) -> None:
     finally:
         for client in clients:
             client.close()
+
+
+def test_clients_come_again_and_others_in_their_place() -> None:
+    """The master's account, without Ray: by rank, of one client each, of the same files, of ranks that there are."""
+    master = _Master(2)
+    first, second = (Caller(rank, 2, f"token {rank}", "files", "job") for rank in range(2))
+    assert master.come(first) == master.come(second) == []
+    assert master.attach(first, 5, 0) == "done"
+    (lease,) = master.ask("lease", first, 0)
+    assert master.ask("lease", second, 1) == [None]  # it has begun nothing
+    again = replace(first, token="started again")
+    assert master.come(again) == []
+    assert master.ask("finish", first, lease) is None
+    assert master.attach(first, 5, 0) == "other client"
+    assert master.ask("detach", first, 0) is None
+    assert master.clients() == 2
+    alone = replace(again, token="of one rank", world_size=1)
+    assert master.come(alone) == []
+    assert master.clients() == 1  # the second rank will not come again
+    master.add_worker(2)
+    newer = replace(alone, token="newer", files="other files")
+    assert master.come(newer) == [("files", [0, 1, 2])]  # whose workers are over
+    assert master.workers() == [0, 1]
+    assert master.attach(alone, 5, 0) == "other files"
+    assert master.ask("detach", newer, 0) == [None]
+    assert master.clients() == 0
+    restarted = _Master(2)  # by Ray, which knows nothing of before
+    assert restarted.ask("lease", newer, 0) is None
+    assert restarted.attach(newer, 5, 3) == "done"
+    assert restarted.ask("lease", newer, 0)[0].split == 3
+
+
+@pytest.mark.slow
+def test_two_clients_of_one_rank_are_told(folder: Path) -> None:
+    spec = spec_of(folder)
+    first = IngestionClient(spec, workers=1, backend="ray", job="twice")
+    batches = iter(first)
+    next(batches)
+    with pytest.warns(UserWarning, match="job 'twice' has 1 workers for all of its clients; the 3 asked for here"):
+        second = IngestionClient(spec, workers=3, backend="ray", job="twice")
+    with second:
+        with pytest.raises(DataError, match="job 'twice' on Ray: another client of rank 0 has come; give each its own"):
+            list(batches)
+        with pytest.raises(DataError, match="another client of rank 0 has come"):
+            list(first)
+        first.close()  # which ends nothing of the other's
+        assert [batch_hash(batch) for batch in second] == expected(spec)
+
+
+@pytest.mark.slow
+def test_files_that_were_written_anew_after_a_kill(folder: Path, tmp_path: Path) -> None:
+    """And fewer ranks than before: the workers of the killed ones are over, and end with the last client."""
+    for path in folder.glob("*.parquet"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    spec = spec_of(tmp_path)
+    killed = [IngestionClient(spec, rank=rank, world_size=2, workers=1, backend="ray", job="anew") for rank in range(2)]
+    left = iter(killed[0])
+    next(left)
+    old = killed[0]._pool.actors[0]  # type: ignore[attr-defined]
+    path = next(tmp_path.glob("*.parquet"))
+    pq.write_table(pq.read_table(path).slice(100), path)
+    with IngestionClient(spec, workers=1, backend="ray", job="anew") as again:
+        assert [batch_hash(batch) for batch in again] == expected(spec)
+        with pytest.raises(ChangedDataError, match="job 'anew' on Ray: the files have changed"):
+            list(left)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(old.pid.remote())
+        actor = again._pool.actors[0]  # type: ignore[attr-defined]
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.pid.remote())
+
+
+@pytest.mark.slow
+def test_an_actor_that_hangs_and_is_to_go(folder: Path) -> None:
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=2, backend="ray", hang_seconds=4.0) as client:
+        pids = ray.get([actor.pid.remote() for actor in client._pool.actors.values()])  # type: ignore[attr-defined]
+        found = []
+        for batch in client:
+            found.append(batch_hash(batch))
+            if len(found) == 3:
+                os.kill(pids[1], signal.SIGSTOP)
+                client.resize(1)
+        assert found == expected(spec)
+        assert client.stats.restarts > 0
 
 
 @pytest.mark.slow

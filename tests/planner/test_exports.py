@@ -17,6 +17,7 @@ from flexshard import AccessProfile, Cluster, Plan, Table, solve
 from flexshard.errors import PlanError
 from flexshard.planner import export_torcheasyrec, export_torchrec, modules_of
 from flexshard.topologies import CollectiveRate, Level
+from tests.commands import run
 
 RATE = CollectiveRate(1e-6, 1e10)
 CLUSTER = Cluster("c", 1, 2, 1e9, 0.0, (Level(1, None, RATE), Level(2, RATE, None)))
@@ -120,6 +121,12 @@ def test_torcheasyrecs_plan_names_types_kernels_and_ranks(tmp_path: Path) -> Non
             "ranks": [shard.rank for shard in table.shards],
         }
     assert document["model.ebc"]["s"]["sharding_type"] in ("row_wise", "data_parallel")
+    plan.save(tmp_path / "plan.json")
+    how = ("export", "plan.json", "--module", "model.ebc", "-o", "other", "--to")
+    done = run(tmp_path, *how, "torcheasyrec", "--device", "cpu")
+    assert (done.returncode, "--device is about plans of TorchRec" in done.stderr) == (2, True)
+    assert run(tmp_path, *how, "torcheasyrec").returncode == 0
+    assert (tmp_path / "other").read_bytes() == (tmp_path / "plan").read_bytes()
 
 
 def test_tiers_and_tables_of_no_module_are_refused_by_name(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
     sources: list[ParquetSource] = []
     for entry in listed:
         text = checked_path(entry, DataError)
+        if not text:
+            raise DataError("a data file has no name: the path is empty; write . for this folder")
         filesystem, matches = _match_url(text) if "://" in text else (None, _match_local(text))
         if not matches:
             raise DataError(f"{text}: {_nothing(text)}")

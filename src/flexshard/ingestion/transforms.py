@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import check_int
+from flexshard._internal import check_int, there_are
 from flexshard.embeddings import InverseKeyedJaggedTensor
 from flexshard.errors import DataError
 
@@ -58,8 +58,14 @@ class DedupedTransform(nn.Module):
         """The transformed batch, of the kind that it came as.
 
         Raises:
-            DataError: a transform returned another number of rows.
+            DataError: a transform returned another number of rows, or names a feature that is not in the batch.
         """
+        if all(isinstance(transform, _PerFeature) for transform in self.transforms):  # others may add some
+            keys = list(features.keys())
+            for transform in self.transforms:
+                missing = next((name for name in transform.features or () if name not in keys), None)
+                if missing is not None:
+                    raise DataError(f"{type(transform).__name__}: no feature {missing!r}; {there_are(keys)}")
         if not isinstance(features, InverseKeyedJaggedTensor):
             return _all(self.transforms, features)
         if all(group.runs is None for group in features.groups):

@@ -75,6 +75,9 @@ class EmbeddingServers:
         self._actors: list[Any] = []
         self._modules, self._left = 0, list[str]()
         given = dict(options or {})
+        own = next((name for name in given if name in _FIXED or name == "name"), None)
+        if own is not None:
+            raise CacheError(f"options: {own!r} is the servers' own; leave it out")
         on_all_ranks(_check_ray, MissingDependencyError, process_group)
         found = on_first_rank(lambda: self._start(address, given), CacheError, process_group)
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
+from uuid import uuid4
 
 import numpy as np
 
@@ -124,12 +125,13 @@ class IngestionClient:
         Args:
             spec: the job.
             rank, world_size: of the job that trains.
-            workers: of this client; on Ray, of all clients of the job.
+            workers: of this client; on Ray, of all clients of the job: the first one's number counts, with a warning
+                to others that ask for another.
             backend: "processes" or "threads" of this machine, or "ray": actors on the cluster that Ray is connected to,
                 or else on this machine.
             job: on Ray, the name by which ranks find the same workers; by default this client has its own.
             most_workers: up to which workers are added where the trainer waits for them, and taken away where it does
-                not (:func:`adjusted_workers`); by default there are ``workers``, always.
+                not (:func:`adjusted_workers`), at least ``workers``; by default there are so many, always.
             ahead: splits that are read, or wait, beyond one per worker and lane; bounds memory.
             hang_seconds: after which a worker that gives nothing is taken to hang, and started again.
 
@@ -140,18 +142,21 @@ class IngestionClient:
             raise DataError(f"the backend is one of {', '.join(BACKENDS)}, found {backend!r}")
         self.spec = spec
         self.reader = spec.reader(rank, world_size)
-        self.is_shared = job is not None
+        self.job, self.is_shared = job, job is not None
         digest = hashlib.blake2b(spec.model_dump_json().encode(), digest_size=8).hexdigest()
         self.job_name = f"{job or f'{os.getpid()}-{id(self)}'}-{digest}"  # of other jobs are other workers
         self.stats = IngestionStats()
         self.rank, self._ahead = rank, check_int(ahead, "ahead", DataError, least=0)
         if not (isinstance(hang_seconds, int | float) and 0 < hang_seconds <= threading.TIMEOUT_MAX):
             raise DataError(f"hang_seconds is a number above 0, found {hang_seconds!r}")
-        self._hang_seconds, self._most_workers = hang_seconds, most_workers
+        self._hang_seconds, self._most_workers = hang_seconds, None
+        check_int(workers, "workers", DataError)
+        if most_workers is not None:
+            self._most_workers = check_int(most_workers, "most_workers", DataError, least=workers)
         self._seen = (0.0, 0.0)  # seconds and stalls when workers were adjusted last
         self._last: SessionBatch | None = None
         self._counted, self._passes, self._closed = 0.0, 0, False
-        self._pool, self._master = BACKENDS[backend](self, check_int(workers, "workers", DataError))
+        self._pool, self._master = BACKENDS[backend](self, workers)
         self._active: dict[int, _Active] = {}
 
     def __enter__(self) -> IngestionClient:
@@ -361,7 +366,11 @@ def _here(pool: Callable[[SessionReader, int], WorkerPool], client: IngestionCli
 def _on_ray(client: IngestionClient, workers: int) -> Made:
     from flexshard.ingestion.service import ray_backend
 
-    return ray_backend.connected(client.spec, client.rank, client.job_name, workers, shared=client.is_shared)
+    files = str(client.reader.state_dict()["dataset"])
+    caller = ray_backend.Caller(
+        client.rank, client.reader.world_size, uuid4().hex, files, client.job or client.job_name
+    )
+    return ray_backend.connected(client.spec, caller, client.job_name, workers, shared=client.is_shared)
 
 
 Made = tuple[WorkerPool, Master]

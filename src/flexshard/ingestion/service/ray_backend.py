@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from flexshard.errors import DataError, MissingDependencyError
+from flexshard.errors import ChangedDataError, DataError, MissingDependencyError
 from flexshard.ingestion.service.ledger import Lease, SplitLedger
 from flexshard.ingestion.service.readings import Item, Lost, Reading, read_items
 from flexshard.ingestion.service.spec import IngestionSpec
 from flexshard.ingestion.splits import Split
 
-__all__ = ["RayMaster", "RayPool", "connected"]
+__all__ = ["Caller", "RayMaster", "RayPool", "connected"]
 
 _NAMESPACE = "flexshard-ingestion"
 _TOGETHER = 4  # batches that are sent as one: what Ray does for each object takes as long as making a batch
 _MASTER_SECONDS = 120.0  # for which a master may be away
 
 
-def connected(spec: IngestionSpec, client: int, job: str, workers: int, *, shared: bool) -> tuple[RayPool, RayMaster]:
+def connected(
+    spec: IngestionSpec, client: Caller, job: str, workers: int, *, shared: bool
+) -> tuple[RayPool, RayMaster]:
     """The job's workers and master: those that there are by its name, or new ones.
+
+    Where the job's files are others than those of the clients before, these are over, and so are their workers.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -44,14 +51,47 @@ def connected(spec: IngestionSpec, client: int, job: str, workers: int, *, share
     }
     # Small enough to be kept with the actor, so that it starts again whoever made it is gone.
     text = spec.model_dump_json(exclude_defaults=True)
-    master = RayMaster(ray, ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers))
-    master.attach(client, 0)
-    made = ray.remote(_Worker)
+    made = ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers)
+    master = RayMaster(ray, made, client)
+    reader = ray.remote(_Worker)
+    for files, numbers in master.come():
+        for number in numbers:
+            with suppress(ValueError):  # there is none of that name
+                ray.kill(ray.get_actor(_worker_name(job, files, number), _NAMESPACE))
 
     def actor(worker: int) -> Any:
-        return made.options(**how, name=f"{job}-worker-{worker}", num_cpus=1).remote(text)
+        return reader.options(**how, name=_worker_name(job, client.files, worker), num_cpus=1).remote(text)
 
-    return RayPool(ray, actor, master, shared=shared), master
+    pool = RayPool(ray, actor, master, shared=shared)
+    if len(pool.actors) != workers:
+        warnings.warn(
+            f"job {client.job!r} has {len(pool.actors)} workers for all of its clients; the {workers} asked for here"
+            " count for the first client alone: give all the same, or call resize()",
+            stacklevel=4,
+        )
+    return pool, master
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A client, as the master knows it.
+
+    Attributes:
+        rank, world_size: of those that train.
+        token: that no other client has, of the same rank or not.
+        files: fingerprint of the job's files, as it found them.
+        job: by what name it asked for it.
+    """
+
+    rank: int
+    world_size: int
+    token: str
+    files: str
+    job: str
+
+
+def _worker_name(job: str, files: str, number: int) -> str:
+    return f"{job}-{files[:16]}-worker-{number}"
 
 
 class _Worker:
@@ -80,8 +120,13 @@ class _Master:
     """An actor that gives out splits. Its ledger is gone when it dies, and clients attach again."""
 
     def __init__(self, workers: int) -> None:
-        self._ledger, self._clients = SplitLedger(), set[int]()
-        for worker in range(workers):
+        self._first_workers, self._files = workers, ""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin anew, without clients."""
+        self._ledger, self._clients = SplitLedger(), dict[int, Caller]()
+        for worker in range(self._first_workers):
             self._ledger.add_worker(worker)
 
     def pid(self) -> int:
@@ -99,51 +144,78 @@ class _Master:
     def clients(self) -> int:
         return len(self._clients)
 
-    def attach(self, client: int, splits: int, first: int) -> None:
-        self._clients.add(client)
-        self._ledger.attach(client, splits, first=first)
+    def come(self, client: Caller) -> list[tuple[str, list[int]]]:
+        """A client comes, in place of an earlier one of its rank; which workers, of which files, are over since."""
+        over = []
+        if self._files not in ("", client.files):
+            over.append((self._files, self._ledger.workers))
+            self._forget()
+        if any(other.world_size != client.world_size for other in self._clients.values()):
+            for rank in [rank for rank in self._clients if rank >= client.world_size]:  # which will not come again
+                del self._clients[rank]
+                self._ledger.detach(rank)
+        self._files = client.files
+        self._clients[client.rank] = client
+        self._ledger.attach(client.rank, 0)
+        return over
 
-    def ask(self, what: str, client: int, argument: Any) -> Any:
-        """One of the ledger's methods; None in a list where the client is not known."""
-        if client not in self._clients:
+    def attach(self, client: Caller, splits: int, first: int) -> Literal["done", "other files", "other client"]:
+        """It begins a pass; or why it may not any more."""
+        if self._files not in ("", client.files):
+            return "other files"
+        if self._clients.get(client.rank, client) != client:
+            return "other client"
+        self._files = client.files
+        self._clients[client.rank] = client
+        self._ledger.attach(client.rank, splits, first=first)
+        return "done"
+
+    def ask(self, what: str, client: Caller, argument: Any) -> Any:
+        """One of the ledger's methods, in a list; None where the client is not known, or no longer its rank's."""
+        if self._clients.get(client.rank) != client:
             return None
         if what == "detach":
-            self._clients.discard(client)
+            del self._clients[client.rank]
         return [getattr(self._ledger, what)(argument)]
 
 
 class RayMaster:
     """The master, as a client sees it; it attaches again to one that was started again."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self.actor = ray, actor
+    def __init__(self, ray: Any, actor: Any, client: Caller) -> None:
+        self._ray, self.actor, self._client = ray, actor, client
         self._splits = self._given = 0
         self.was_known = False  # when the client left
 
-    def attach(self, client: int, splits: int) -> None:
+    def come(self) -> list[tuple[str, list[int]]]:
+        """The client is there; workers of other files that are over, by fingerprint and number."""
+        over: list[tuple[str, list[int]]] = self._call(self.actor.come, self._client)
+        return over
+
+    def attach(self, client: int, splits: int) -> None:  # noqa: ARG002 (the one that it is of)
         """See the ledger."""
         self._splits, self._given = splits, 0
-        self._call(self.actor.attach, client, splits, 0)
+        self._attach()
 
     def lease(self, client: int) -> Lease | None:
         """See the ledger."""
-        lease: Lease | None = self._ask("lease", client, client)
+        lease: Lease | None = self._ask("lease", client)
         if lease is not None:
             self._given = max(self._given, lease.split + 1)
         return lease
 
     def again(self, lease: Lease) -> Lease:
         """See the ledger."""
-        found: Lease = self._ask("again", lease.client, lease)
+        found: Lease = self._ask("again", lease)
         return found
 
     def finish(self, lease: Lease) -> None:
         """See the ledger."""
-        self._ask("finish", lease.client, lease)
+        self._ask("finish", lease)
 
     def detach(self, client: int) -> None:
         """See the ledger."""
-        self.was_known = self._call(self.actor.ask, "detach", client, client) is not None
+        self.was_known = self._call(self.actor.ask, "detach", self._client, client) is not None
 
     def add_worker(self, worker: int) -> None:
         """See the ledger."""
@@ -163,12 +235,22 @@ class RayMaster:
         found: list[int] = self._call(self.actor.workers)
         return found
 
-    def _ask(self, what: str, client: int, argument: Any) -> Any:
+    def _ask(self, what: str, argument: Any) -> Any:
         while True:
-            found = self._call(self.actor.ask, what, client, argument)
+            found = self._call(self.actor.ask, what, self._client, argument)
             if found is not None:
                 return found[0]
-            self._call(self.actor.attach, client, self._splits, self._given)
+            self._attach()
+
+    def _attach(self) -> None:
+        found = self._call(self.actor.attach, self._client, self._splits, self._given)
+        where = f"job {self._client.job!r} on Ray"
+        if found == "other files":
+            raise ChangedDataError(f"{where}: the files have changed, and others have begun anew; start again")
+        if found == "other client":
+            raise DataError(
+                f"{where}: another client of rank {self._client.rank} has come; give each its own rank=, or job="
+            )
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         """Call the actor, for as long as it takes Ray to start it again."""
@@ -188,6 +270,7 @@ class RayPool:
     def __init__(self, ray: Any, actor: Callable[[int], Any], master: RayMaster, *, shared: bool) -> None:
         self._ray, self._actor, self.master, self._shared = ray, actor, master, shared
         self.actors = {worker: actor(worker) for worker in master.workers()}
+        self._retired: dict[int, Any] = {}  # that read what they were given
         self._numbers = max(self.actors, default=-1) + 1
 
     @property
@@ -207,8 +290,11 @@ class RayPool:
         return float("inf")
 
     def restart(self, worker: int) -> None:
-        """End a worker that does not answer; Ray starts it again."""
-        self._ray.kill(self.actors[worker], no_restart=False)
+        """End a worker that does not answer; Ray starts it again, if it was not to go."""
+        if worker in self._retired:
+            self._ray.kill(self._retired.pop(worker))
+        elif worker in self.actors:
+            self._ray.kill(self.actors[worker], no_restart=False)
 
     def add(self) -> int:
         """One worker more; its number."""
@@ -218,7 +304,8 @@ class RayPool:
 
     def retire(self, worker: int) -> None:
         """A worker less, once it has read what it was given."""
-        self.actors.pop(worker).__ray_terminate__.remote()
+        self._retired[worker] = self.actors.pop(worker)
+        self._retired[worker].__ray_terminate__.remote()
 
     def close(self) -> None:
         """End all, if no client is left."""
@@ -226,7 +313,7 @@ class RayPool:
             # A master that was started again does not know who there is; then the actors are left to others.
             if self._shared and not (self.master.was_known and not self.master.clients()):
                 return
-            for actor in [*self.actors.values(), self.master.actor]:
+            for actor in [*self._retired.values(), *self.actors.values(), self.master.actor]:
                 self._ray.kill(actor)
         except (self._ray.exceptions.RayActorError, ValueError):  # somebody else did
             return

@@ -272,7 +272,10 @@ class _Fields(StrictModel):
                 if name not in self.dense:
                     raise ValueError(f"transforms[{number}]: no dense column {name!r}; there are {self.dense}")
             known -= set(names) if isinstance(step, _DropFeatures) else set()
-            known |= set(_names(step, ("into",)))
+            for name in _names(step, ("into",)):
+                if name in known:
+                    raise ValueError(f"transforms[{number}]: feature {name!r} is there already; give another name")
+                known.add(name)
         return self
 
 

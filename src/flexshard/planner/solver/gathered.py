@@ -87,9 +87,7 @@ def _gathered_bytes(instance: Instance, wanted: BoolArray, level: int, touched: 
 def gathered_of_tiers(
     instance: Instance, allocation: Allocation, sparse: BoolArray, touched: FloatArray | None = None
 ) -> dict[int, float]:
-    """Expected buffer of each level's all-gather, by group size, where these tiers (shape (T, G)) are gathered;
-    ``touched`` as of :func:`_touched`, of every level, where rows are in another order, shape (G, T, 2).
-    """
+    """Expected buffer of each level's all-gather, by its g, with these tiers (T, G) gathered; ``touched`` (G, T, 2)."""
     found = {}
     for level in np.flatnonzero(sparse.any(axis=0)).tolist():
         own = _touched(instance, allocation, level) if touched is None else touched[level]
