@@ -41,6 +41,13 @@ def test_a_ray_dataset_gives_the_same_bytes_as_its_files(tmp_path: Path) -> None
     assert distributed.bursts is None  # blocks come in no order, and bursts are of one
     replace(local, bursts=None).save(tmp_path / "local.profile")
     assert (tmp_path / "ray.profile").read_bytes() == (tmp_path / "local.profile").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_workers")
+def test_errors_of_workers_are_the_drivers(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"ids": [[1, 60], [3]]}), tmp_path / "0.parquet")
+    dataset = ray.data.read_parquet(str(tmp_path))
     with pytest.raises(DataError, match=r"ids are outside \[0, 50\)"):
         AccessProfile.from_ray(dataset, column="ids", num_rows=50)
     with pytest.raises(DataError, match="no column 'other'"):

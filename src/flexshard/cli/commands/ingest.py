@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from flexshard.errors import DataError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from flexshard.ingestion import IngestionClient, IngestionRun, SessionBatch
+    from flexshard.ingestion import IngestionClient, IngestionRun, IngestionSpec, SessionBatch
 
 
 @app.command("ingest")
@@ -57,9 +58,8 @@ def ingest_command(
         spec, rank, world_size, batches = before.spec, before.rank, before.world_size, before.stats.batches
     else:
         spec = ingestion.IngestionSpec.load(job)
-    read: list[Path | str] = [job, *(source.path for source in expand(spec.paths) if source.filesystem is None)]
     if output is not None:
-        check_output(output, "flexshard.ingested", inputs=read, force=force)
+        check_output(output, "flexshard.ingested", inputs=_files_of(job, spec), force=force)
     if log is not None:
         if output is not None and log.resolve() == output.resolve():
             raise DataError(f"{log}: the run and the log are two files; give two names")
@@ -97,6 +97,12 @@ def ingest_command(
         ingestion.ProjectionLog.append(log, spec.stored_columns())
     document = run.document() | {"same_as_before": None if before is None else True}
     emit(document, as_json=as_json, text=_text(run, before, output))
+
+
+def _files_of(job: Path, spec: IngestionSpec) -> Iterator[Path | str]:
+    """What a job reads; its data are looked for if somebody asks for more than its own file."""
+    yield job
+    yield from (source.path for source in expand(spec.paths) if source.filesystem is None)
 
 
 def _text(run: IngestionRun, before: IngestionRun | None, output: Path | None) -> RenderableType:

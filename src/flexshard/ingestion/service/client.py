@@ -130,8 +130,8 @@ class IngestionClient:
             backend: "processes" or "threads" of this machine, or "ray": actors on the cluster that Ray is connected to,
                 or else on this machine.
             job: on Ray, the name by which ranks find the same workers; by default this client has its own.
-            most_workers: up to which workers are added where the trainer waits for them, and taken away where it does
-                not (:func:`adjusted_workers`), at least ``workers``; by default there are so many, always.
+            most_workers: up to which, ``workers`` or more, workers are added where the trainer waits for them, and
+                taken away where it does not (:func:`adjusted_workers`); by default there are ``workers``, always.
             ahead: splits that are read, or wait, beyond one per worker and lane; bounds memory.
             hang_seconds: after which a worker that gives nothing is taken to hang, and started again.
 
