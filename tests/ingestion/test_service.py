@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -97,6 +98,18 @@ def test_threads_give_the_readers_batches(folder: Path, how: dict[str, Any], wor
                 assert [batch_hash(batch) for batch in client] == expected(spec, rank, 2, epoch)
             assert client.stats.splits_taken == client.stats.splits > 1
             assert client.stats.samples >= ROWS
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_reader_that_reads_splits_can_be_pickled(folder: Path, shuffle: bool) -> None:
+    reader = spec_of(folder, shuffle=shuffle).reader()
+    first, second = reader.splits(0, 0)[:2]
+    seen = reader.read_split(first)
+    next(seen)
+    copy = pickle.loads(pickle.dumps(reader))
+    for split in (first, second):
+        found = [batch_hash(batch) for batch in copy.read_split(split)]
+        assert found == [batch_hash(batch) for batch in reader.read_split(split)]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,10 @@ class BatchRows:
         self._streams = RowStreams(stored, chunk_rows=order.settings.batch_size, keep=lanes + 1)
         self._windows: dict[int, tuple[pa.RecordBatch, IntArray]] = {}  # the last used last
         self._held = lanes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, of a reader that is pickled, begins to read by itself."""
+        return partial(BatchRows, lanes=self._held), (self._stored, self._order)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Rows:
         """Rows at some ranges of positions.
