@@ -275,6 +275,7 @@ def held(rank: int, plan: Any) -> list[tuple[int, list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_batch_is_kept_for_ever() -> None:
     for cases in ranks.run(1, 2, held, looking.plan_for(1, 2)):
         for alive, under_way in cases:

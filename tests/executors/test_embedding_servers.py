@@ -205,6 +205,7 @@ def pooled(rank: int, address: str) -> list[str]:
         return differing
 
 
+@pytest.mark.slow
 def test_pooled_tables(address: str) -> None:
     assert ranks.run(1, 2, pooled, address) == [[], []]
 
@@ -498,6 +499,7 @@ def trainer_killed(rank: int, plan: Any, folder: str) -> None:
     job(rank, plan, folder, 40, kill=kill)
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_a_checkpoint_to_go_on_from(address: str, tmp_path: Path) -> None:
     plan, folder = looking.plan_for(1, 2), str(tmp_path)
     expected = ranks.run(1, 2, job, plan, str(tmp_path / "whole"), STEPS)[0]

@@ -231,6 +231,7 @@ def from_readers(rank: int, folder: str, kills: int, stop: int, resume: bool) ->
     return found | {"steps": np.array(trained)}
 
 
+@pytest.mark.slow  # readers that are killed are in test_service, trainers above
 def test_killed_readers_change_nothing_and_a_job_goes_on_from_the_last_batch_trained(tmp_path: Path) -> None:
     clicks(tmp_path / "clicks.parquet")
     whole = ranks.run(1, 2, from_readers, str(tmp_path), 0, 50, False)[0]

@@ -86,7 +86,7 @@ def every_choice(
     return best
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.lists(st.sampled_from([4, 16, 32]), min_size=1, max_size=2, unique=True),
     st.floats(0.0, 1.0),

@@ -98,6 +98,7 @@ def test_tiers_are_chosen_for_what_gathering_takes(index_dedup: bool | str, step
     assert plans["auto"].lower_bound_seconds < dense.lower_bound_seconds, "it holds for more placements"
 
 
+@pytest.mark.slow
 def test_the_frontier_gathers_where_that_takes_less() -> None:
     how = {"batch_size": 16, "reduction": "auto", "index_dedup": False}
     problem = Problem([zipf()], cluster_of(3e9, nodes=2), **how)
