@@ -6,10 +6,10 @@ import math
 from itertools import pairwise, product
 
 import numpy as np
-import pandas as pd
 import pytest
 
 pytest.importorskip("torchrec")
+import pandas as pd
 import torch
 from hypothesis import given, settings, strategies as st
 
