@@ -106,8 +106,9 @@ def test_values_that_cannot_be_taken() -> None:
     TTEmbedding(1000, 16, tt_ranks=2, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
     for name, value in {"max_norm": 1.0, "sparse": True, "scale_grad_by_freq": True, "norm_type": 1.0}.items():
         arguments = {name: value}
-        with pytest.raises(TableError, match=f"{name}=.* is not for tensor trains"):
-            TTEmbeddingBag(1000, 16, tt_ranks=2, **arguments)
+        for kind in (TTEmbedding, TTEmbeddingBag):
+            with pytest.raises(TableError, match=f"{name}=.* is not for tensor trains"):
+                kind(1000, 16, tt_ranks=2, **arguments)
     with pytest.raises(TableError, match=r"two dimensions, found \(4,\)"):
         TTEmbedding.from_pretrained(torch.zeros(4))
     ids = torch.arange(4)

@@ -34,18 +34,6 @@ class _Dense(torch.autograd.Function):
         return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _check_usual(max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> None:
-    """Whether what torch's own embeddings take is as they have it by default."""
-    for name, given, usual in (
-        ("max_norm", max_norm, None),
-        ("norm_type", norm_type, 2.0),
-        ("scale_grad_by_freq", scale_grad_by_freq, False),
-        ("sparse", sparse, False),
-    ):
-        if given != usual:
-            raise TableError(f"{name}={given!r} is not for tensor trains, whose rows are products of cores")
-
-
 class TTEmbedding(PinnableTable):
     """A table as a tensor train, for sequences: ``nn.Embedding`` in a fraction of its memory.
 
@@ -53,32 +41,6 @@ class TTEmbedding(PinnableTable):
         shape: factors and TT ranks.
         cores: parameters of shape (p_k, r_{k-1}, q_k, r_k).
     """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        **how: Any,
-    ) -> None:
-        """Make a table of E rows and dimension D.
-
-        Args:
-            num_embeddings, embedding_dim: E and D.
-            max_norm, norm_type, scale_grad_by_freq, sparse: as ``nn.Embedding`` has them, at their defaults alone:
-                rows are products of cores, which cannot be cut to a norm, and have gradients of their own.
-            how: as for :class:`PinnableTable`: tt_ranks, cores, row_factors, dim_factors, std, optimizer,
-                learning_rate, eps, padding_idx, hot_rows, device, dtype and backend among them.
-
-        Raises:
-            TableError: as there, or what a tensor train cannot do.
-        """
-        _check_usual(max_norm, norm_type, scale_grad_by_freq, sparse)
-        super().__init__(num_embeddings, embedding_dim, **how)
 
     @_not_traced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -106,10 +68,6 @@ class TTEmbeddingBag(PinnableTable):
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
         **how: Any,
     ) -> None:
         """Make a table of E rows and dimension D.
@@ -118,16 +76,11 @@ class TTEmbeddingBag(PinnableTable):
             num_embeddings, embedding_dim: E and D.
             mode: "sum" or "mean".
             include_last_offset: whether offsets have the end of the last bag too.
-            max_norm, norm_type, scale_grad_by_freq, sparse: as ``nn.EmbeddingBag`` has them, at their defaults alone:
-                rows are products of cores, which cannot be cut to a norm, and have gradients of their own.
-            how: tt_ranks, cores, row_factors, dim_factors, std, optimizer, learning_rate, eps, hot_rows, device, dtype
-                and backend as
-                for :class:`TTEmbedding`; ``padding_idx`` is the row that is left out of bags.
+            how: as for :class:`TTEmbedding`; ``padding_idx`` is the row that is left out of bags.
 
         Raises:
             TableError: as :class:`TTEmbedding`, another mode, or what a tensor train cannot do.
         """
-        _check_usual(max_norm, norm_type, scale_grad_by_freq, sparse)
         if mode not in ("sum", "mean"):
             raise TableError(f"mode is 'sum' or 'mean', found {mode!r}")
         super().__init__(num_embeddings, embedding_dim, **how)

@@ -35,17 +35,39 @@ class PinnableTable(TTTable):
 
     hot: HotRows | None
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, hot_rows: int = 0, **how: Any) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        hot_rows: int = 0,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **how: Any,
+    ) -> None:
         """Make a table of E rows and dimension D.
 
         Args:
             num_embeddings, embedding_dim: E and D.
             hot_rows: most rows that are pinned, see :meth:`pin_rows`.
-            how: as for :class:`TTTable`.
+            max_norm, norm_type, scale_grad_by_freq, sparse: as torch's embeddings have them, at their defaults alone:
+                rows are products of cores, which cannot be cut to a norm, and have gradients of their own.
+            how: tt_ranks, cores, row_factors, dim_factors, std, optimizer, learning_rate, eps, padding_idx, device,
+                dtype, backend and more, as for :class:`TTTable`.
 
         Raises:
-            TableError: as there.
+            TableError: as there, or what a tensor train cannot do.
         """
+        for name, given, usual in (
+            ("max_norm", max_norm, None),
+            ("norm_type", norm_type, 2.0),
+            ("scale_grad_by_freq", scale_grad_by_freq, False),
+            ("sparse", sparse, False),
+        ):
+            if given != usual:
+                raise TableError(f"{name}={given!r} is not for tensor trains, whose rows are products of cores")
         super().__init__(num_embeddings, embedding_dim, **how)
         device, dtype = self.cores[0].device, self.cores[0].dtype
         self.hot = None
