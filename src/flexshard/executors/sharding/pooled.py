@@ -75,30 +75,31 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
             lookups = [lookup for lookup in self.lookups if lookup.group == group]
             if not lookups:
                 continue
-            output = self.groups[group].traits.output_dtype
-            for lookup, pooled in zip(lookups, self._pooled(features, lookups, values, output), strict=True):
-                sums[lookup.name] = pooled if samples is None else pooled.index_select(0, samples[lookup.feature])
+            pooled, bags = self._pooled(features, lookups, values, self.groups[group].traits.output_dtype)
+            if samples is None and [lookup.name for lookup in lookups] == self._names:
+                # All of the output: one transposition, instead of as many parts as there are names.
+                by_sample = pooled.view(len(lookups), features.stride(), pooled.shape[1]).transpose(0, 1)
+                return KeyedTensor(self._names, self._dims, by_sample.flatten(1))
+            for lookup, part in zip(lookups, pooled.split(bags), strict=True):
+                sums[lookup.name] = part if samples is None else part.index_select(0, samples[lookup.feature])
         sums |= self._of_others(others, KeyedTensor.to_dict)
         return KeyedTensor(self._names, self._dims, torch.cat([sums[name] for name in self._names], 1))
 
     def _pooled(
         self, features: KeyedJaggedTensor, lookups: Sequence[Lookup], rows: torch.Tensor, output: torch.dtype
-    ) -> Sequence[torch.Tensor]:
-        """Sums or means of lookups' rows, (n, D), one lookup behind the other, by bag, in a type; shape (bags, D) of
-        each.
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Sums or means of lookups' rows, (n, D), one lookup behind the other, by bag, in a type, (bags, D); and each
+        lookup's number of bags.
         """
         strides = features.stride_per_key()
         places = {feature: place for place, feature in enumerate(features.keys())}
         which = [places[lookup.feature] for lookup in lookups]
         bags = [strides[place] for place in which]
-        ends = np.cumsum([0, *strides]).tolist()
-        lengths = torch.cat([features.lengths()[ends[place] : ends[place + 1]] for place in which]).long()
+        lengths = _parts(features.lengths(), np.cumsum([0, *strides]).tolist(), which).long()
         weights = None
         if self._is_weighted and features.weights_or_none() is not None:
             # They get no gradients, as they get none behind TorchRec's exchange.
-            ends = features.offset_per_key()
-            weights = torch.cat([features.weights()[ends[place] : ends[place + 1]] for place in which])
-            weights = weights.detach().to(rows.dtype)
+            weights = _parts(features.weights(), features.offset_per_key(), which).detach().to(rows.dtype)
         means = [lookup.name in self._means for lookup in lookups]
         scale = None
         if any(means):
@@ -107,7 +108,14 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
                 mean = to_device(np.array(means), rows.device)[segment_of(np.array(bags), rows.device)]
                 scale = torch.where(mean, scale, 1.0)
         pooled: torch.Tensor = _Pool.apply(rows, lengths, weights, scale)
-        return pooled.to(output).split(bags)
+        return pooled.to(output), bags
+
+
+def _parts(values: torch.Tensor, ends: Sequence[int], which: Sequence[int]) -> torch.Tensor:
+    """Parts of values, one behind the other; mostly all of them, as they stand."""
+    if list(which) == list(range(len(ends) - 1)):
+        return values
+    return torch.cat([values[ends[part] : ends[part + 1]] for part in which])
 
 
 class _Pool(torch.autograd.Function):
