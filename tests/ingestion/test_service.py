@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -28,6 +29,7 @@ from flexshard.ingestion.service.fork_server import ForkServer, shared_fork_serv
 from flexshard.ingestion.service.packing import PackedBatch
 from flexshard.ingestion.service.readings import Item, Reading
 from flexshard.ingestion.service.workers import ProcessPool
+from tests.executors.ranks import context
 from tests.slow import first
 
 ROWS = 4000
@@ -588,22 +590,18 @@ def test_objects_go_through_a_channel_as_they_are(share: bool) -> None:
     assert int(array.sum()) == 199_999 * 100_000  # outlives who sent it
 
 
-TRAINER = """
-import json, sys
-from pathlib import Path
-from flexshard.ingestion import IngestionClient, IngestionSpec, batch_hash
-job, checkpoint = Path(sys.argv[1]), Path(sys.argv[2])
-held = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"state": None, "hashes": []}
-with IngestionClient(IngestionSpec.load(job), workers=2, backend="threads") as client:
-    if held["state"] is not None:
-        client.load_state_dict(held["state"])
-    client.set_epoch(0)  # of which nothing is left where the last program had come to its end
-    for batch in client:
-        held = {"state": client.state_dict(batch), "hashes": [*held["hashes"], batch_hash(batch)]}
-        fresh = checkpoint.with_suffix(".new")
-        fresh.write_text(json.dumps(held))
-        fresh.replace(checkpoint)
-"""
+def _train(job: Path, checkpoint: Path) -> None:
+    """A program that goes on from where the last one came to."""
+    held = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"state": None, "hashes": []}
+    with IngestionClient(IngestionSpec.load(job), workers=2, backend="threads") as client:
+        if held["state"] is not None:
+            client.load_state_dict(held["state"])
+        client.set_epoch(0)  # of which nothing is left where the last program had come to its end
+        for batch in client:
+            held = {"state": client.state_dict(batch), "hashes": [*held["hashes"], batch_hash(batch)]}
+            fresh = checkpoint.with_suffix(".new")
+            fresh.write_text(json.dumps(held))
+            fresh.replace(checkpoint)
 
 
 @pytest.mark.parametrize("kills", first(1, [1, 4]))
@@ -612,14 +610,21 @@ def test_a_trainer_that_is_killed_trains_every_batch_once(folder: Path, tmp_path
     spec = spec_of(folder)
     spec.save(tmp_path / "job.yaml")
     checkpoint, generator = tmp_path / "checkpoint.json", random.Random(2)
-    command = [sys.executable, "-c", TRAINER, str(tmp_path / "job.yaml"), str(checkpoint)]
+
+    def start() -> multiprocessing.process.BaseProcess:
+        process = context.Process(target=_train, args=(tmp_path / "job.yaml", checkpoint))
+        process.start()
+        return process
+
     for _ in range(kills):
-        process = subprocess.Popen(command)
+        process = start()
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        while process.poll() is None and (not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before):
+        while process.is_alive() and (not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before):
             time.sleep(0.01)
         time.sleep(generator.uniform(0.0, 0.15))
         process.kill()
-        process.wait()
-    assert subprocess.run(command, check=False).returncode == 0
+        process.join()
+    last = start()
+    last.join()
+    assert last.exitcode == 0
     assert json.loads(checkpoint.read_text())["hashes"] == expected(spec)
