@@ -170,6 +170,38 @@ def test_a_missing_feature() -> None:
     assert "rank 1: the batch has no feature 'clicked', which table 'goods' is looked up by" in str(found[1])
 
 
+MISFITS: dict[str, tuple[tuple[int, ...], list[int], str]] = {  # shape of ids, lengths of two features
+    "more lengths": ((3,), [1, 1, 3, 0], "lengths add up to 5, for 3 ids"),
+    "negative": ((3,), [2, 2, 1, -2], "a length is -2"),
+    "of one feature": ((3,), [1, 1, 1], "3 lengths are not as many for each of 2 features (clicked, shown)"),
+    "a table": ((3, 1), [1, 1, 1, 0], "ids must have one dimension, found shape (3, 1)"),
+}
+
+
+def with_what_does_not_fit(rank: int, plan: Any) -> list[str]:
+    from torchrec import KeyedJaggedTensor
+
+    parallel, _ = models.shard(plan)
+    goods, good, said = parallel.module.wide, models.make_batch(0, rank), []
+    for shape, lengths, _ in MISFITS.values():
+        keys, values = ["clicked", "shown"], torch.zeros(shape, dtype=torch.long)
+        batch = KeyedJaggedTensor(keys, values, lengths=torch.tensor(lengths)) if rank == 1 else good.features
+        with pytest.raises(DataError) as error:
+            goods(batch)["clicked"]
+        said.append(str(error.value))
+    parallel(good)[0].backward()  # training goes on
+    return said
+
+
+def test_lengths_that_do_not_fit_ids_are_said_on_every_rank() -> None:
+    first, second = ranks.run(2, 1, with_what_does_not_fit, plan_for())
+    assert first == ["rank 0: rank 1 has a batch whose lengths do not fit its ids; its own message names it"] * len(
+        first
+    )
+    for said, (*_, why) in zip(second, MISFITS.values(), strict=True):
+        assert said == f"rank 1: the batch does not fit together: {why}"
+
+
 def die(rank: int, plan: Any) -> None:
     parallel, optim = models.shard(plan)
     models.train(parallel, optim, rank, range(2))

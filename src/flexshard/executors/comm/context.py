@@ -34,6 +34,7 @@ class ExchangeContext:
         forward, backward: in what form rows and gradients travel.
         gathered_dtypes: of rows where they are looked up, of each class.
         on_update: called with a module before its rows are updated.
+        check: raises where rows have moved elsewhere since.
     """
 
     layout: Layout
@@ -48,6 +49,7 @@ class ExchangeContext:
     backward: Wire
     gathered_dtypes: Sequence[torch.dtype]
     on_update: Callable[[int], None]
+    check: Callable[[], None]
 
     @cached_property
     def bundles(self) -> list[tuple[int, ...]]:

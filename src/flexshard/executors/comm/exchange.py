@@ -241,6 +241,7 @@ class Exchange:
 
     def scatter(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the lookups' gradients to the holders; those of modules that have any, as on every rank."""
+        self._context.check()
         wire, splits = self._context.backward, self._splits
         self._trained = [
             module

@@ -34,13 +34,14 @@ __all__ = [
 
 IntArray = npt.NDArray[np.int64]
 
-BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED, WRITTEN = 1, 2, 3, 4, 5
+BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED, WRITTEN, _MISFIT = 1, 2, 3, 4, 5, 6
 _OF_CACHES = (CACHE_FAILED, WRITTEN)
 _ANY = np.iinfo(np.int64).max
 _WHAT = {
     BAD_IDS: "bad ids of table {}",
     _NO_FEATURE: "no feature for table {}",
     _VARIABLE_BATCH: "a variable batch",
+    _MISFIT: "a batch whose lengths do not fit its ids",
     CACHE_FAILED: "a cache of rows of table {} that cannot be moved",
     WRITTEN: "parameters of table {} or others that were written to between two steps",
 }
@@ -180,6 +181,9 @@ def ids_of_tables(
                 " features to one batch size, or let the plan have all tables"
             )
         return [], BatchProblem(_VARIABLE_BATCH, 0, text)
+    misfit = _misfit(features)
+    if misfit is not None:
+        return [], BatchProblem(_MISFIT, 0, f"the batch does not fit together: {misfit}")
     keys, values = features.keys(), features.values()
     known = {key: index for index, key in enumerate(keys)}
     no_ids = bool(values.numel()) and (values.is_floating_point() or values.dtype == torch.bool)
@@ -210,6 +214,21 @@ def ids_of_tables(
             return [], problem
     found = [(lookup.table, parts[lookup.feature]) for lookup in lookups]
     return [(table, ids if ids.numel() else ids.long()) for table, ids in found], problem
+
+
+def _misfit(features: KeyedJaggedTensor) -> str | None:
+    """What of a batch does not fit what else is in it; None if nothing does."""
+    values, lengths, keys = features.values(), features.lengths(), features.keys()
+    if values.dim() != 1:
+        return f"ids must have one dimension, found shape {tuple(values.shape)}"
+    if keys and not features.variable_stride_per_key() and lengths.numel() % len(keys):
+        return f"{lengths.numel()} lengths are not as many for each of {len(keys)} features ({', '.join(keys)})"
+    if lengths.device.type == "cpu" and lengths.numel() and (least := int(lengths.min())) < 0:
+        return f"a length is {least}"
+    end = features.offset_per_key()[-1]
+    if end > values.numel():
+        return f"lengths add up to {end}, for {values.numel()} ids"
+    return None
 
 
 def _bounds(

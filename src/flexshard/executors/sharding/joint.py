@@ -58,9 +58,11 @@ class JointModules:
     def replace(self, index: int, tables: ShardedTables) -> None:
         """A module's tables have another layout."""
         self.sync.layout_changed()
+        self._tables[index].replaced = True
         self._tables[index] = tables
         self._watch(tables)
         self._joint.clear()
+        self._sent.clear()
         self._started = None  # its ids go where rows were
 
     def failure(self, tables: ShardedTables) -> BatchProblem | None:
@@ -246,8 +248,10 @@ class JointBatch:
 
         Raises:
             DataError, CheckpointError: a rank has a problem.
+            PlanError: rows were moved since it was begun.
         """
         self.begin()
+        self._check_tables()
         if self._error is not None:
             raise self._error
         if self._exchange is not None:
@@ -266,6 +270,10 @@ class JointBatch:
                     part.owner.finish_writes()
         self._exchange = self._tables.exchange(self._batch, splits)
         self._modules.sent(self)
+
+    def _check_tables(self) -> None:
+        assert self._tables is not None
+        self._tables.check()
 
     def _problem(self) -> BatchProblem | None:
         """What is wrong on this rank, where something is."""
@@ -296,7 +304,9 @@ class JointBatch:
         Raises:
             CommunicationError: this module's rows are to be trained, and were looked up with those of modules that are
                 evaluated only; or they or their learning rates were changed since.
+            PlanError: rows were moved since it was begun.
         """
+        self._check_tables()
         train = torch.is_grad_enabled()
         self._modules.steps_on = current_stream(self._modules.device)
         if self._token is None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from flexshard.costmodels import Layout, RowWidths, TableClass, step_collectives
-from flexshard.errors import FlexShardError
+from flexshard.errors import FlexShardError, PlanError
 from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
 from flexshard.executors.comm.context import ExchangeContext
 from flexshard.executors.comm.delayed_sync import DelayedSync
@@ -80,8 +80,23 @@ class JointTables:
             Wire(dims, (torch.float32,) * len(dims), codecs and codecs.backward),
             [group.traits.gathered_dtype for group in groups],
             self._before_update,
+            self.check,
         )
         self._members, self._sync, self._rows_change = members, sync, rows_change
+
+    def check(self) -> None:
+        """Whether rows are still where they were.
+
+        Raises:
+            PlanError: they were moved.
+        """
+        moved = [name for module in self._modules if module.replaced for name in module.names]
+        if moved:
+            raise PlanError(
+                f"tables {', '.join(moved[:3])}: this batch was begun before reshard() moved their rows, and would read"
+                " and train the old ones; let pipelines come to their end before (progress(iter(())) until"
+                " StopIteration), or reset() them and give them these batches again"
+            )
 
     def _before_update(self, module: int) -> None:
         self._rows_change()

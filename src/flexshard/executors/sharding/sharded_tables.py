@@ -137,6 +137,7 @@ class ShardedTables:
         on_update: called before rows are updated.
         on_replace: called before rows are written to by what all ranks call.
         location_tables: of each table.
+        replaced: the module has others now.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class ShardedTables:
         self.layout, self.traits, self.bijections, self.options = layout, tuple(traits), tuple(bijections), options
         self.process_groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), options.process_group)
         self._steps = torch.zeros(1, dtype=torch.long)
+        self.replaced = False
         self.on_update: Callable[[], None] = lambda: None
         self.on_replace: Callable[[], None] = lambda: None
         # Where ids are translated ahead, it happens on the host.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -142,13 +142,18 @@ def _check(modules: Mapping[str, ShardedFlexShardEmbeddingCollection], plan: Pla
                 f"collection {name!r}: its ids are translated ahead, to where rows are now; reshard a model that was"
                 " sharded without translated_ids"
             )
+        found = {}
         for table in module.tables.names:
             names = {table, f"{_plain_name(name)}.{table}"} & set(plan.tables)
             if not names:
                 raise PlanError(f"the plan has no table {table!r} of {name!r}; plan for all of the model's tables")
             known -= names
+            found[table] = plan.tables[min(names)]
             traits = module.tables.group_of(module.tables.names.index(table)).traits
-            _check_cache(plan, plan.tables[min(names)], traits.cache_load_factor)
+            _check_cache(plan, found[table], traits.cache_load_factor)
+        for group in module.tables.groups:
+            if group.traits.cache_load_factor is not None:
+                _check_rows_behind_cache(plan, [found[module.tables.names[table]] for table in group.tables])
     if known:
         raise PlanError(f"the plan has table {min(known)!r}, which the model has not; plan for this model")
 
@@ -161,6 +166,16 @@ def _check_cache(plan: Plan, table: TablePlan, load_factor: float | None) -> Non
         raise PlanError(
             f"table {table.name!r} is {now}, and the plan has it {then}; save a checkpoint, and load it under the new"
             " plan"
+        )
+
+
+def _check_rows_behind_cache(plan: Plan, tables: Sequence[TablePlan]) -> None:
+    """Whether a plan leaves the cache of some tables any rows at all."""
+    world = plan.cluster.world_size
+    if not any(tier.rows for table in tables for tier in table.tiers if tier.group_size == world):
+        raise PlanError(
+            f"tables {', '.join(table.name for table in tables)} are behind a cache, and the plan has copies of all of"
+            " their rows on every rank or node, which are not cached; save a checkpoint, and load it under the new plan"
         )
 
 
