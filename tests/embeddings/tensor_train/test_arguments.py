@@ -102,6 +102,9 @@ def test_values_that_cannot_be_taken() -> None:
         arguments: Any = wrong
         with pytest.raises(TableError, match=message):
             TTEmbedding(1000, 16, **arguments)
+    halved = TTEmbedding(1000, 16, tt_ranks=2, optimizer="sgd", learning_rate=1e-5).half()
+    with pytest.raises(TableError, match=r"cores are float32, float64 or bfloat16, found torch\.float16"):
+        halved(torch.arange(4))
     table: Any = TTEmbeddingBag(1000, 16, tt_ranks=2, mode="sum", max_norm=None, sparse=False)
     TTEmbedding(1000, 16, tt_ranks=2, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
     for name, value in {"max_norm": 1.0, "sparse": True, "scale_grad_by_freq": True, "norm_type": 1.0}.items():

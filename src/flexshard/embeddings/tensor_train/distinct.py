@@ -9,10 +9,20 @@ import numpy as np
 import torch
 
 from flexshard._internal import HostCopy, host_waits_for, run_starts, runs_of, to_device
-from flexshard.errors import DataError
+from flexshard.errors import DataError, TableError
 from flexshard.tables import TTShape
 
-__all__ = ["NO_ID", "DistinctIds", "check_ids", "compacted", "marked", "prefix_counts", "prefixes_of", "without_row"]
+__all__ = [
+    "NO_ID",
+    "DistinctIds",
+    "check_dtype",
+    "check_ids",
+    "compacted",
+    "marked",
+    "prefix_counts",
+    "prefixes_of",
+    "without_row",
+]
 
 NO_ID = int(np.iinfo(np.int64).max)  # sorts behind all ids
 
@@ -88,6 +98,12 @@ class DistinctIds:
             index if padding_idx is not None and index >= 0 else None,
             tuple(prefixes),
         )
+
+
+def check_dtype(cores: torch.dtype) -> None:
+    """Raises TableError for cores are of a type that is not computed with."""
+    if cores not in (torch.float32, torch.bfloat16, torch.float64):
+        raise TableError(f"cores are float32, float64 or bfloat16, found {cores}")
 
 
 def check_ids(ids: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from flexshard.embeddings.tensor_train.core_optimizer import (
     full_dtype,
 )
 from flexshard.embeddings.tensor_train.decomposition import LARGE_ERROR, decompose, warn_of_error
-from flexshard.embeddings.tensor_train.distinct import DistinctIds, check_ids, without_row
+from flexshard.embeddings.tensor_train.distinct import DistinctIds, check_dtype, check_ids, without_row
 from flexshard.embeddings.tensor_train.rows_function import (
     BACKENDS,
     ProductBuffer,
@@ -113,8 +113,7 @@ class TTTable(nn.Module):
         if backend not in (None, *BACKENDS):
             raise TableError(f"backend is one of {', '.join(BACKENDS)} or None, found {backend!r}")
         self.backend, self.validate, self._products = backend, bool(validate), ProductBuffer()
-        if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-            raise TableError(f"cores are float32, float64 or bfloat16, found {dtype}")
+        check_dtype(dtype)
         if backend == "triton" and dtype == torch.float64:
             raise TableError("the kernels in Triton compute in float32; cores of float64 take another backend")
         if padding_idx is not None:
@@ -294,6 +293,7 @@ class TTTable(nn.Module):
 
     def _distinct(self, ids: torch.Tensor, *, counted: bool = True) -> DistinctIds:
         check_ids(ids)
+        check_dtype(self.cores[0].dtype)  # whatever the model was cast to since
         if self.cores[0].is_meta:
             raise TableError("the table has no numbers yet; to_empty(device=...) and reset_parameters() make them")
         if not self._is_shared and torch.is_grad_enabled():

@@ -23,15 +23,17 @@ from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import PlannerOptions, Problem
 from flexshard.planner.solving import solve
-from flexshard.planner.torchrec.left_to_torchrec import left_tables, model_of_the_rest
+from flexshard.planner.torchrec.given_names import check_names, check_options, name_profiles_of_others
+from flexshard.planner.torchrec.left_to_torchrec import (
+    left_tables,
+    model_of_the_rest,
+    modules_to_shard,
+    tables_of_others,
+)
 from flexshard.planner.torchrec.model_tables import check_model, check_table, dtype_of, optimizer_of, row_wise_plan
 from flexshard.planner.torchrec.optimal import OptimalShardingPlanner
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
-from flexshard.planner.torchrec.pooled_shardings import (
-    left_pooled,
-    pooled_collections,
-    pooled_shardings,
-)
+from flexshard.planner.torchrec.pooled_shardings import left_pooled, pooled_shardings
 from flexshard.planner.torchrec.rankings import Profiles, Rankings, key_of
 from flexshard.planner.torchrec.table_constraints import sequence_constraints, table_constraints
 from flexshard.tables import DATA_TYPES, Table
@@ -84,6 +86,7 @@ class FlexShardPlanner(ShardingPlanner):
     ) -> None:
         if plan is None and (profiles is None or cluster is None or "batch_size" not in options):
             raise JobError("FlexShardPlanner needs a plan, or profiles, a cluster and a batch_size to solve one")
+        check_options(plan, torchrec_tables, {"cluster": cluster, "dedup_factors": dedup_factors, **options})
         known: dict[str, Any] = dict(profiles or {})
         if isinstance(plan, Problem):
             known = {table.name: table.profile for table in plan.tables} | known
@@ -125,7 +128,7 @@ class FlexShardPlanner(ShardingPlanner):
         self._plan = plan
 
         def checked() -> ShardingPlan:
-            check_model(module, decided)
+            check_model(_parts_of(module, sharders), decided)
             return self._with_rankings(decided)
 
         return on_all_ranks(checked, PlanError, group)
@@ -134,7 +137,8 @@ class FlexShardPlanner(ShardingPlanner):
 
     def _decide(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ShardingPlan:
         kinds = {sharder.module_type: sharder for sharder in sharders}
-        collections = {fqn: part for fqn, part in module.named_modules() if type(part) is EmbeddingCollection}
+        parts = _parts_of(module, sharders)
+        collections = {fqn: part for fqn, part in parts.items() if type(part) is EmbeddingCollection}
         if collections and not getattr(kinds.get(EmbeddingCollection), "carries_out_plans", False):
             sharder_name = type(kinds[EmbeddingCollection]).__name__ if EmbeddingCollection in kinds else "none"
             raise PlanError(
@@ -144,10 +148,16 @@ class FlexShardPlanner(ShardingPlanner):
         tables = {
             (fqn, config.name): config for fqn, part in collections.items() for config in part.embedding_configs()
         }
-        pooled = pooled_collections(module, kinds)
+        pooled = {fqn: part for fqn, part in parts.items() if type(part) is EmbeddingBagCollection}
+        inside = tables_of_others(parts)
+        name_profiles_of_others(inside, parts, kinds, self._rankings.profiles, self._torchrec_tables)
         given = self._given or self._problem is not None
         kept = () if given else self._planned_as_asked(tables)
-        left_out = left_tables(tables, self._torchrec_tables, self._constraints, pooled, kept)
+        bags = {fqn: part.embedding_bag_configs() for fqn, part in pooled.items()}
+        outside = [(outer, name) for (_, name), outer in inside.items()]
+        others = [*((fqn, config.name) for fqn, configs in bags.items() for config in configs), *inside, *outside]
+        check_names(module, [*tables, *others], self._dedup_factors, self._constraints)
+        left_out = left_tables(tables, self._torchrec_tables, self._constraints, others, kept)
         ours = {key: config for key, config in tables.items() if key not in left_out}
         left_bags = left_pooled(pooled, self._torchrec_tables, self._constraints, planned=given)
         if self._plan is None:
@@ -156,7 +166,6 @@ class FlexShardPlanner(ShardingPlanner):
         used = {key_of(*key, plan.tables) for key in left_out}
         sequences: dict[str, Sequence[BaseEmbeddingConfig]]
         sequences = {fqn: part.embedding_configs() for fqn, part in collections.items()}
-        bags = {fqn: part.embedding_bag_configs() for fqn, part in pooled.items()}
         whole, named = pooled_shardings({**sequences, **bags}, plan, {*left_out, *left_bags})
         used |= named
         for fqn in collections:
@@ -170,9 +179,12 @@ class FlexShardPlanner(ShardingPlanner):
         if left:
             bag = left[0] in plan.pooled and plan.pooled[left[0]].pooling != "none"
             kind = "EmbeddingBagCollection" if bag else "EmbeddingCollection"
-            raise PlanError(f"the plan has table {left[0]!r}, which no {kind} of the model has; plan for this model")
+            where = next((f" but {outer or 'it'}" for (_, name), outer in inside.items() if name == left[0]), "")
+            raise PlanError(
+                f"the plan has table {left[0]!r}, which no {kind} of the model has{where}; plan for this model"
+            )
         planned = {fqn: set(whole[fqn]) for fqn in bags if fqn in whole}
-        rest = model_of_the_rest(module, collections, left_out, set(kinds) - {EmbeddingCollection}, planned)
+        rest = model_of_the_rest(parts, collections, left_out, planned)
         if rest is not None:
             for fqn, shardings in self._others(rest, sharders, ours).items():
                 result.setdefault(fqn, type(shardings)()).update(shardings)
@@ -336,6 +348,11 @@ class FlexShardPlanner(ShardingPlanner):
     def _ranked(self, fqn: str, name: str, how: FlexShardParameterSharding) -> FlexShardParameterSharding:
         assert how.table is not None
         return replace(how, ranked_rows=self._rankings.ranked_rows(fqn, name, how.table, how.world_size))
+
+
+def _parts_of(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> dict[str, nn.Module]:
+    """What sharders take of a model, and collections that need one."""
+    return modules_to_shard(module, {EmbeddingCollection, *(sharder.module_type for sharder in sharders)})
 
 
 def same_on_all_ranks(given: str | None, plan: Plan, group: dist.ProcessGroup) -> None:

@@ -17,21 +17,50 @@ from flexshard.errors import PlanError
 from flexshard.planner.constraints import TIERS
 from flexshard.planner.torchrec.table_constraints import asks_for_torchrec
 
-__all__ = ["bag_part_of", "left_tables", "model_of_the_rest", "part_of"]
+__all__ = ["bag_part_of", "left_tables", "model_of_the_rest", "modules_to_shard", "part_of", "tables_of_others"]
 
 TableKey = tuple[str, str]
+
+
+def modules_to_shard(module: nn.Module, kinds: Collection[type]) -> dict[str, nn.Module]:
+    """Modules of some types by name, in a model's order. What is inside one of them is none by itself: its sharder sees
+    to it, as ``DistributedModelParallel`` has it.
+    """
+    found: dict[str, nn.Module] = {}
+    for fqn, part in module.named_modules():
+        if type(part) in kinds and not any(_is_inside(fqn, outer) for outer in found):
+            found[fqn] = part
+    return found
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return not outer or fqn.startswith(f"{outer}.")
+
+
+def tables_of_others(parts: Mapping[str, nn.Module]) -> dict[TableKey, str]:
+    """Tables (module, name) inside modules that sharders of their own take, and the names of these modules."""
+    found: dict[TableKey, str] = {}
+    for outer, whole in parts.items():
+        if type(whole) in (EmbeddingCollection, EmbeddingBagCollection):
+            continue
+        for inner, part in whole.named_modules(prefix=outer):
+            if isinstance(part, EmbeddingCollection):
+                found |= {(inner, config.name): outer for config in part.embedding_configs()}
+            elif isinstance(part, EmbeddingBagCollection):
+                found |= {(inner, config.name): outer for config in part.embedding_bag_configs()}
+    return found
 
 
 def left_tables(
     tables: Iterable[TableKey],
     names: Collection[str],
     constraints: Mapping[str, ParameterConstraints],
-    pooled: Mapping[str, EmbeddingBagCollection],
+    others: Collection[TableKey],
     planned: Collection[TableKey] = (),
 ) -> set[TableKey]:
     """Tables (module, name) that another planner keeps: those named, those of modules named, and those whose
     constraints ask for sharding types or kernels of TorchRec's and do not allow tiers, unless a plan is made for them
-    that keeps the constraints (``planned``).
+    that keeps the constraints (``planned``). ``others`` are the model's other tables, which may be named too.
 
     Raises:
         PlanError: a name that the model has not.
@@ -39,10 +68,9 @@ def left_tables(
     known = list(tables)
     wanted = set(names)
     left = {(fqn, name) for fqn, name in known if wanted & {name, f"{fqn}.{name}", fqn}}
-    bags = [(fqn, config.name) for fqn, part in pooled.items() for config in part.embedding_bag_configs()]
-    unknown = wanted - {text for fqn, name in (*known, *bags) for text in (name, f"{fqn}.{name}", fqn)}
+    unknown = wanted - {text for fqn, name in (*known, *others) for text in (name, f"{fqn}.{name}", fqn)}
     if unknown:
-        shown = ", ".join(f"{fqn}.{name}" if fqn else name for fqn, name in (*known, *bags))
+        shown = ", ".join(f"{fqn}.{name}" if fqn else name for fqn, name in (*known, *others))
         raise PlanError(
             f"no collection and no table is called {min(unknown)!r}, which is to be left to TorchRec; there are {shown}"
         )
@@ -94,23 +122,21 @@ def bag_part_of(collection: Any, configs: Sequence[EmbeddingBagConfig]) -> Embed
 
 
 def model_of_the_rest(
-    module: nn.Module,
+    parts: Mapping[str, nn.Module],
     collections: Mapping[str, EmbeddingCollection],
     left: Collection[TableKey],
-    kinds: Collection[Any],
     planned: Mapping[str, Collection[str]],
 ) -> nn.Module | None:
     """What TorchRec's planner is to plan, under the names that it has in the model; None if there is nothing.
 
     Args:
-        module: the whole model.
+        parts: what sharders take of the model, by name.
         collections: its embedding collections by name, of which TorchRec keeps the tables in ``left``.
-        kinds: types of modules that other sharders shard.
         planned: pooled tables that are planned already, by module.
     """
-    rest = {fqn: part for fqn, part in module.named_modules() if type(part) in kinds}
+    rest = {fqn: part for fqn, part in parts.items() if fqn not in collections}
     for fqn, names in planned.items():
-        bags = rest.pop(fqn)
+        bags: Any = rest.pop(fqn)
         left_of = [config for config in bags.embedding_bag_configs() if config.name not in names]
         if left_of:
             rest[fqn] = bag_part_of(bags, left_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from flexshard.tables import OPTIMIZERS, data_type_of_torchrec, optimizer_of_tor
 __all__ = ["check_model", "check_table", "dtype_of", "optimizer_of", "row_wise_plan"]
 
 
-def check_model(module: nn.Module, decided: ShardingPlan) -> None:
-    """Whether this rank's model has the tables that rank 0 planned for.
+def check_model(parts: Mapping[str, nn.Module], decided: ShardingPlan) -> None:
+    """Whether this rank's model has the tables that rank 0 planned for. ``parts``: what sharders take of it, by name.
 
     Raises:
         PlanError: it has others.
     """
-    for fqn, part in module.named_modules():
+    for fqn, part in parts.items():
         if type(part) is EmbeddingCollection:
             configs = part.embedding_configs()
         elif type(part) is EmbeddingBagCollection and decided.plan.get(fqn):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import placement
@@ -22,14 +21,7 @@ from flexshard.planner.torchrec.rankings import key_of
 from flexshard.planner.torchrec.table_constraints import table_constraints
 from flexshard.planner.whole_tables import WholeTable
 
-__all__ = ["left_pooled", "parameter_sharding", "pooled_collections", "pooled_shardings"]
-
-
-def pooled_collections(module: nn.Module, kinds: Collection[type]) -> dict[str, EmbeddingBagCollection]:
-    """Collections of pooled tables by name, where one of TorchRec's sharders is there to run them."""
-    if EmbeddingBagCollection not in kinds:
-        return {}
-    return {fqn: part for fqn, part in module.named_modules() if type(part) is EmbeddingBagCollection}
+__all__ = ["left_pooled", "parameter_sharding", "pooled_shardings"]
 
 
 def left_pooled(
