@@ -86,9 +86,7 @@ def test_dlrm_trains_to_the_weights_of_the_unsharded_model(tmp_path: Path) -> No
 
 
 def test_ingest_train_goes_on_with_the_same_losses(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "examples" / "ingest_train.py"), "--backend", "threads"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    done = run_script(ROOT / "examples" / "ingest_train.py", "--backend", "threads", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     losses = re.search(r"40 steps of 512 clicks: loss (\S+) to (\S+)", done.stdout)
@@ -111,12 +109,8 @@ def test_lookahead_train_gives_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", first(1, [2, 1]))
 def test_growing_histories_train_to_the_same_losses_from_fewer_ids(tmp_path: Path, ranks: int) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "growing_histories.py")]
-    command += ["--rows", "20000", "--steps", "4", "--batch-size", "512", "--dim", "16"]
-    if ranks > 1:  # as its users start it; other examples' ranks are forked off
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_PORT": "29535"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    script = [ROOT / "examples" / "growing_histories.py", "--rows", "20000", "--steps", "4", "--batch-size", "512"]
+    done = run_script(*script, "--dim", "16", folder=tmp_path, ranks=ranks)
     assert done.returncode == 0, done.stderr
     pattern = r"  (\w+) +\d+ ms .* times fewer: (\S+) ids looked up, (\S+) bytes of batches.* differs by (\S+)"
     found = re.findall(pattern, done.stdout)

@@ -57,9 +57,12 @@ def _longest(starts):  # type: ignore[no-untyped-def] # pragma: no cover - compi
 @numba.njit(cache=True, nogil=True)
 def _gathered(before, parent, memory):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """``before[parent]`` as one matrix, at the start of some memory."""
-    height = before.shape[1]
+    height, inner = before.shape[1], before.shape[2]
     for n in range(parent.size):
-        memory[n * height : (n + 1) * height] = before[parent[n]]
+        own = before[parent[n]]
+        for a in range(height):  # assigning one slice to another takes 7 s to compile, for the message where it fails
+            for k in range(inner):
+                memory[n * height + a, k] = own[a, k]
     return memory[: parent.size * height]
 
 

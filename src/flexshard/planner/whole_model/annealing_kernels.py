@@ -33,6 +33,16 @@ def _compiled(function: _Function) -> _Function:
 
 
 @_compiled
+def _copy_each(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    into, out_of = target.reshape(-1), source.reshape(-1)
+    for place in range(into.size):
+        into[place] = out_of[place]
+
+
+_copy = _copy_each if has_numba() else np.copyto  # slices take seconds to compile, for the message where they differ
+
+
+@_compiled
 def _draw(random: IntArray) -> float:
     """A number between 0 and 1, neither included."""
     random[0] = random[0] * 48271 % 2147483647
@@ -116,13 +126,7 @@ def _add(weights: FloatArray, sharing: IntArray, shard: int, fill: FloatArray, r
 
 @_compiled
 def _harm(
-    weights: FloatArray,
-    sharing: IntArray,
-    shard: int,
-    fill: FloatArray,
-    limit: FloatArray,
-    per_unit: FloatArray,
-    rank: int,
+    weights: FloatArray, sharing: IntArray, shard: int, fill: FloatArray, limit: FloatArray, unit: FloatArray, rank: int
 ) -> float:
     """How much worse a rank becomes by a shard; how full it gets, where nothing is beyond its limit."""
     total = 0.0
@@ -130,8 +134,8 @@ def _harm(
         place = rank // sharing[kind]
         before = fill[kind, place]
         after = before + weights[kind, shard]
-        total += (max(after - limit[kind, place], 0.0) - max(before - limit[kind, place], 0.0)) * per_unit[kind]
-        total += 1e-3 * after * per_unit[kind]
+        total += (max(after - limit[kind, place], 0.0) - max(before - limit[kind, place], 0.0)) * unit[kind]
+        total += 1e-3 * after * unit[kind]
     return total
 
 
@@ -279,7 +283,9 @@ def anneal_moves(
     for move in range(moves + 1):
         if (energy <= 0 or not one) and _slowest(fill, loads) + paid < found and _within_memory(fill, limit, loads):
             found = _slowest(fill, loads) + paid
-            best_choice[:], best_ranks[:], best_hosts[:] = choice, ranks, hosts
+            _copy(best_choice, choice)
+            _copy(best_ranks, ranks)
+            _copy(best_hosts, hosts)
             if found <= floor:
                 break
             target = max(found * (1 - step), floor)
@@ -307,7 +313,7 @@ def anneal_moves(
                 new += old // per_host * per_host
             if new == old:
                 continue
-            new_fill[:] = fill
+            _copy(new_fill, fill)
             _add(weights, sharing, first[option] + shard, new_fill, old, -1.0)
             _add(weights, sharing, first[option] + shard, new_fill, new, 1.0)
             new_ranks[at + shard] = new
@@ -320,14 +326,14 @@ def anneal_moves(
             old, new = ranks[at + shard], ranks[slot[other] + other_shard]
             if old == new or (spread[partner] == 2 and old // per_host != new // per_host):
                 continue
-            new_fill[:] = fill
+            _copy(new_fill, fill)
             _add(weights, sharing, first[option] + shard, new_fill, old, -1.0)
             _add(weights, sharing, first[option] + shard, new_fill, new, 1.0)
             _add(weights, sharing, first[partner] + other_shard, new_fill, new, -1.0)
             _add(weights, sharing, first[partner] + other_shard, new_fill, old, 1.0)
             new_ranks[at + shard], new_ranks[slot[other] + other_shard] = new, old
         elif kind < 0.7 and group[table] >= 0:  # a group of tables to another host
-            new_fill[:] = fill
+            _copy(new_fill, fill)
             new_hosts[group[table]] = int(_draw(random) * (world // per_host))
             for member in range(tables):
                 if group[member] == group[table]:
@@ -348,7 +354,7 @@ def anneal_moves(
             if charge[new_option] != charge[option]:
                 new_paid += charges[charge[new_option]] if used[charge[new_option]] == 0 else 0.0
                 new_paid -= charges[charge[option]] if used[charge[option]] == 1 else 0.0
-            new_fill[:] = fill
+            _copy(new_fill, fill)
             for shard in range(shards):
                 _add(weights, sharing, first[option] + shard, new_fill, ranks[at + shard], -1.0)
             lay(
@@ -361,7 +367,7 @@ def anneal_moves(
             temperature = hot * (cold / hot) ** ((done + move) / all_moves)
             accepted = _draw(random) < np.exp((energy - new_energy) / temperature)
         if accepted:
-            fill[:] = new_fill
+            _copy(fill, new_fill)
             used[charge[option]] -= 1
             used[charge[new_option]] += 1
             choice[table], energy, paid = new_option, new_energy, new_paid
@@ -384,8 +390,8 @@ def _agree(
 ) -> None:
     """Make one account of ranks and hosts equal to the other for the tables that a move touched."""
     if group[table] >= 0:
-        target[:] = source
-        target_hosts[:] = source_hosts
+        _copy(target, source)
+        _copy(target_hosts, source_hosts)
         return
     for place in range(slot[table], slot[table + 1]):
         target[place] = source[place]
