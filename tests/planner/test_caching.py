@@ -327,7 +327,7 @@ def test_a_plan_with_caches_is_kept_and_explained(tmp_path: Path) -> None:
 
 
 def test_job_files_and_commands_know_host_memory(tmp_path: Path) -> None:
-    (table,), cluster = middling(1, 200_000), Cluster.preset("dgx-a100", 2)
+    (table,), cluster = middling(1, 100_000), Cluster.preset("dgx-a100", 2)
     neutral = flexshard.solve([table], cluster, batch_size=64).settings.budget_bytes
     table.profile.save(tmp_path / "t0.parquet")
     job = {
