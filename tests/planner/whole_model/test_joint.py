@@ -19,7 +19,8 @@ from flexshard.errors import BudgetError, JobError, PlanError
 from flexshard.planner import load_job, pareto, whole_table_cost
 from flexshard.planner.constraints import SEQUENCE_SHARDINGS
 from flexshard.planner.solver.deadline import ended_at
-from flexshard.planner.whole_model import columns, joint
+from flexshard.planner.whole_model import annealing_kernels, columns, joint
+from flexshard.planner.whole_model.annealing import compile_loops
 from flexshard.topologies import CollectiveRate, Level
 from tests.slow import first
 
@@ -584,3 +585,14 @@ def test_time_that_falls_by_steps_is_bounded_where_it_falls(monkeypatch: pytest.
     plan = solve(drawn(10, 2, 9), Cluster.preset("dgx-h100", nodes=1), batch_size=1024)
     assert plan.predicted.exposed_seconds <= plan.lower_bound_seconds * 1.002
     assert len(placed) <= 20
+
+
+def test_a_search_compiles_nothing_once_its_time_runs() -> None:
+    pytest.importorskip("numba")
+    compile_loops()
+    known: list[Any] = [annealing_kernels.lay, annealing_kernels.anneal_moves]
+    before = [loop.signatures for loop in known]
+    for one in (tables(1, 4, 0), tables(2, 3, 2)):
+        solve(Problem(one, cluster(), batch_size=1024, index_dedup=False, timeout_seconds=5.0))
+    assert [loop.signatures for loop in known] == before
+    assert all(len(signatures) == 1 for signatures in before)

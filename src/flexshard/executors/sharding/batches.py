@@ -223,7 +223,7 @@ def _misfit(features: KeyedJaggedTensor) -> str | None:
         return f"ids must have one dimension, found shape {tuple(values.shape)}"
     if keys and not features.variable_stride_per_key() and lengths.numel() % len(keys):
         return f"{lengths.numel()} lengths are not as many for each of {len(keys)} features ({', '.join(keys)})"
-    if lengths.device.type == "cpu" and lengths.numel() and (least := int(lengths.min())) < 0:
+    if not host_waits_for(lengths.device) and lengths.numel() and (least := int(lengths.min())) < 0:
         return f"a length is {least}"
     end = features.offset_per_key()[-1]
     if end > values.numel():

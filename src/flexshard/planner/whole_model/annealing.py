@@ -8,6 +8,7 @@ Where several kinds of load make the rating, each has a share of what is asked f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from flexshard.planner.whole_model.annealing_kernels import anneal_moves, lay
 from flexshard.planner.whole_model.menus import Menus
 
-__all__ = ["Annealing", "Flat", "State", "flat", "place", "rating"]
+__all__ = ["Annealing", "Flat", "State", "compile_loops", "flat", "place", "rating"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -214,3 +215,25 @@ class Annealing:
     def plan(self) -> State | None:
         """The best plan within memory and the rating asked for, if there was one."""
         return self._best if np.isfinite(self._found) else None
+
+
+@cache
+def compile_loops() -> None:
+    """Compile what anneals, or read it from disk: seconds that are not to be taken from a search's."""
+    zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    problem = Flat(
+        spread=3 * one,
+        first=zero,
+        shards=one,
+        weights=np.ones((2, 1)),
+        begin=np.arange(2),
+        slot=np.arange(2),
+        group=-one,
+        capacity=np.ones((1, 1)),
+        per_host=1,
+        charge=zero,
+        charges=np.zeros(1),
+        sharing=np.ones(2, np.int64),
+    )
+    start = place(problem, zero, 1.0)
+    Annealing(problem, start, aim=1.0, floor=0.0, moves=1, seed=0, heat=(1.0, 0.1), step=0.1).run(1)

@@ -21,6 +21,7 @@ from flexshard.planner.budget import Budget
 from flexshard.planner.deciding import Decision, decide, dense_seconds
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
+from flexshard.planner.whole_model.annealing import compile_loops
 from flexshard.planner.whole_model.cases import Case, Cases, row_wise, with_dense, with_sequences
 from flexshard.planner.whole_model.columns import Bound, Column, Sequences, columns_of_choices, first_columns
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
@@ -89,6 +90,7 @@ def decide_whole(
     Raises:
         JobError, BudgetError: as :func:`flexshard.solve`.
     """
+    compile_loops()
     until = time.monotonic() + problem.timeout_seconds
     cases = Cases(problem, trains or {}, loss_limit, until)
     best, lower = _Search(problem, cases, until).best()

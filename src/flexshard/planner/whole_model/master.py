@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import has_numba
-from flexshard.planner.whole_model.annealing import Annealing, State, flat, place, rating
+from flexshard.planner.whole_model.annealing import Annealing, State, compile_loops, flat, place, rating
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound, priced_options, totals
 from flexshard.planner.whole_model.menus import Menus, undominated
 from flexshard.planner.whole_model.program import Bins, ProgramAnswer, program_columns, solve_menus_program
@@ -94,6 +94,7 @@ def assign(menus: Menus, *, seconds: float, gap: float = 0.01, seed: int = 0) ->
     Raises:
         BudgetError: no plan fits, with the tables and bytes that stand in the way; or none was found.
     """
+    compile_loops()
     return _Master(menus, seconds, gap, seed).solve()
 
 
