@@ -156,7 +156,7 @@ class FlexShardPlanner(ShardingPlanner):
         bags = {fqn: part.embedding_bag_configs() for fqn, part in pooled.items()}
         outside = [(outer, name) for (_, name), outer in inside.items()]
         others = [*((fqn, config.name) for fqn, configs in bags.items() for config in configs), *inside, *outside]
-        check_names(module, [*tables, *others], self._dedup_factors, self._constraints)
+        check_names(module, self._dedup_factors, self._constraints)
         left_out = left_tables(tables, self._torchrec_tables, self._constraints, others, kept)
         ours = {key: config for key, config in tables.items() if key not in left_out}
         left_bags = left_pooled(pooled, self._torchrec_tables, self._constraints, planned=given)

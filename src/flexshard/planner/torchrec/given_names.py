@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from flexshard.errors import JobError, PlanError
 from flexshard.planner.problem import PlannerOptions
+from flexshard.planner.torchrec.left_to_torchrec import all_tables
 from flexshard.planner.torchrec.rankings import key_of
 
 __all__ = ["check_names", "check_options", "name_profiles_of_others"]
@@ -36,17 +37,13 @@ def check_options(plan: object | None, torchrec_tables: object, given: Mapping[s
         raise JobError(f"torchrec_tables is a list of names, not {torchrec_tables!r}; give [{torchrec_tables!r}]")
 
 
-def check_names(
-    module: nn.Module,
-    tables: Sequence[TableKey],
-    dedup_factors: Collection[str],
-    constraints: Collection[str],
-) -> None:
-    """Whether what is said of single tables is said of the model's, (module, name) each; else warn of constraints.
+def check_names(module: nn.Module, dedup_factors: Collection[str], constraints: Collection[str]) -> None:
+    """Whether what is said of single tables is said of the model's; else warn of constraints.
 
     Raises:
         PlanError: a DedupFactor of another table.
     """
+    tables = all_tables(module)
     shown = ", ".join(f"{fqn}.{name}" if fqn else name for fqn, name in tables)
     unknown = set(dedup_factors) - {text for fqn, name in tables for text in (name, f"{fqn}.{name}")}
     if unknown:

@@ -17,7 +17,15 @@ from flexshard.errors import PlanError
 from flexshard.planner.constraints import TIERS
 from flexshard.planner.torchrec.table_constraints import asks_for_torchrec
 
-__all__ = ["bag_part_of", "left_tables", "model_of_the_rest", "modules_to_shard", "part_of", "tables_of_others"]
+__all__ = [
+    "all_tables",
+    "bag_part_of",
+    "left_tables",
+    "model_of_the_rest",
+    "modules_to_shard",
+    "part_of",
+    "tables_of_others",
+]
 
 TableKey = tuple[str, str]
 
@@ -37,18 +45,23 @@ def _is_inside(fqn: str, outer: str) -> bool:
     return not outer or fqn.startswith(f"{outer}.")
 
 
+def all_tables(module: nn.Module, fqn: str = "") -> list[TableKey]:
+    """Tables (module, name) of all collections of a model, or of a module of this name in it."""
+    found: list[TableKey] = []
+    for name, part in module.named_modules(prefix=fqn):
+        if isinstance(part, EmbeddingCollection):
+            found += [(name, config.name) for config in part.embedding_configs()]
+        elif isinstance(part, EmbeddingBagCollection):
+            found += [(name, config.name) for config in part.embedding_bag_configs()]
+    return found
+
+
 def tables_of_others(parts: Mapping[str, nn.Module]) -> dict[TableKey, str]:
     """Tables (module, name) inside modules that sharders of their own take, and the names of these modules."""
-    found: dict[TableKey, str] = {}
-    for outer, whole in parts.items():
-        if type(whole) in (EmbeddingCollection, EmbeddingBagCollection):
-            continue
-        for inner, part in whole.named_modules(prefix=outer):
-            if isinstance(part, EmbeddingCollection):
-                found |= {(inner, config.name): outer for config in part.embedding_configs()}
-            elif isinstance(part, EmbeddingBagCollection):
-                found |= {(inner, config.name): outer for config in part.embedding_bag_configs()}
-    return found
+    others = {
+        fqn: part for fqn, part in parts.items() if type(part) not in (EmbeddingCollection, EmbeddingBagCollection)
+    }
+    return {key: outer for outer, part in others.items() for key in all_tables(part, outer)}
 
 
 def left_tables(
