@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ PIPELINES: dict[str, tuple[type, float | None, dict[str, Any]]] = {
 }
 
 
-def _message(step: Any) -> str:
+def _message(step: Callable[..., Any], *given: Any, **how: Any) -> str:
     with pytest.raises(PlanError) as error:
-        step()
+        step(*given, **how)
     return str(error.value)
 
 
@@ -42,7 +43,7 @@ def resharded(rank: int, plan: Any, other: Any) -> dict[str, list[str]]:
         seen = [pipeline.progress(batches).detach() for _ in range(4)]
         reshard(parallel, other, profiles=_profiles(), quiet=True)
         if name != "drained":
-            said = _message(lambda: pipeline.progress(batches))  # noqa: B023
+            said = _message(pipeline.progress, batches)
             wrong += [] if "this batch was begun before reshard() moved their rows" in said else [said]
             pipeline.reset()
         batches = looking.batches(rank, range(4, 12))
@@ -69,9 +70,8 @@ def test_they_are_refused_and_read_again() -> None:
 
 
 def test_gradients_do_not_go_to_where_rows_were() -> None:
-    assert (
-        ranks.run(1, 2, between_passes, *(looking.plan_for(1, 2, tiers=tiers) for tiers in (True, False))) == [True] * 2
-    )
+    plans = [looking.plan_for(1, 2, tiers=tiers) for tiers in (True, False)]
+    assert ranks.run(1, 2, between_passes, *plans) == [True, True]
 
 
 def without_rows_behind_a_cache(rank: int) -> tuple[str, bool]:
@@ -82,7 +82,7 @@ def without_rows_behind_a_cache(rank: int) -> tuple[str, bool]:
     cached = {"cache_load_factors": {"goods": 0.5, "users": 0.5}}
     parallel, _ = models.shard(models.plan_of(cluster, split), "sgd", sharder=cached)
     before = parallel.module.wide.tables
-    said = _message(lambda: reshard(parallel, models.plan_of(cluster, copied), quiet=True))
+    said = _message(reshard, parallel, models.plan_of(cluster, copied), quiet=True)
     return said, parallel.module.wide.tables is before
 
 

@@ -251,12 +251,12 @@ class JointBatch:
             PlanError: rows were moved since it was begun.
         """
         self.begin()
-        self._check_tables()
+        assert self._tables is not None
+        self._tables.check()
         if self._error is not None:
             raise self._error
         if self._exchange is not None:
             return
-        assert self._tables is not None
         assert self._splits is not None
         assert self._batch is not None
         splits = self._splits.wait()
@@ -270,10 +270,6 @@ class JointBatch:
                     part.owner.finish_writes()
         self._exchange = self._tables.exchange(self._batch, splits)
         self._modules.sent(self)
-
-    def _check_tables(self) -> None:
-        assert self._tables is not None
-        self._tables.check()
 
     def _problem(self) -> BatchProblem | None:
         """What is wrong on this rank, where something is."""
@@ -306,7 +302,8 @@ class JointBatch:
                 evaluated only; or they or their learning rates were changed since.
             PlanError: rows were moved since it was begun.
         """
-        self._check_tables()
+        assert self._tables is not None
+        self._tables.check()
         train = torch.is_grad_enabled()
         self._modules.steps_on = current_stream(self._modules.device)
         if self._token is None:

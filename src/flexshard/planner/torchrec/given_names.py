@@ -10,12 +10,10 @@ from torch import nn
 
 from flexshard.errors import JobError, PlanError
 from flexshard.planner.problem import PlannerOptions
-from flexshard.planner.torchrec.left_to_torchrec import all_tables
+from flexshard.planner.torchrec.left_to_torchrec import TableKey, all_tables
 from flexshard.planner.torchrec.rankings import key_of
 
 __all__ = ["check_names", "check_options", "name_profiles_of_others"]
-
-TableKey = tuple[str, str]
 
 
 def check_options(plan: object | None, torchrec_tables: object, given: Mapping[str, object]) -> None:

@@ -18,6 +18,7 @@ from flexshard.planner.constraints import TIERS
 from flexshard.planner.torchrec.table_constraints import asks_for_torchrec
 
 __all__ = [
+    "TableKey",
     "all_tables",
     "bag_part_of",
     "left_tables",

@@ -31,7 +31,6 @@ from flexshard.errors import BudgetError, PlanError
 from flexshard.planner.torchrec.distinct_shards import PricedOption, enumerate_options, priced, priced_in_full
 from flexshard.planner.torchrec.known_plan import AsPlaced, Loaded, Only, Timed, reserved
 from flexshard.planner.torchrec.search_space import menus_of
-from flexshard.planner.whole_model.annealing import compile_loops
 from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
 from flexshard.planner.whole_model.menus import Menus
 from flexshard.planner.whole_model.reasons import explain_table
@@ -169,7 +168,6 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             PlannerError: no plan fits, with the tables and bytes that stand in the way; or as TorchRec's planner.
             PlanError: columns of a table in a key-value store are among the options.
         """
-        compile_loops()
         started = time.perf_counter()
         self._rating = self._lower_bound = self._solved = None
         self._num_proposals = self._num_plans = 0

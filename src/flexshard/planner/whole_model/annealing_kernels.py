@@ -8,48 +8,26 @@ numbers are Park and Miller's, whose state is one number below 2^31: the same co
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import has_numba
+from flexshard.planner.whole_model.compiled import compiled, copy_into
 
 __all__ = ["anneal_moves", "lay"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 _RATING = 3.0  # weight of the rating beyond the one asked for beside ranks' loads, both relative
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _compiled(function: _Function) -> _Function:
-    if not has_numba():
-        return function
-    import numba
-
-    return cast("_Function", numba.njit(cache=True, nogil=True)(function))
-
-
-@_compiled
-def _copy_each(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-    into, out_of = target.reshape(-1), source.reshape(-1)
-    for place in range(into.size):
-        into[place] = out_of[place]
-
-
-_copy = _copy_each if has_numba() else np.copyto  # slices take seconds to compile, for the message where they differ
-
-
-@_compiled
+@compiled
 def _draw(random: IntArray) -> float:
     """A number between 0 and 1, neither included."""
     random[0] = random[0] * 48271 % 2147483647
     return float(random[0] / 2147483647.0)
 
 
-@_compiled
+@compiled
 def _excess(fill: FloatArray, limit: FloatArray, per_unit: FloatArray, sharing: IntArray, rank: int) -> float:
     """How far a rank is beyond its limits."""
     total = 0.0
@@ -61,7 +39,7 @@ def _excess(fill: FloatArray, limit: FloatArray, per_unit: FloatArray, sharing: 
     return total
 
 
-@_compiled
+@compiled
 def _energy(fill: FloatArray, limit: FloatArray, per_unit: FloatArray) -> float:
     """How far all ranks are beyond their limits."""
     total = 0.0
@@ -73,7 +51,7 @@ def _energy(fill: FloatArray, limit: FloatArray, per_unit: FloatArray) -> float:
     return total
 
 
-@_compiled
+@compiled
 def _within_memory(fill: FloatArray, limit: FloatArray, loads: int) -> bool:
     """Whether no rank holds more than its memory."""
     for kind in range(loads, fill.shape[0]):
@@ -83,7 +61,7 @@ def _within_memory(fill: FloatArray, limit: FloatArray, loads: int) -> bool:
     return True
 
 
-@_compiled
+@compiled
 def _slowest(fill: FloatArray, loads: int) -> float:
     """Of each kind of load that of the rank that has most, added up."""
     total = 0.0
@@ -92,7 +70,7 @@ def _slowest(fill: FloatArray, loads: int) -> float:
     return total
 
 
-@_compiled
+@compiled
 def _badness(
     fill: FloatArray, limit: FloatArray, per_unit: FloatArray, loads: int, paid: float, asked: FloatArray, one: bool
 ) -> float:
@@ -105,7 +83,7 @@ def _badness(
     return total
 
 
-@_compiled
+@compiled
 def _ask_for(
     fill: FloatArray, limit: FloatArray, per_unit: FloatArray, loads: int, paid: float, found: float, target: float
 ) -> None:
@@ -118,15 +96,21 @@ def _ask_for(
         per_unit[load] = 1.0 / target
 
 
-@_compiled
+@compiled
 def _add(weights: FloatArray, sharing: IntArray, shard: int, fill: FloatArray, rank: int, sign: float) -> None:
     for kind in range(fill.shape[0]):
         fill[kind, rank // sharing[kind]] += sign * weights[kind, shard]
 
 
-@_compiled
+@compiled
 def _harm(
-    weights: FloatArray, sharing: IntArray, shard: int, fill: FloatArray, limit: FloatArray, unit: FloatArray, rank: int
+    weights: FloatArray,
+    sharing: IntArray,
+    shard: int,
+    fill: FloatArray,
+    limit: FloatArray,
+    per_unit: FloatArray,
+    rank: int,
 ) -> float:
     """How much worse a rank becomes by a shard; how full it gets, where nothing is beyond its limit."""
     total = 0.0
@@ -134,12 +118,12 @@ def _harm(
         place = rank // sharing[kind]
         before = fill[kind, place]
         after = before + weights[kind, shard]
-        total += (max(after - limit[kind, place], 0.0) - max(before - limit[kind, place], 0.0)) * unit[kind]
-        total += 1e-3 * after * unit[kind]
+        total += (max(after - limit[kind, place], 0.0) - max(before - limit[kind, place], 0.0)) * per_unit[kind]
+        total += 1e-3 * after * per_unit[kind]
     return total
 
 
-@_compiled
+@compiled
 def lay(
     spread: int,
     first: int,
@@ -202,7 +186,7 @@ def lay(
         _add(weights, sharing, first + shard, fill, chosen, 1.0)
 
 
-@_compiled
+@compiled
 def _busy_table(
     count: IntArray,
     slot: IntArray,
@@ -233,7 +217,7 @@ def _busy_table(
     return table
 
 
-@_compiled
+@compiled
 def anneal_moves(
     spread: IntArray,
     first: IntArray,
@@ -283,9 +267,9 @@ def anneal_moves(
     for move in range(moves + 1):
         if (energy <= 0 or not one) and _slowest(fill, loads) + paid < found and _within_memory(fill, limit, loads):
             found = _slowest(fill, loads) + paid
-            _copy(best_choice, choice)
-            _copy(best_ranks, ranks)
-            _copy(best_hosts, hosts)
+            copy_into(best_choice, choice)
+            copy_into(best_ranks, ranks)
+            copy_into(best_hosts, hosts)
             if found <= floor:
                 break
             target = max(found * (1 - step), floor)
@@ -313,7 +297,7 @@ def anneal_moves(
                 new += old // per_host * per_host
             if new == old:
                 continue
-            _copy(new_fill, fill)
+            copy_into(new_fill, fill)
             _add(weights, sharing, first[option] + shard, new_fill, old, -1.0)
             _add(weights, sharing, first[option] + shard, new_fill, new, 1.0)
             new_ranks[at + shard] = new
@@ -326,14 +310,14 @@ def anneal_moves(
             old, new = ranks[at + shard], ranks[slot[other] + other_shard]
             if old == new or (spread[partner] == 2 and old // per_host != new // per_host):
                 continue
-            _copy(new_fill, fill)
+            copy_into(new_fill, fill)
             _add(weights, sharing, first[option] + shard, new_fill, old, -1.0)
             _add(weights, sharing, first[option] + shard, new_fill, new, 1.0)
             _add(weights, sharing, first[partner] + other_shard, new_fill, new, -1.0)
             _add(weights, sharing, first[partner] + other_shard, new_fill, old, 1.0)
             new_ranks[at + shard], new_ranks[slot[other] + other_shard] = new, old
         elif kind < 0.7 and group[table] >= 0:  # a group of tables to another host
-            _copy(new_fill, fill)
+            copy_into(new_fill, fill)
             new_hosts[group[table]] = int(_draw(random) * (world // per_host))
             for member in range(tables):
                 if group[member] == group[table]:
@@ -354,7 +338,7 @@ def anneal_moves(
             if charge[new_option] != charge[option]:
                 new_paid += charges[charge[new_option]] if used[charge[new_option]] == 0 else 0.0
                 new_paid -= charges[charge[option]] if used[charge[option]] == 1 else 0.0
-            _copy(new_fill, fill)
+            copy_into(new_fill, fill)
             for shard in range(shards):
                 _add(weights, sharing, first[option] + shard, new_fill, ranks[at + shard], -1.0)
             lay(
@@ -367,7 +351,7 @@ def anneal_moves(
             temperature = hot * (cold / hot) ** ((done + move) / all_moves)
             accepted = _draw(random) < np.exp((energy - new_energy) / temperature)
         if accepted:
-            _copy(fill, new_fill)
+            copy_into(fill, new_fill)
             used[charge[option]] -= 1
             used[charge[new_option]] += 1
             choice[table], energy, paid = new_option, new_energy, new_paid
@@ -377,7 +361,7 @@ def anneal_moves(
     return found
 
 
-@_compiled
+@compiled
 def _agree(
     slot: IntArray,
     table: int,
@@ -390,8 +374,8 @@ def _agree(
 ) -> None:
     """Make one account of ranks and hosts equal to the other for the tables that a move touched."""
     if group[table] >= 0:
-        _copy(target, source)
-        _copy(target_hosts, source_hosts)
+        copy_into(target, source)
+        copy_into(target_hosts, source_hosts)
         return
     for place in range(slot[table], slot[table + 1]):
         target[place] = source[place]
