@@ -27,9 +27,10 @@ from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
 from flexshard.executors import MemoryStore, reshard
-from flexshard.executors.comm.bucketized_ids import bucketize
+from flexshard.executors.comm.bucketized_ids import Buckets, bucketize
 from flexshard.executors.sharding.batches import Lookup, ids_of_tables
-from flexshard.executors.sharding.translation import JointLocations, LocationTable
+from flexshard.executors.sharding.joint_locations import JointLocations, TableIds
+from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores import base
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -157,21 +158,22 @@ def test_the_counter_sees(waiting: Any, name: str) -> None:
 @pytest.mark.parametrize("lookups", [[0, 0, 0], [300, 1, 64], [1, 0, 129], [5000, 0, 3]])
 def test_buckets_by_sorting(lookups: list[int], kind: torch.dtype) -> None:
     """FBGEMM's own order."""
-    slots, buckets = 120, 5
-    classes = torch.tensor([0, 40, 70, slots], dtype=kind)
+    slots, number = 120, 5
+    ends = [0, 40, 70, slots]  # of the classes
+    buckets = Buckets(number, tuple(ends[:-1]), slots, kind, torch.device("cpu"))
     generator = torch.Generator().manual_seed(sum(lookups))
     parts = [
-        torch.randint(0, buckets, (n,), generator=generator) * slots
-        + torch.randint(int(classes[k]), int(classes[k + 1]), (n,), generator=generator)
+        torch.randint(0, number, (n,), generator=generator) * slots
+        + torch.randint(ends[k], ends[k + 1], (n,), generator=generator)
         for k, n in enumerate(lookups)
     ]
     locations = torch.cat(parts).to(kind)
     for index_dedup in (False, True):
-        plain = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
+        plain = bucketize(locations, lookups, buckets, index_dedup=index_dedup)
         with as_on_cuda():
-            by_sorting = bucketize(locations, lookups, classes, buckets, index_dedup=index_dedup)
-        number = int(plain.counts.sum())
-        assert torch.equal(by_sorting.slots[:number], plain.slots[:number])
+            by_sorting = bucketize(locations, lookups, buckets, index_dedup=index_dedup)
+        sent = int(plain.counts.sum())
+        assert torch.equal(by_sorting.slots[:sent], plain.slots[:sent])
         assert torch.equal(by_sorting.counts, plain.counts)
         assert torch.equal(by_sorting.index, plain.index)
 
@@ -189,23 +191,23 @@ def test_some_tables_ids_once_and_others_each(parts: list[tuple[int, bool]], on_
     """Two classes of two tables each: every lookup finds its row, in its bucket and class, and the ids of some tables
     are there once.
     """
-    slots, buckets, lookups = 90, 4, [160, 120]
+    slots, number, lookups = 90, 4, [160, 120]
     ends = [0, 20, 50, 70, slots]  # of the tables
-    classes = torch.tensor([0, 50, slots], dtype=torch.int32)
+    buckets = Buckets(number, (0, 50), slots, torch.int32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(len(parts) + parts[0][0])
     ids = [
-        torch.randint(0, buckets, (n,), generator=generator) * slots
+        torch.randint(0, number, (n,), generator=generator) * slots
         + torch.randint(ends[k], ends[k + 1], (n,), generator=generator)
         for k, (n, _) in enumerate(parts)
     ]
     locations = torch.cat(ids).int()
     with as_on_cuda() if on_cuda else nullcontext():
-        found = bucketize(locations, lookups, classes, buckets, index_dedup=parts)
+        found = bucketize(locations, lookups, buckets, index_dedup=parts)
     sent = sum(len(one.unique()) if once else len(one) for one, (_, once) in zip(ids, parts, strict=True))
     assert int(found.counts.sum()) == sent
     assert found.shared
     assert torch.equal(found.slots[found.index], locations % slots)
-    segment = torch.repeat_interleave(torch.arange(buckets * 2), found.counts.flatten().long())
+    segment = torch.repeat_interleave(torch.arange(number * 2), found.counts.flatten().long())
     class_of = torch.repeat_interleave(torch.arange(2), torch.tensor(lookups))
     assert torch.equal(segment[found.index], locations // slots * 2 + class_of)
     start = 0
@@ -255,10 +257,17 @@ def test_locations_of_many_tables_at_once(seed: int, large: bool) -> None:
     ]
     expected = [tables[at].locations(ids).clone() for at, ids in lookups]
     for several in (lookups, [(at, ids) for at, ids in lookups if at in (0, 2)], [], [(1, lookups[0][1][:0])]):
-        found = JointLocations(tables).locations(several)
-        assert [one.dtype for one in found] == [tables[at].location_type for at, _ in several]
-        for (at, ids), one in zip(several, found, strict=True):
-            assert torch.equal(one, tables[at].locations(ids)), at
+        which, given = [at for at, _ in several], [ids for _, ids in several]
+        whole = torch.cat(given) if given else None
+        for lookups_given in (TableIds(which, given), TableIds(which, given, whole)):
+            parts, outside = JointLocations(tables, translated=False).locations(lookups_given)
+            assert outside is None or outside.tolist() == [len(tables)]
+            found = torch.cat(parts) if parts else torch.empty(0)
+            assert (
+                torch.equal(found, torch.cat([tables[at].locations(ids) for at, ids in several]))
+                if several
+                else not parts
+            )
     for (at, ids), one in zip(lookups, expected, strict=True):  # which now have what they list in common
         assert torch.equal(one, tables[at].locations(ids))
 
@@ -418,6 +427,6 @@ def test_values_that_no_length_counts_are_not_looked_at() -> None:
     )
     for context in (nullcontext(), as_on_cuda()):
         with context:
-            ((_, ids),), problem = ids_of_tables(batch, [lookup], [table], translated=False)
-        assert ids.tolist() == [1, 2, 3]
-        assert problem is None or problem.table.tolist() == [-1]
+            found, problem = ids_of_tables(batch, [lookup], [table], translated=False)
+        assert problem is None
+        assert [ids.tolist() for ids in (*found.ids, found.whole)] == [[1, 2, 3]] * 2

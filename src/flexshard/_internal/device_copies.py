@@ -104,12 +104,12 @@ def run_starts(ascending: torch.Tensor) -> torch.Tensor:
     return starts
 
 
-def runs_of(values: torch.Tensor, beyond: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+def runs_of(values: torch.Tensor, beyond: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct numbers without a wait for how many there are.
 
     Args:
         values: shape (n,), whole numbers below ``beyond``.
-        beyond: what stands in the result behind the distinct ones; one number.
+        beyond: what stands in the result behind the distinct ones.
 
     Returns:
         The distinct ones, ascending, then ``beyond``; shape (n,). And of each value its own among them; shape (n,).
@@ -117,6 +117,7 @@ def runs_of(values: torch.Tensor, beyond: torch.Tensor | int) -> tuple[torch.Ten
     import torch
 
     ordered, order = torch.sort(values, stable=True)
-    run = torch.cumsum(run_starts(ordered), 0) - 1
-    distinct = (torch.zeros_like(values) + beyond).scatter_(0, run, ordered)
+    run = torch.zeros_like(order)
+    torch.cumsum(ordered[1:] != ordered[:-1], 0, out=run[1:])
+    distinct = torch.full_like(values, beyond).scatter_(0, run, ordered)
     return distinct, torch.empty_like(run).scatter_(0, order, run)

@@ -4,13 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from flexshard._internal import host_waits_for, runs_of, segment_of
 
-__all__ = ["BucketizedIds", "bucketize"]
+__all__ = ["BucketizedIds", "Buckets", "bucketize"]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """What locations are sorted into: bucket after bucket, as many locations each as a rank has slots.
+
+    Attributes:
+        number: of all levels.
+        first_slots: first slot of each class; K of them.
+        slots: of a rank.
+        dtype: of locations.
+        device: of these.
+    """
+
+    number: int
+    first_slots: tuple[int, ...]
+    slots: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """First location of each bucket and class, and the end of all; shape (buckets * K + 1,)."""
+        buckets = np.arange(self.number).reshape(-1, 1) * self.slots
+        first = (buckets + np.array(self.first_slots, np.int64)).ravel()
+        return torch.from_numpy(np.append(first, self.number * self.slots)).to(self.device, self.dtype)
 
 
 @dataclass
@@ -36,8 +63,7 @@ class BucketizedIds:
 def bucketize(
     locations: torch.Tensor,
     lookups: Sequence[int],
-    class_slots: torch.Tensor,
-    num_buckets: int,
+    buckets: Buckets,
     *,
     index_dedup: bool | Sequence[tuple[int, bool]],
 ) -> BucketizedIds:
@@ -46,36 +72,34 @@ def bucketize(
     Args:
         locations: of the batch's lookups, those of one class after those of another; shape (lookups,).
         lookups: how many each class has; K of them.
-        class_slots: first slot of each class, and the number of a rank's slots; shape (K + 1,), the locations' type.
-        num_buckets: of all levels.
+        buckets: to sort them into.
         index_dedup: send each row at most once; or so of consecutive lookups, (how many, whether) each, no class or
             table of which is in two.
     """
     parts = [(len(locations), index_dedup)] if isinstance(index_dedup, bool) else index_dedup
     kinds = {once for number, once in parts if number}
     if kinds == {True}:
-        slots, counts, index = _distinct(locations, class_slots, num_buckets)
+        slots, counts, index = _distinct(locations, buckets)
     elif len(kinds) == 2:
-        slots, counts, index = _in_part(locations, lookups, class_slots, num_buckets, parts)
+        slots, counts, index = _in_part(locations, lookups, buckets, parts)
     else:
-        slots, counts, index = _each(locations, lookups, class_slots, num_buckets)
+        slots, counts, index = _each(locations, lookups, buckets)
     return BucketizedIds(slots, counts, index.long(), tuple(lookups), True in kinds)
 
 
 Bucketized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _each(locations: torch.Tensor, lookups: Sequence[int], class_slots: torch.Tensor, num_buckets: int) -> Bucketized:
+def _each(locations: torch.Tensor, lookups: Sequence[int], buckets: Buckets) -> Bucketized:
     """Every lookup by itself. FBGEMM's kernel for GPUs takes one to five times as long as sorting."""
     how = _sorted if host_waits_for(locations.device) else _by_fbgemm
-    return how(locations, lookups, class_slots[-1:], num_buckets)
+    return how(locations, lookups, buckets)
 
 
 def _in_part(
     locations: torch.Tensor,
     lookups: Sequence[int],
-    class_slots: torch.Tensor,
-    num_buckets: int,
+    buckets: Buckets,
     parts: Sequence[tuple[int, bool]],
 ) -> Bucketized:
     """Distinct locations of some parts of the lookups, every one of the others; in each bucket and class the latter go
@@ -92,11 +116,7 @@ def _in_part(
         own = np.concatenate([[0], np.cumsum(np.where(chosen, sizes, 0))])
         per_class = np.diff(np.interp(inside, np.concatenate([[0], ends]), own)).round().astype(np.int64)
         part = torch.cat([piece for piece, take in zip(pieces, chosen, strict=True) if take])
-        found.append(
-            _distinct(part, class_slots, num_buckets)
-            if once
-            else _each(part, per_class.tolist(), class_slots, num_buckets)
-        )
+        found.append(_distinct(part, buckets) if once else _each(part, per_class.tolist(), buckets))
     plain, distinct = found
     places = _interleaved(plain[1], distinct[1], len(plain[0]), len(distinct[0]))
     slots = torch.empty(len(plain[0]) + len(distinct[0]), dtype=plain[0].dtype, device=locations.device)
@@ -131,41 +151,38 @@ def _interleaved(first: torch.Tensor, second: torch.Tensor, first_size: int, sec
     return places
 
 
-def _by_fbgemm(locations: torch.Tensor, lookups: Sequence[int], slots: torch.Tensor, num_buckets: int) -> Bucketized:
+def _by_fbgemm(locations: torch.Tensor, lookups: Sequence[int], buckets: Buckets) -> Bucketized:
     """Each class a feature to FBGEMM, with a batch of one."""
     counts, bucketized, _, _, index = torch.ops.fbgemm.block_bucketize_sparse_features(
         lengths=torch.tensor(lookups, dtype=locations.dtype),
         indices=locations,
         bucketize_pos=False,
         sequence=True,
-        block_sizes=slots.expand(len(lookups)).contiguous(),
-        my_size=num_buckets,
+        block_sizes=locations.new_full((len(lookups),), buckets.slots),
+        my_size=buckets.number,
     )
-    return bucketized, counts.view(num_buckets, -1), index
+    return bucketized, counts.view(buckets.number, -1), index
 
 
-def _sorted(locations: torch.Tensor, lookups: Sequence[int], slots: torch.Tensor, num_buckets: int) -> Bucketized:
+def _sorted(locations: torch.Tensor, lookups: Sequence[int], buckets: Buckets) -> Bucketized:
     """The same by sorting."""
     device, kind, classes = locations.device, locations.dtype, len(lookups)
-    keys = torch.div(locations, slots, rounding_mode="floor")
+    keys = torch.div(locations, buckets.slots, rounding_mode="floor")
     if classes > 1:
         keys = keys * classes + segment_of(np.array(lookups), device).to(kind)
     ordered, order = torch.sort(keys, stable=True)
     index = torch.empty_like(order)
     index[order] = torch.arange(len(order), device=device)
-    ends = torch.searchsorted(ordered, torch.arange(num_buckets * classes + 1, dtype=kind, device=device))
+    ends = torch.searchsorted(ordered, torch.arange(buckets.number * classes + 1, dtype=kind, device=device))
     counts = torch.diff(ends).to(kind)
-    return torch.remainder(locations, slots)[order], counts.view(num_buckets, classes), index
+    return torch.remainder(locations, buckets.slots)[order], counts.view(buckets.number, classes), index
 
 
-def _distinct(locations: torch.Tensor, class_slots: torch.Tensor, num_buckets: int) -> Bucketized:
+def _distinct(locations: torch.Tensor, buckets: Buckets) -> Bucketized:
     """Each location once, in ascending order."""
-    kind, device, slots = locations.dtype, locations.device, class_slots[-1:]
-    if host_waits_for(device):
-        distinct, index = runs_of(locations, slots * num_buckets)
+    if host_waits_for(locations.device):
+        distinct, index = runs_of(locations, buckets.slots * buckets.number)
     else:
         distinct, index = torch.unique(locations, return_inverse=True)
-    buckets = torch.arange(num_buckets, dtype=kind, device=device) * slots
-    first = (buckets.view(-1, 1) + class_slots[:-1]).view(-1)
-    ends = torch.searchsorted(distinct, torch.cat([first, slots * num_buckets]), right=False)
-    return torch.remainder(distinct, slots), torch.diff(ends).view(num_buckets, -1), index
+    ends = torch.searchsorted(distinct, buckets.ends, out_int32=True)
+    return torch.remainder(distinct, buckets.slots), torch.diff(ends).view(buckets.number, -1), index

@@ -35,6 +35,7 @@ class ExchangeContext:
         gathered_dtypes: of rows where they are looked up, of each class.
         on_update: called with a module before its rows are updated.
         check: raises where rows have moved elsewhere since.
+        device: of the rows.
     """
 
     layout: Layout
@@ -50,6 +51,7 @@ class ExchangeContext:
     gathered_dtypes: Sequence[torch.dtype]
     on_update: Callable[[int], None]
     check: Callable[[], None]
+    device: torch.device
 
     @cached_property
     def bundles(self) -> list[tuple[int, ...]]:
@@ -57,3 +59,9 @@ class ExchangeContext:
         rows = [collective for collective in self.collectives if collective.content == "embeddings"]
         found = [collective.classes for collective in rows if collective.group_size == rows[0].group_size]
         return found or [(index,) for index in range(len(self.stores))]
+
+    @cached_property
+    def anchor(self) -> torch.Tensor:
+        """A zero that every batch's look-up hangs on, for there to be a backward pass; it never gets a gradient."""
+        with torch.inference_mode(False):
+            return torch.zeros((), device=self.device, requires_grad=True)

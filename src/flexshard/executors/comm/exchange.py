@@ -125,9 +125,13 @@ class Exchange:
     def start(self) -> torch.Tensor:
         """Look up what other ranks ask for and send it; what is returned stands for it until :meth:`finish`."""
         self.look_up()
-        anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
-        token: torch.Tensor = _LookUp.apply(anchor, self)
+        token: torch.Tensor = _LookUp.apply(self._context.anchor, self)
         return token
+
+    @property
+    def zero(self) -> torch.Tensor:
+        """The gradient of what stands for the rows."""
+        return self._context.anchor.detach()
 
     def finish(self, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows of the batch's lookups of each class in their own order; shape (lookups, D) each."""
@@ -139,10 +143,21 @@ class Exchange:
         wire, train = self._context.forward, torch.is_grad_enabled()
         early = self._sync.before_look_up(self._members, self._delayed, train=train)
         self._parts = self._delayed if train else None
-        self._slots = [self._slots_of(level) for level in self._levels]
-        self._answers = [
-            RowsBuffer.make(wire.plain, bundle, self._splits.sent, self._device) for bundle in self._context.bundles
-        ]
+        # Stores that were told of the top level's have them.
+        self._slots = [self._slots_of(level) for level in (self._levels[:-1] if self._announced else self._levels)]
+        bundles, sent = self._context.bundles, self._splits.sent
+        if self._context.layout.group_sizes == (1,):  # rows are where they are wanted
+            rows = self._rows_of(0)
+            self._answers = [buffer_of(wire.plain, bundle, sent, rows) for bundle in bundles]
+        else:
+            self._answers = [RowsBuffer.make(wire.plain, bundle, sent, self._device) for bundle in bundles]
+            self._send_rows(early=early)
+        if train:
+            self._count_touched()
+
+    def _send_rows(self, *, early: bool) -> None:
+        """Look up what other ranks ask for, and send it to where this one's answers lie."""
+        wire = self._context.forward
         self._arrivals = [[] for _ in self._answers]
         for level in reversed(self._levels):
             if self._parts is not None and level == self._levels[-1]:
@@ -157,8 +172,6 @@ class Exchange:
                 else:
                     held = buffer_of(wire.plain, answers.classes, self._splits.received[level], rows)
                     arrivals.append(self._send(level, "embeddings", wire, held, part))
-        if torch.is_grad_enabled():
-            self._count_touched()
 
     def _count_touched(self) -> None:
         """How many rows of gathered tiers the batch touches, and the most of any copy, which backward has to know."""
@@ -190,11 +203,11 @@ class Exchange:
 
     def _rows_of(self, level: int) -> list[torch.Tensor]:
         """Rows of each class that this rank is asked for at a level."""
-        stores, slots = self._context.stores, self._slots[level]
+        stores = self._context.stores
         if self._context.layout.group_sizes[level] < self._context.layout.world_size:
-            return [store.rows_at(at) for store, at in zip(stores, slots, strict=True)]
+            return [store.rows_at(at) for store, at in zip(stores, self._slots[level], strict=True)]
         look_ups: Sequence[Callable[[], LookedUp]] = self._announced or [
-            partial(store.look_up, at) for store, at in zip(stores, slots, strict=True)
+            partial(store.look_up, at) for store, at in zip(stores, self._slots[level], strict=True)
         ]
         found = [look_up() for look_up in look_ups]
         self._announced = []
@@ -327,7 +340,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return anchor.clone()
+        return torch.empty_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[None, None]:
@@ -341,12 +354,12 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.device = exchange, token.device
+    def forward(ctx: Any, _: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
         ctx.set_materialize_grads(False)  # a module without gradients is not updated
         return tuple(exchange.gather())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         ctx.exchange.scatter(gradients)
-        return torch.zeros((), device=ctx.device), None
+        return ctx.exchange.zero, None

@@ -24,7 +24,7 @@ class Status:
 
     Attributes:
         problem: what is wrong with it, as a number that the sender and the receivers know; 0 if nothing is.
-        table: of which table, by its index.
+        table: of which table, by its index. As many as there are tables: of none, and so there is no problem.
         written: whether somebody wrote to tensors of the rank's ``state_dict``, which have to be taken over first.
     """
 
@@ -32,17 +32,18 @@ class Status:
     table: int = 0
     written: int = 0
 
-    def on(self, device: torch.device, found: Sequence[tuple[torch.Tensor, int]] = ()) -> torch.Tensor:
-        """As it is sent; shape (3,), int32.
-
-        Args:
-            found: what only the device knows: a table's index (-1 for none) and the problem that it then has. The
-                first one counts, where the host knows of no other.
-        """
+    def on(self, device: torch.device, table: torch.Tensor | None = None) -> torch.Tensor:
+        """As it is sent; shape (3,), int32. ``table``, shape (1,), where only the device knows it."""
         words = to_device(np.array([self.problem, self.table, self.written], np.int32), device)
-        for table, problem in reversed(found) if not self.problem else ():
-            words = torch.where(table < 0, words, torch.cat([torch.full_like(table, problem), table, words[2:]]))
+        if table is not None:
+            words[1:2] = table
         return words
+
+    @classmethod
+    def of(cls, words: Sequence[int], num_tables: int) -> Status:
+        """What was sent."""
+        problem, table, written = words
+        return cls(problem, table, written) if table < num_tables else cls(written=written)
 
 
 @dataclass(frozen=True)
@@ -118,4 +119,5 @@ class SplitsExchange:
                 continue
             first = self._levels.index(level) * self._classes
             received.append(messages[self._peers(level), first : first + self._classes])
-        return Splits(sent, received, [Status(*row) for row in messages[:, -STATUS_NUMBERS:].tolist()])
+        number = len(self._layout.tables)
+        return Splits(sent, received, [Status.of(row, number) for row in messages[:, -STATUS_NUMBERS:].tolist()])

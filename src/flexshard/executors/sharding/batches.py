@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import host_waits_for, segment_of, to_device
+from flexshard._internal import host_waits_for
 from flexshard.errors import CacheError, CheckpointError, DataError, FlexShardError
 from flexshard.executors.comm.splits import Status
+from flexshard.executors.sharding.joint_locations import TableIds
 from flexshard.executors.sharding.translation import LocationTable, extremes_of, outside_message, outside_of
 from flexshard.executors.state.live_tensors import STALE
 
@@ -28,15 +28,14 @@ __all__ = [
     "RowsOwner",
     "error_of",
     "ids_of_tables",
+    "outside_ids",
     "version_of",
     "versions_of",
 ]
 
-IntArray = npt.NDArray[np.int64]
-
 BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED, WRITTEN, _MISFIT = 1, 2, 3, 4, 5, 6
 _OF_CACHES = (CACHE_FAILED, WRITTEN)
-_ANY = np.iinfo(np.int64).max
+_NO_IDS = TableIds([], [])
 _WHAT = {
     BAD_IDS: "bad ids of table {}",
     _NO_FEATURE: "no feature for table {}",
@@ -84,7 +83,8 @@ class OutsideIds:
     """Whether ids lie outside their table, as far as the device has come: the host need not wait to hear it.
 
     Attributes:
-        table: index of one that they lie outside of, -1 if there is none; shape (1,), int32, on the device.
+        table: index of the first one that they lie outside of, if there is none the number of tables; shape (1,), on
+            the device.
         problem: what is wrong then; it waits for the device.
     """
 
@@ -161,8 +161,9 @@ def ids_of_tables(
     *,
     translated: bool,
     variable: bool = True,
-) -> tuple[list[tuple[int, torch.Tensor]], BatchProblem | OutsideIds | None]:
-    """A batch's ids by table, in the lookups' order; none if there is a problem.
+) -> tuple[TableIds, BatchProblem | None]:
+    """A batch's ids by table, in the lookups' order; none if there is a problem. On a device it is not known whether
+    they lie in their tables.
 
     Args:
         features: the batch.
@@ -180,10 +181,10 @@ def ids_of_tables(
                 "and some tables of the collection are TorchRec's, which on CPUs loses their gradients; expand the"
                 " features to one batch size, or let the plan have all tables"
             )
-        return [], BatchProblem(_VARIABLE_BATCH, 0, text)
+        return _NO_IDS, BatchProblem(_VARIABLE_BATCH, 0, text)
     misfit = _misfit(features)
     if misfit is not None:
-        return [], BatchProblem(_MISFIT, 0, f"the batch does not fit together: {misfit}")
+        return _NO_IDS, BatchProblem(_MISFIT, 0, f"the batch does not fit together: {misfit}")
     keys, values = features.keys(), features.values()
     known = {key: index for index, key in enumerate(keys)}
     no_ids = bool(values.numel()) and (values.is_floating_point() or values.dtype == torch.bool)
@@ -193,27 +194,22 @@ def ids_of_tables(
                 f"the batch has no feature {lookup.feature!r}, which table {tables[lookup.table].table!r} is looked up"
                 f" by; it has {', '.join(keys)}"
             )
-            return [], BatchProblem(_NO_FEATURE, lookup.table, text)
+            return _NO_IDS, BatchProblem(_NO_FEATURE, lookup.table, text)
         if no_ids:
             text = (
                 f"feature {lookup.feature!r}: ids of table {tables[lookup.table].table!r} must be whole numbers, found"
                 f" {values.dtype}"
             )
-            return [], BatchProblem(BAD_IDS, lookup.table, text)
-    ends = features.offset_per_key()
-    problem: BatchProblem | OutsideIds | None
-    if host_waits_for(values.device):
-        bounds = _bounds(known, lookups, tables, translated=translated)
-        inside, table = _inside(values[: ends[-1]], np.array(ends), *bounds)
-        parts = _by_feature(known, lookups, inside, ends)
-        problem = OutsideIds(table, lambda: _outside(known, values, ends, lookups, tables, translated=translated))
-    else:
-        parts = _by_feature(known, lookups, values, ends)
-        problem = _outside(known, values, ends, lookups, tables, translated=translated)
+            return _NO_IDS, BatchProblem(BAD_IDS, lookup.table, text)
+    if not host_waits_for(values.device):
+        problem = outside_ids(features, lookups, tables, translated=translated)
         if problem is not None:
-            return [], problem
-    found = [(lookup.table, parts[lookup.feature]) for lookup in lookups]
-    return [(table, ids if ids.numel() else ids.long()) for table, ids in found], problem
+            return _NO_IDS, problem
+    ends = features.offset_per_key()
+    parts = values[: ends[-1]].split(np.diff(ends).tolist())
+    found = [parts[known[lookup.feature]] for lookup in lookups]
+    whole = values[: ends[-1]] if [lookup.feature for lookup in lookups] == keys else None
+    return TableIds([one.table for one in lookups], [ids if ids.numel() else ids.long() for ids in found], whole), None
 
 
 def _misfit(features: KeyedJaggedTensor) -> str | None:
@@ -231,57 +227,12 @@ def _misfit(features: KeyedJaggedTensor) -> str | None:
     return None
 
 
-def _bounds(
-    known: Mapping[str, int], lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
-) -> tuple[IntArray, IntArray]:
-    """The number that a feature's ids lie below, and the table that says so; shape (features,) each."""
-    ends, owners = np.full(len(known), _ANY), np.zeros(len(known), np.int64)
-    for lookup in lookups:
-        table, at = tables[lookup.table], known[lookup.feature]
-        end = table.num_locations if translated else table.num_rows
-        if end < ends[at]:
-            ends[at], owners[at] = end, lookup.table
-    return ends, owners
-
-
-def _inside(
-    values: torch.Tensor, offsets: IntArray, ends: IntArray, owners: IntArray
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids with 0 for those that lie outside their table, and the first such table (-1: none); shape (1,)."""
-    if not values.numel():
-        return values, torch.full((1,), -1, dtype=torch.int32, device=values.device)
-    features = to_device(np.stack([ends, owners]), values.device)
-    feature = segment_of(np.diff(offsets), values.device)
-    end = features[0][feature]
-    outside = ((values < 0) | (values >= end)) & (end != _ANY)
-    table = torch.where(outside, features[1][feature], _ANY).min().view(1)
-    return values.masked_fill(outside, 0), torch.where(table == _ANY, -1, table).int()
-
-
-def _by_feature(
-    known: Mapping[str, int], lookups: Sequence[Lookup], values: torch.Tensor, ends: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """Ids of the features that are looked up; ``known``: where each feature stands in the batch."""
-    parts = values[: ends[-1]].split(np.diff(ends).tolist())
-    return {lookup.feature: parts[known[lookup.feature]] for lookup in lookups}
-
-
-def _outside(
-    known: Mapping[str, int],
-    values: torch.Tensor,
-    ends: Sequence[int],
-    lookups: Sequence[Lookup],
-    tables: Sequence[LocationTable],
-    *,
-    translated: bool,
+def outside_ids(
+    features: KeyedJaggedTensor, lookups: Sequence[Lookup], tables: Sequence[LocationTable], *, translated: bool
 ) -> BatchProblem | None:
-    """Which ids of a batch's features lie outside their table, if any do; on a device, the host waits.
-
-    Args:
-        known: where each feature stands in the batch.
-        values, ends: the batch's ids, and where each feature's begin, with the end.
-    """
-    extremes = extremes_of(values, ends)
+    """Which ids of a batch's features lie outside their table, if any do; on a device, the host waits."""
+    known = {key: index for index, key in enumerate(features.keys())}
+    extremes = extremes_of(features.values(), features.offset_per_key())
     for lookup in lookups:
         table = tables[lookup.table]
         outside = outside_of(extremes[known[lookup.feature]], table.num_locations if translated else table.num_rows)

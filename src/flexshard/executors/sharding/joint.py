@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -234,14 +235,19 @@ class JointBatch:
         parts = list(self.parts.values())
         self._batch = tables.bucketize(parts)
         status = Status(written=max(part.owner.written() for part in parts))
-        found = []
-        for first, part in zip(tables.first_table, parts, strict=True):
+        outside = []
+        for module, part in enumerate(parts):
             if isinstance(part.problem, OutsideIds):
-                table = part.problem.table
-                found.append((torch.where(table < 0, table, table + first), BAD_IDS))
+                outside.append((module, part.problem.table))
             elif part.problem is not None and not status.problem:
-                status = Status(part.problem.kind, first + part.problem.table, status.written)
-        self._splits = tables.exchange_splits(self._batch, status.on(self._batch.counts.device, found))
+                table = tables.first_table[module] + part.problem.table
+                status = Status(part.problem.kind, table, status.written)
+        device = self._batch.counts.device
+        if outside and not status.problem:
+            words = replace(status, problem=BAD_IDS).on(device, tables.first_outside(outside))
+        else:
+            words = status.on(device)
+        self._splits = tables.exchange_splits(self._batch, words)
 
     def send_ids(self) -> None:
         """Send the ids, once every rank has given its word on its own.

@@ -10,7 +10,7 @@ import torch
 
 from flexshard.costmodels import Layout, RowWidths, TableClass, step_collectives
 from flexshard.errors import FlexShardError, PlanError
-from flexshard.executors.comm.bucketized_ids import BucketizedIds, bucketize
+from flexshard.executors.comm.bucketized_ids import BucketizedIds, Buckets, bucketize
 from flexshard.executors.comm.context import ExchangeContext
 from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.comm.exchange import Exchange
@@ -63,7 +63,7 @@ class JointTables:
                 classes.append(TableClass(tables, RowWidths.of(group.traits.dim, row_bytes, moves_at_zero=moves)))
                 slots.append(int(self.layout.table_slots[tables.start]))
         slots.append(self.layout.num_slots)
-        self._class_slots = torch.tensor(slots, dtype=self._type, device=device)
+        self._buckets = Buckets(self.layout.num_buckets, tuple(slots[:-1]), slots[-1], self._type, device)
         self._reductions: dict[tuple[int, ...], list[ReplicaReduction | None]] = {}
         dims, codecs = tuple(group.traits.dim for group in groups), self._options.codecs
         self._context = ExchangeContext(
@@ -81,6 +81,7 @@ class JointTables:
             [group.traits.gathered_dtype for group in groups],
             self._before_update,
             self.check,
+            device,
         )
         self._members, self._sync, self._rows_change = members, sync, rows_change
 
@@ -130,10 +131,23 @@ class JointTables:
         return bucketize(
             torch.cat(locations) if len(parts) > 1 else locations[0],
             [count for part in parts for count in part.lookups],
-            self._class_slots,
-            self.layout.num_buckets,
+            self._buckets,
             index_dedup=[table for part in parts for table in part.once],
         )
+
+    def first_outside(self, found: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """The first table that ids lie outside of, from those of modules among their own tables, shape (1,) each; as
+        many as there are tables if there is none.
+        """
+        if len(self._modules) == 1:
+            return found[0][1]
+        joined = [
+            torch.where(
+                table < len(self._modules[module].names), table + self.first_table[module], len(self.layout.tables)
+            )
+            for module, table in found
+        ]
+        return torch.stack(joined).amin(0)
 
     def exchange_splits(self, batch: BucketizedIds, status: torch.Tensor) -> SplitsExchange:
         """Tell the other ranks how many ids will come."""

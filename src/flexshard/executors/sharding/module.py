@@ -20,12 +20,21 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from flexshard.errors import CheckpointError, DataError
+from flexshard.errors import CheckpointError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
-from flexshard.executors.sharding.batches import BatchPart, BatchProblem, Lookup, ids_of_tables, version_of, versions_of
+from flexshard.executors.sharding.batches import (
+    BatchPart,
+    BatchProblem,
+    Lookup,
+    OutsideIds,
+    ids_of_tables,
+    outside_ids,
+    version_of,
+    versions_of,
+)
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
-from flexshard.executors.sharding.translation import LocationTable, Translator
+from flexshard.executors.sharding.translation import Translator
 from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer
 from flexshard.executors.state.logical import LogicalTables
 
@@ -169,16 +178,14 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
     def part_of(self, features: KeyedJaggedTensor, given: object) -> BatchPart:
         """The module's part of a batch, translated; ``given`` is what the module is given."""
         tables, translated = self.tables, self.translated_ids
-        lookups, problem = ids_of_tables(
-            features,
-            self.lookups,
-            tables.location_tables,
-            translated=translated,
-            variable=not self._torchrec or self._device.type != "cpu",
-        )
-        problem = self.joint.failure(tables) or problem
-        located = tables.locations(lookups, translated=translated)
-        return BatchPart(self, *located, problem, given, features, versions_of(features))
+        wanted = (features, self.lookups, tables.location_tables)
+        variable = not self._torchrec or self._device.type != "cpu"
+        ids, problem = ids_of_tables(*wanted, translated=translated, variable=variable)
+        locations, counts, once, table = tables.locations(ids)
+        refused: BatchProblem | OutsideIds | None = self.joint.failure(tables) or problem
+        if refused is None and table is not None:
+            refused = OutsideIds(table, partial(outside_ids, *wanted, translated=translated))
+        return BatchPart(self, locations, counts, once, refused, given, features, versions_of(features))
 
     def _of_torchrec(self, features: KeyedJaggedTensor, problem: object) -> KeyedJaggedTensor:
         """Features of the tables that TorchRec shards, in the same order in every batch, since it goes by that of the
@@ -277,16 +284,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         Raises:
             DataError: a feature is looked up in several tables, so that it has no one translation.
         """
-        tables: dict[str, LocationTable] = {}
-        for lookup in self.lookups:
-            if lookup.feature in tables:
-                raise DataError(
-                    f"feature {lookup.feature!r} is looked up in several tables, so its ids cannot be translated"
-                    " ahead; give each table a feature of its own"
-                )
-            location_table = self.tables.location_tables[lookup.table]
-            tables[lookup.feature] = location_table.to(torch.device("cpu"))
-        return Translator(tables)
+        return Translator.of((lookup.feature, self.tables.location_tables[lookup.table]) for lookup in self.lookups)
 
     # -- resharding
 

@@ -129,8 +129,7 @@ class _Pool(torch.autograd.Function):
         ctx.save_for_backward(lengths, weights, scale)
         ctx.number = rows.shape[0]
         each = torch.arange(ctx.number, device=rows.device)
-        ends = torch.cumsum(lengths, 0)
-        offsets = torch.cat([ends.new_zeros(1), ends])
+        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
         pooled: torch.Tensor = torch.embedding_bag(rows, each, offsets, False, 0, False, weights, True)[0]
         return pooled if scale is None else pooled.mul_(scale.view(-1, 1))
 
@@ -139,6 +138,5 @@ class _Pool(torch.autograd.Function):
         lengths, weights, scale = ctx.saved_tensors
         if scale is not None:
             gradient = gradient * scale.view(-1, 1)
-        number = torch.arange(len(lengths), device=gradient.device)
-        rows = gradient.index_select(0, torch.repeat_interleave(number, lengths, output_size=ctx.number))
+        rows = gradient.index_select(0, torch.repeat_interleave(lengths, output_size=ctx.number))
         return rows if weights is None else rows.mul_(weights.view(-1, 1)), None, None, None

@@ -23,7 +23,8 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.servers.embedding_servers import ServedTables
-from flexshard.executors.sharding.translation import JointLocations, LocationTable
+from flexshard.executors.sharding.joint_locations import JointLocations, TableIds
+from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.fused import FusedStore
@@ -262,34 +263,35 @@ class ShardedTables:
     # -- a step
 
     def locations(
-        self, lookups: Sequence[tuple[int, torch.Tensor]], *, translated: bool
-    ) -> tuple[torch.Tensor, list[int], list[tuple[int, bool]]]:
-        """Of a batch's lookups, (table index, ids) in order of tables; how many each group has; and how many each
-        table has, with whether its ids are sent once.
+        self, lookups: TableIds
+    ) -> tuple[torch.Tensor, list[int], list[tuple[int, bool]], torch.Tensor | None]:
+        """Of a batch's lookups, in order of tables; how many each group has; how many each table has, with whether its
+        ids are sent once; and the first table that they lie outside of, where only the device knows.
         """
         counts = [0] * len(self.groups)
         of_tables: dict[int, int] = {}
-        parts = [torch.empty(0, dtype=torch.int32, device=self.device)]
-        for table, ids in lookups:
+        for table, ids in zip(lookups.tables, lookups.ids, strict=True):
             counts[self._group_of[table]] += ids.numel()
             of_tables[table] = of_tables.get(table, 0) + ids.numel()
-        if translated:
-            parts += [ids for _, ids in lookups]
-        else:
-            parts += self._located(lookups)
         once = [(number, self.names[table] in self.options.index_dedup) for table, number in of_tables.items()]
-        return torch.cat(parts), counts, once
+        parts, outside = self._located(lookups)
+        if len(parts) == 1:
+            return parts[0], counts, once, outside
+        return torch.cat([torch.empty(0, dtype=torch.int32, device=self.device), *parts]), counts, once, outside
 
-    def _located(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-        """Locations of a batch's lookups, (table index, ids), in their order."""
+    def _located(self, lookups: TableIds) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Locations of a batch's lookups, in their order."""
         if host_waits_for(self.device):
             return self._joint_locations.locations(lookups)
-        return [self.location_tables[table].locations(ids) for table, ids in lookups]
+        if self.options.translated_ids:
+            return lookups.ids, None
+        tables = (self.location_tables[table] for table in lookups.tables)
+        return [table.locations(ids) for table, ids in zip(tables, lookups.ids, strict=True)], None
 
     @cached_property
     def _joint_locations(self) -> JointLocations:
         """Of all tables, on a device."""
-        return JointLocations(self.location_tables)
+        return JointLocations(self.location_tables, translated=self.options.translated_ids)
 
     @cached_property
     def _group_of(self) -> list[int]:

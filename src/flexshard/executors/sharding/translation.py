@@ -6,7 +6,7 @@ set of them in two bits a row; those of all others, and of a table without a ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import has_numba, host_waits_for, segment_of, to_device, with_values
+from flexshard._internal import has_numba, host_waits_for, with_values
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
 from flexshard.executors.sharding.row_set import RowSet
 from flexshard.tables import translation_bytes
 
-__all__ = ["JointLocations", "LocationTable", "Translator", "extremes_of", "outside_message", "outside_of"]
+__all__ = ["LocationTable", "Rest", "Translator", "extremes_of", "outside_message", "outside_of"]
 
 
 class LocationTable:
@@ -45,8 +45,8 @@ class LocationTable:
         self._type = torch.int32 if layout.location_type is np.int32 else torch.int64
         self.device = device
         self._listed: torch.Tensor | None = None
-        self._rest: _Rest | None = None
-        rest = _Rest.of(layout, table)
+        self._rest: Rest | None = None
+        rest = Rest.of(layout, table)
         # Of a table whose rows are all dealt to the ranks in turn, by id.
         self.dealt = rest if rest is not None and not rest.first and not bijection.num_ranked else None
         if bijection.is_identity:
@@ -79,7 +79,7 @@ class LocationTable:
         return own + (self._set.nbytes if self._rest is not None else 0)
 
     @property
-    def rest(self) -> _Rest | None:
+    def rest(self) -> Rest | None:
         """Where rows that nobody has a copy of are, if those of the others are all listed as locations."""
         if self._rest is None:
             return self.dealt
@@ -129,7 +129,7 @@ class LocationTable:
         locations: torch.Tensor = self._layout.locations(self._index, ids.long())
         return locations.to(self._type)
 
-    def _located(self, rest: _Rest, ids: torch.Tensor) -> torch.Tensor:
+    def _located(self, rest: Rest, ids: torch.Tensor) -> torch.Tensor:
         assert self._listed is not None
         if not host_waits_for(ids.device) and has_numba():
             from flexshard.executors.sharding.row_set_kernels import locate
@@ -148,7 +148,7 @@ class LocationTable:
 
 
 @dataclass(frozen=True)
-class _Rest:
+class Rest:
     """The rows of a table that no rank has a copy of, behind all others: dealt to all ranks in turn.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Rest:
         return start + (others - turn * self.ranks) * self.slots + turn
 
     @classmethod
-    def of(cls, layout: Layout, table: int) -> _Rest | None:
+    def of(cls, layout: Layout, table: int) -> Rest | None:
         """Of a table; None where such rows are not the last."""
         level = len(layout.group_sizes) - 1
         rows, first = int(layout.rows[table, level]), int(layout.first_position[table, level])
@@ -179,59 +179,6 @@ class _Rest:
             return None
         start = int(layout.first_bucket[level] * layout.num_slots + layout.first_slot[table, level])
         return cls(first, start, layout.world_size, layout.num_slots)
-
-
-class JointLocations:
-    """Locations of ids of a layout's tables, of all at once: a device takes longer to be told of a table than to find
-    its locations. What tables have listed becomes part of what is listed here.
-
-    Args:
-        tables: of one layout, on one device; one at least.
-    """
-
-    def __init__(self, tables: Sequence[LocationTable]) -> None:
-        self._tables = tables
-        device = tables[0].device
-        self._rests = [table.rest for table in tables]
-        sets = {at: table.listed for at, table in enumerate(tables) if table.listed is not None and self._rests[at]}
-        # Where all rows are dealt, none is a member, as in the first block.
-        words = [torch.zeros(2, dtype=torch.int64, device=device), *(words for words, _ in sets.values())]
-        none = torch.zeros(1, dtype=tables[0].location_type, device=device)
-        listed = [none, *(listed for _, listed in sets.values())]
-        self._words, self._listed = torch.cat(words), torch.cat(listed)
-        ends, starts = (np.cumsum([len(part) for part in parts]).tolist() for parts in (words, listed))
-        # First block, whether there are others, first that is listed, location of the first row that is dealt.
-        self._facts = np.array([[0, 0, 0, rest.start if rest else 0] for rest in self._rests], np.int64)
-        for index, one, two in zip(sets, pairwise(ends), pairwise(starts), strict=True):
-            self._facts[index, :3] = one[0] // 2, 1, two[0]
-            tables[index].hold(self._words[slice(*one)], self._listed[slice(*two)])
-
-    def locations(self, lookups: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-        """Of lookups, (table index, ids), in their order. Ids must lie in their tables."""
-        together = [at for at, (table, _) in enumerate(lookups) if self._rests[table] is not None]
-        found: list[torch.Tensor] = [
-            ids if self._rests[table] is not None else self._tables[table].locations(ids) for table, ids in lookups
-        ]
-        if together:
-            tables, ids = zip(*(lookups[at] for at in together), strict=True)
-            parts = self._at_once(tables, ids).split([len(part) for part in ids])
-            for at, part in zip(together, parts, strict=True):
-                found[at] = part
-        return found
-
-    def _at_once(self, tables: Sequence[int], ids: Sequence[torch.Tensor]) -> torch.Tensor:
-        every = torch.cat([part.long() for part in ids])
-        segment = segment_of(np.array([len(part) for part in ids]), every.device)
-        facts = self._facts[list(tables)]
-        block, others, first, start = to_device(np.ascontiguousarray(facts.T), every.device)
-        rest = self._rests[tables[0]]  # as of all tables but for where it starts
-        assert rest is not None
-        if not facts[:, 1].any():
-            return rest.locations(every, start[segment]).to(self._listed.dtype)
-        member, before = RowSet(self._words).find_in(block[segment] + (every >> 6) * others[segment], every)
-        dealt = rest.locations(every - before, start[segment]).to(self._listed.dtype)
-        at = (before + first[segment]).clamp(max=self._listed.numel() - 1)
-        return torch.where(member, self._listed.index_select(0, at), dealt)
 
 
 class Translator:
@@ -243,6 +190,23 @@ class Translator:
     def __init__(self, tables: dict[str, LocationTable]) -> None:
         """Location tables by feature."""
         self._tables = tables
+
+    @classmethod
+    def of(cls, lookups: Iterable[tuple[str, LocationTable]]) -> Translator:
+        """On the host, for (feature, table) that are looked up.
+
+        Raises:
+            DataError: a feature is looked up in several tables, so that it has no one translation.
+        """
+        tables: dict[str, LocationTable] = {}
+        for feature, table in lookups:
+            if feature in tables:
+                raise DataError(
+                    f"feature {feature!r} is looked up in several tables, so its ids cannot be translated ahead; give"
+                    " each table a feature of its own"
+                )
+            tables[feature] = table.to(torch.device("cpu"))
+        return cls(tables)
 
     @property
     def nbytes(self) -> int:
