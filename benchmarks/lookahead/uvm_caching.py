@@ -49,7 +49,7 @@ from flexshard import AccessProfile, FlexShardEmbeddingCollectionSharder, FlexSh
 from flexshard.executors import FlexShardEmbeddingBagCollectionSharder, LookaheadPipeline
 from flexshard.topologies import Level
 
-__all__ = ["main"]
+__all__ = ["batches_of", "in_device_memory", "main", "ours", "steps"]
 
 DIM, WARM, BLOCKS, SETTLE, STEPS = 64, 40, 5, 5, 20
 CASES = ((True, 16_384, 0.05), (True, 16_384, 0.01), (False, 4_096, 0.05))  # bags or rows, samples, share in the cache
@@ -124,7 +124,18 @@ def _optimizer_of(parallel: Any) -> CombinedOptimizer:
 
 def _on_first_rank(module: nn.Module, sharder: Any, rows: tuple[int, ...], kernel: str) -> Any:
     how = {f"t{i}": table_wise(rank=0, compute_kernel=kernel) for i in range(len(rows))}
-    return construct_module_sharding_plan(module, how, sharder, local_size=1, world_size=1, device_type="cuda")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return construct_module_sharding_plan(module, how, sharder, local_size=1, world_size=1, device_type=kind)
+
+
+def in_device_memory(rows: tuple[int, ...], device: torch.device, *, pooled: bool) -> Any:
+    """TorchRec's tables without a cache, with their optimizer."""
+    torch.manual_seed(0)
+    model = Model(rows, pooled=pooled)
+    sharder: Any = (EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder)(FUSED)
+    plan = ShardingPlan({"tables": _on_first_rank(model.tables, sharder, rows, EmbeddingComputeKernel.FUSED.value)})
+    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=device)
+    return parallel, _optimizer_of(parallel)
 
 
 def theirs(rows: tuple[int, ...], share: float, device: torch.device, *, pooled: bool, stats: bool = False) -> Any:
@@ -164,7 +175,8 @@ def ours(rows: tuple[int, ...], share: float, device: torch.device, *, pooled: b
     return LookaheadPipeline(parallel, _optimizer_of(parallel), device, lookahead=lookahead)
 
 
-def _steps(pipeline: Any, batches: Iterator[Batch], number: int) -> None:
+def steps(pipeline: Any, batches: Iterator[Batch], number: int) -> None:
+    """So many of them."""
     for _ in range(number):
         pipeline.progress(batches)
 
@@ -178,20 +190,20 @@ def compare(rows: tuple[int, ...], samples: int, share: float, *, pooled: bool, 
     feeds = {"fbgemm": iter(every), "ours": iter(every)}
     pipelines = {"fbgemm": theirs_piped, "ours": ours_piped}
     for name, pipeline in pipelines.items():
-        _steps(pipeline, feeds[name], WARM)
+        steps(pipeline, feeds[name], WARM)
     seconds: dict[str, list[float]] = {name: [] for name in pipelines}
     before = ours_piped.traffic()
     for _ in range(BLOCKS):
         for name, pipeline in pipelines.items():
-            _steps(pipeline, feeds[name], SETTLE)
+            steps(pipeline, feeds[name], SETTLE)
             torch.cuda.synchronize()
             start = time.perf_counter()
-            _steps(pipeline, feeds[name], STEPS)
+            steps(pipeline, feeds[name], STEPS)
             torch.cuda.synchronize()
             seconds[name].append((time.perf_counter() - start) / STEPS)
     after = ours_piped.traffic()
     distinct, fetched = after.distinct - before.distinct, after.fetched - before.fetched
-    steps = after.batches - before.batches
+    seen = after.batches - before.batches
     for pipeline in pipelines.values():
         pipeline.reset()
     times = {name: 1e3 * median(found) for name, found in seconds.items()}
@@ -207,7 +219,7 @@ def compare(rows: tuple[int, ...], samples: int, share: float, *, pooled: bool, 
     del pipelines, theirs_piped, ours_piped, kernels
     hits = _hits(rows, share, every, pooled=pooled)
     print(
-        f"  of the {distinct / steps:,.0f} distinct rows of a batch, FBGEMM's cache had {hits:.1%}, ours"
+        f"  of the {distinct / seen:,.0f} distinct rows of a batch, FBGEMM's cache had {hits:.1%}, ours"
         f" {1 - fetched / distinct:.1%}",
         flush=True,
     )
@@ -217,10 +229,10 @@ def _hits(rows: tuple[int, ...], share: float, every: list[Batch], *, pooled: bo
     """Of a batch's distinct rows, how many FBGEMM's cache had."""
     pipeline, kernels = theirs(rows, share, torch.device("cuda"), pooled=pooled, stats=True)
     feed = iter(every)
-    _steps(pipeline, feed, WARM)
+    steps(pipeline, feed, WARM)
     for kernel in kernels:
         kernel.reset_uvm_cache_stats()
-    _steps(pipeline, feed, BLOCKS * STEPS)
+    steps(pipeline, feed, BLOCKS * STEPS)
     counts = sum(kernel.get_uvm_cache_stats().cpu().double() for kernel in kernels)
     assert isinstance(counts, torch.Tensor)
     pipeline.reset()

@@ -90,7 +90,10 @@ def test_arguments_that_cannot_be() -> None:
 def test_values_that_cannot_be_taken() -> None:
     for wrong, message in (
         ({"optimizer": "adagrad", "eps": 0.0}, "eps must be above 0"),
-        ({"learning_rate": -1.0}, "learning_rate must be at least 0"),
+        ({"optimizer": "sgd", "learning_rate": -1.0}, "learning_rate must be at least 0"),
+        ({"learning_rate": 0.1}, "learning_rate goes with an optimizer of the table's own; name one"),
+        ({"eps": 1e-4}, "eps goes with an optimizer of the table's own"),
+        ({"process_group": object()}, "process_group goes with an optimizer of the table's own"),
         ({"std": -1.0}, "std must be at least 0"),
         ({"dtype": torch.float16}, "cores are float32, float64 or bfloat16, found torch.float16"),
         ({"backend": "triton", "dtype": torch.float64}, "compute in float32; cores of float64"),

@@ -27,10 +27,9 @@ from tests.embeddings.tensor_train.products import each_backend, each_backend_an
 @each_backend_and("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_fused_updates_are_those_of_the_optimizer_after_backward(backend: str, optimizer: str) -> None:
     torch.manual_seed(0)
-    make: Any = lambda how: TTEmbeddingBag(  # noqa: E731
-        500, 8, mode="sum", tt_ranks=4, std=1.0, optimizer=how, learning_rate=0.1, eps=1e-8, backend=backend
-    )
-    fused, plain = make(optimizer), make(None)
+    how: Any = {"mode": "sum", "tt_ranks": 4, "std": 1.0, "backend": backend}
+    fused = TTEmbeddingBag(500, 8, **how, optimizer=optimizer, learning_rate=0.1, eps=1e-8)
+    plain = TTEmbeddingBag(500, 8, **how)
     plain.load_state_dict({k: v for k, v in fused.state_dict().items() if not k.startswith("sum_")})
     steps: Any = {
         "sgd": lambda: torch.optim.SGD(plain.parameters(), lr=0.1),

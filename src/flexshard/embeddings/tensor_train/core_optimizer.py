@@ -65,8 +65,8 @@ class CoreOptimizer:
     def __init__(
         self,
         name: str,
-        learning_rate: float,
-        eps: float,
+        learning_rate: float | None = None,
+        eps: float | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: Any = None,
@@ -77,10 +77,28 @@ class CoreOptimizer:
             raise TableError(f"optimizer is one of {', '.join(FUSED)} or None, found {name!r}")
         self.name, self.updates, self.rule, self.is_skipping = name, 0, OPTIMIZERS[name], False
         self.lost: tuple[str, ...] = ()
-        self.learning_rate, self.eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")
+        self.learning_rate = at_least_0(0.01 if learning_rate is None else learning_rate, "learning_rate")
+        self.eps = at_least_0(1e-8 if eps is None else eps, "eps")
         self.process_group, self.grad_scaler, self.checked = process_group, checked_scaler(grad_scaler), checked
         if not self.eps and self.has_state:
             raise TableError("eps must be above 0: numbers without a gradient yet would be divided by 0")
+
+    @classmethod
+    def of(cls, name: str | None, checked: bool, **options: Any) -> CoreOptimizer | None:
+        """One by that name, if any.
+
+        Raises:
+            TableError: options (those that are not None) of none, or out of range.
+        """
+        if name is not None:
+            return cls(name, checked=checked, **options)
+        given = [option for option, value in options.items() if value is not None]
+        if given:
+            raise TableError(
+                f"{given[0]} goes with an optimizer of the table's own; name one, or give it to the optimizer that the"
+                " cores are given to"
+            )
+        return None
 
     @property
     def has_state(self) -> bool:

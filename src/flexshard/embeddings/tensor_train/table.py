@@ -54,8 +54,8 @@ class TTTable(nn.Module):
         dim_factors: Sequence[int] | None = None,
         std: float | None = None,
         optimizer: str | None = None,
-        learning_rate: float = 0.01,
-        eps: float = 1e-8,
+        learning_rate: float | None = None,
+        eps: float | None = None,
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -74,7 +74,7 @@ class TTTable(nn.Module):
             std: standard deviation of the table to begin with; see :meth:`reset_parameters`.
             optimizer: None for ``.grad`` and any torch optimizer; "sgd", "adagrad", "rowwise_adagrad" (a state per
                 slice of a core) or "adam" (of the slices that a batch reads) to be updated within the backward pass.
-            learning_rate, eps: of that.
+            learning_rate, eps: of that; 0.01 and 1e-8 by default.
             padding_idx: row of zeros that no gradient flows to.
             device, dtype: of the cores; float32 or bfloat16, whose products are in float32, or float64. On "meta" they
                 have no numbers before ``to_empty`` and :meth:`reset_parameters`.
@@ -95,21 +95,9 @@ class TTTable(nn.Module):
         factors = {"row_factors": row_factors, "dim_factors": dim_factors}
         self.shape = TTShape.choose(num_embeddings, embedding_dim, tt_ranks, cores=cores, **factors)
         self.num_embeddings, self.embedding_dim = self.shape.num_embeddings, self.shape.embedding_dim
-        self.core_optimizer = None
-        if optimizer is not None:
-            self.core_optimizer = CoreOptimizer(
-                optimizer,
-                learning_rate,
-                eps,
-                process_group=process_group,
-                grad_scaler=grad_scaler,
-                checked=bool(validate),
-            )
-        elif grad_scaler is not None:
-            raise TableError(
-                "grad_scaler goes with an optimizer of the table's own; others unscale gradients themselves"
-            )
-        self._learning_rate, self._eps = at_least_0(learning_rate, "learning_rate"), at_least_0(eps, "eps")
+        of_optimizer = {"learning_rate": learning_rate, "eps": eps}
+        of_optimizer |= {"process_group": process_group, "grad_scaler": grad_scaler}
+        self.core_optimizer = CoreOptimizer.of(optimizer, bool(validate), **of_optimizer)
         if backend not in (None, *BACKENDS):
             raise TableError(f"backend is one of {', '.join(BACKENDS)} or None, found {backend!r}")
         self.backend, self.validate, self._products = backend, bool(validate), ProductBuffer()
@@ -143,26 +131,22 @@ class TTTable(nn.Module):
         return None if self.core_optimizer is None else self.core_optimizer.name
 
     @property
-    def learning_rate(self) -> float:
+    def learning_rate(self) -> float | None:
         """Of the fused optimizer; may be set between steps."""
-        return self._learning_rate if self.core_optimizer is None else self.core_optimizer.learning_rate
+        return None if self.core_optimizer is None else self.core_optimizer.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        self._learning_rate = at_least_0(value, "learning_rate")
-        if self.core_optimizer is not None:
-            self.core_optimizer.learning_rate = self._learning_rate
+        self._own_optimizer("learning_rate").learning_rate = at_least_0(value, "learning_rate")
 
     @property
-    def eps(self) -> float:
+    def eps(self) -> float | None:
         """Of the fused optimizer; may be set between steps."""
-        return self._eps if self.core_optimizer is None else self.core_optimizer.eps
+        return None if self.core_optimizer is None else self.core_optimizer.eps
 
     @eps.setter
     def eps(self, value: float) -> None:
-        self._eps = at_least_0(value, "eps")
-        if self.core_optimizer is not None:
-            self.core_optimizer.eps = self._eps
+        self._own_optimizer("eps").eps = at_least_0(value, "eps")
 
     def reset_parameters(self, std: float | None = None) -> None:
         """Gaussian cores whose product has the standard deviation ``std``: ``(std² / ΠR)^(1/2d)`` each.

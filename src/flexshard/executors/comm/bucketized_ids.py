@@ -37,7 +37,8 @@ class Buckets:
         """First location of each bucket and class, and the end of all; shape (buckets * K + 1,)."""
         buckets = np.arange(self.number).reshape(-1, 1) * self.slots
         first = (buckets + np.array(self.first_slots, np.int64)).ravel()
-        return torch.from_numpy(np.append(first, self.number * self.slots)).to(self.device, self.dtype)
+        ends = torch.from_numpy(np.append(first, self.number * self.slots)).to(self.dtype)
+        return ends.to(self.device)
 
 
 @dataclass

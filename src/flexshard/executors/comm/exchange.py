@@ -330,7 +330,7 @@ class Exchange:
                 reduction.reduce([slots[i] for i in classes], [gradients[i] for i in classes], scale, touched)
                 continue
             for index in classes:
-                self._updates[index](gradients[index].mul_(scale))
+                self._updates[index](gradients[index] if scale == 1.0 else gradients[index].mul_(scale))
         self._gradients, self._arrivals = [], []
 
 
