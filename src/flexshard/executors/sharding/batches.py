@@ -35,7 +35,7 @@ __all__ = [
 
 BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED, WRITTEN, _MISFIT = 1, 2, 3, 4, 5, 6
 _OF_CACHES = (CACHE_FAILED, WRITTEN)
-_NO_IDS = TableIds([], [])
+_NO_IDS = TableIds([], [], torch.empty(0, dtype=torch.int64), [])
 _WHAT = {
     BAD_IDS: "bad ids of table {}",
     _NO_FEATURE: "no feature for table {}",
@@ -206,10 +206,8 @@ def ids_of_tables(
         if problem is not None:
             return _NO_IDS, problem
     ends = features.offset_per_key()
-    parts = values[: ends[-1]].split(np.diff(ends).tolist())
-    found = [parts[known[lookup.feature]] for lookup in lookups]
-    whole = values[: ends[-1]] if [lookup.feature for lookup in lookups] == keys else None
-    return TableIds([one.table for one in lookups], [ids if ids.numel() else ids.long() for ids in found], whole), None
+    tables_of, places = [one.table for one in lookups], [known[one.feature] for one in lookups]
+    return TableIds(tables_of, places, values[: ends[-1]], np.diff(ends).tolist()), None
 
 
 def _misfit(features: KeyedJaggedTensor) -> str | None:

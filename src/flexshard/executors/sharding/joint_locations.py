@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -24,13 +25,33 @@ class TableIds:
 
     Attributes:
         tables: index of each lookup's.
-        ids: of each lookup.
-        whole: those of all lookups, one behind the other, where the batch has them so.
+        features: and of its feature among the batch's.
+        values: ids of all features, one behind the other.
+        sizes: how many each feature has.
     """
 
     tables: Sequence[int]
-    ids: Sequence[torch.Tensor]
-    whole: torch.Tensor | None = None
+    features: Sequence[int]
+    values: torch.Tensor
+    sizes: Sequence[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many ids each lookup has."""
+        return [self.sizes[feature] for feature in self.features]
+
+    @cached_property
+    def ids(self) -> list[torch.Tensor]:
+        """Of each lookup."""
+        parts = self.values.split(list(self.sizes))
+        found = (parts[feature] for feature in self.features)
+        return [ids if ids.numel() else ids.long() for ids in found]
+
+    def together(self) -> torch.Tensor:
+        """Of all lookups, one behind the other; no copy where the batch has them so."""
+        if list(self.features) == list(range(len(self.sizes))):
+            return self.values
+        return torch.cat(self.ids) if self.ids else self.values[:0]
 
 
 class JointLocations:
@@ -70,10 +91,9 @@ class JointLocations:
         there are tables: none), shape (1,), or None if there are no ids. The host waits for neither. Ids outside are
         taken for 0.
         """
-        lengths = [part.numel() for part in lookups.ids]
-        every = torch.cat(list(lookups.ids)) if lookups.whole is None and lookups.ids else lookups.whole
-        if every is None or not every.numel():
-            return [part.long() for part in lookups.ids], None
+        lengths, every = lookups.lengths, lookups.together()
+        if not every.numel():
+            return [], None
         facts = self._facts[list(lookups.tables)]
         if not facts[:, 4].any():
             facts = facts[:, :3]

@@ -270,9 +270,9 @@ class ShardedTables:
         """
         counts = [0] * len(self.groups)
         of_tables: dict[int, int] = {}
-        for table, ids in zip(lookups.tables, lookups.ids, strict=True):
-            counts[self._group_of[table]] += ids.numel()
-            of_tables[table] = of_tables.get(table, 0) + ids.numel()
+        for table, number in zip(lookups.tables, lookups.lengths, strict=True):
+            counts[self._group_of[table]] += number
+            of_tables[table] = of_tables.get(table, 0) + number
         once = [(number, self.names[table] in self.options.index_dedup) for table, number in of_tables.items()]
         parts, outside = self._located(lookups)
         if len(parts) == 1:
