@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from flexshard._internal import moment, seconds_between
-from flexshard.executors.comm.bucketized_ids import bucketize
+from flexshard.executors.comm.bucketized_ids import Buckets, bucketize
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.touched_rows import sum_by_slot
 from flexshard.executors.stores.updates import OptimizerSpec
@@ -45,9 +45,9 @@ def main() -> None:
     generator = torch.Generator(device=device).manual_seed(0)
     slots = rows // RANKS
     locations = torch.randint(0, RANKS * slots, (IDS,), generator=generator, device=device, dtype=torch.int32)
-    classes = torch.tensor([0, slots], dtype=torch.int32, device=device)
+    buckets = Buckets(RANKS, (0,), slots, torch.int32, device)
     for dedup in (False, True):
-        seconds = timed(partial(bucketize, locations, [IDS], classes, RANKS, index_dedup=dedup), device)
+        seconds = timed(partial(bucketize, locations, [IDS], buckets, index_dedup=dedup), device)
         what = "bucketise distinct ids" if dedup else "bucketise"
         report(what, seconds, IDS * (4 + 4 + 8), bandwidth)
 
