@@ -180,6 +180,7 @@ def refused(rank: int, plan: Any) -> list[str]:
                     shard.mul_(2.0)
             else:
                 parallel.module.narrow.fused_optimizer.param_groups[0]["lr"] = 0.01
+                parallel.module.narrow.fused_optimizer.step()
         try:
             output("narrow")
         except (CommunicationError, DataError) as error:

@@ -299,7 +299,7 @@ def beside_torchrec(rank: int) -> dict[str, Any]:
     theirs, _ = shard(None, "adagrad", torchrec=True, sums=True)
     ours, _ = shard({"goods": 0.2, "shops": 0.2}, "adagrad", sums=True)
     same = {
-        "state_dict": lambda model: sorted(model.state_dict()),
+        "state_dict": lambda model: list(model.state_dict()),
         "parameters": lambda model: of_any_rank(name for name, _ in model.named_parameters()),
         "states": lambda model: of_any_rank(
             (key, name) for key, states in model.fused_optimizer.state_dict()["state"].items() for name in states
@@ -510,6 +510,11 @@ def odd_inputs(rank: int) -> dict[str, Any]:
     asked = KeyedJaggedTensor(FEATURES, weighted.values(), weights, lengths=weighted.lengths())
     parallel.module.bags(asked).values().sum().backward()
     found["gradients"] = None if weights.grad is None else float(weights.grad.abs().sum())
+    flat = bare.lengths().view(len(FEATURES), -1)
+    square = KeyedJaggedTensor(FEATURES, bare.values(), lengths=flat)
+    with torch.no_grad():
+        first, second = (parallel.module.bags(one).values() for one in (bare, square))
+    found["square lengths"] = float((first - second).abs().max())
     # In two steps, as TorchRec's own module may be used.
     context = parallel.module.bags.create_context()
     ids = parallel.module.bags.input_dist(context, weighted).wait().wait()
@@ -523,7 +528,13 @@ def odd_inputs(rank: int) -> dict[str, Any]:
 
 def test_weights_and_steps_as_of_torchrecs_module() -> None:
     for found in ranks.run(1, 2, odd_inputs):
-        assert found == {"weights ignored": True, "ones": 0.0, "gradients": None, "two steps": 0.0}
+        assert found == {
+            "weights ignored": True,
+            "ones": 0.0,
+            "gradients": None,
+            "square lengths": 0.0,
+            "two steps": 0.0,
+        }
 
 
 def feature_twice(rank: int) -> list[Any]:

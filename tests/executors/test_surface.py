@@ -19,6 +19,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.executors import models, ranks
 
@@ -160,6 +161,30 @@ def test_schedulers(name: str) -> None:
     equal_on_both(scheduled, name)
 
 
+def in_any_order(parallel: Any, rank: int, zeroed: str) -> list[float]:
+    """``zero_grad`` is where fused optimizers are told of learning rates, beside ``step``."""
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.2**step)
+    losses = []
+    for step in range(STEPS):
+        loss, _ = parallel(models.make_batch(step, rank))
+        if zeroed == "before backward":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if zeroed == "after step":
+            optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
+@pytest.mark.parametrize("zeroed", ["before backward", "after step", "never"])
+def test_learning_rates_count_from_where_torchrecs_do(zeroed: str, optimizer: str) -> None:
+    equal_on_both(in_any_order, zeroed, optimizer=optimizer, tolerance=1e-5)
+
+
 def groups_saved(parallel: Any, rank: int) -> list[float]:
     """Parameter groups in checkpoints; TorchRec has one group a table, so its names are compared, not how many."""
     optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
@@ -186,6 +211,25 @@ def initialised(parallel: Any, rank: int) -> list[float]:
 
 def test_optimizers_that_initialise_their_state() -> None:
     equal_on_both(initialised)
+
+
+def of_features_and_samples(parallel: Any, rank: int) -> list[float]:
+    """Lengths of two dimensions."""
+    optimizer, losses = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))]), []
+    for step in range(STEPS):
+        batch = models.make_batch(step, rank)
+        keys, lengths = batch.features.keys(), batch.features.lengths()
+        batch.features = KeyedJaggedTensor(keys, batch.features.values(), lengths=lengths.view(len(keys), -1))
+        optimizer.zero_grad()
+        loss, _ = parallel(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_lengths_by_feature_and_sample() -> None:
+    equal_on_both(of_features_and_samples)
 
 
 # -- parameters

@@ -12,14 +12,16 @@ __all__ = ["with_values"]
 
 
 def with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    """The same batch, of one size or of one for each feature, with other values; shape (n,)."""
+    """The same batch, of one size or of one for each feature, with other values, shape (n,), and lengths of one
+    dimension.
+    """
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=values,
-        lengths=features.lengths(),
+        lengths=features.lengths().reshape(-1),
         weights=features.weights_or_none(),
         stride=None if variable else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,

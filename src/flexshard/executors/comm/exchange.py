@@ -26,7 +26,7 @@ from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, of_classes, send_rows
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.stores.base import AnnouncedRows, LookedUp
+from flexshard.executors.stores.base import AnnouncedRows, LookedUp, at_rates
 from flexshard.executors.stores.touched_rows import TouchedCounts
 
 __all__ = ["Exchange"]
@@ -73,6 +73,7 @@ class Exchange:
         self._delayed: DelayedRows | None = None
         self._parts: DelayedRows | None = None  # the same, where they are trained
         self._updates: list[Callable[[torch.Tensor], None]] = []
+        self._rates: list[float] = []
         self._answers: list[RowsBuffer] = []
         self._gradients: list[list[RowsBuffer]] = []
         self._arrivals: list[list[Arrival]] = []
@@ -153,6 +154,7 @@ class Exchange:
             self._answers = [RowsBuffer.make(wire.plain, bundle, sent, self._device) for bundle in bundles]
             self._send_rows(early=early)
         if train:
+            self._rates = [store.moment[1] for store in self._context.stores]
             self._count_touched()
 
     def _send_rows(self, *, early: bool) -> None:
@@ -296,11 +298,14 @@ class Exchange:
                     self._arrivals[level].append(self._send(level, "gradients", wire, own, part))
                 self._gradients[level].append(part)
 
-    @torch.no_grad()
     def update(self) -> None:
-        """Take the gradients that came, and update the rows: those with copies first, whose sums then travel while the
-        others are updated.
+        """Take the gradients that came, and update the rows, at the learning rates that they were looked up at, as
+        FBGEMM does: those with copies first, whose sums then travel while the others are updated.
         """
+        with torch.no_grad(), at_rates(self._context.stores, self._rates):
+            self._update()
+
+    def _update(self) -> None:
         context, trained = self._context, self._trained
         self._sync.before_update(self._members, self._parts)
         for module in trained:

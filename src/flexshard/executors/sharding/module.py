@@ -31,6 +31,7 @@ from flexshard.executors.sharding.batches import (
     outside_ids,
     version_of,
     versions_of,
+    with_flat_lengths,
 )
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
@@ -177,7 +178,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
     @torch.no_grad()
     def part_of(self, features: KeyedJaggedTensor, given: object) -> BatchPart:
         """The module's part of a batch, translated; ``given`` is what the module is given."""
-        tables, translated = self.tables, self.translated_ids
+        tables, translated, features = self.tables, self.translated_ids, with_flat_lengths(features)
         wanted = (features, self.lookups, tables.location_tables)
         variable = not self._torchrec or self._device.type != "cpu"
         ids, problem = ids_of_tables(*wanted, translated=translated, variable=variable)
@@ -225,7 +226,6 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
     def before_look_up(self, *, train: bool) -> None:
         """The rows are looked up next, to be updated perhaps if ``train``."""
         self._logical.check_nothing_written()
-        self._optimizer.step()  # a scheduler may have set another learning rate
         if train:
             self.tables.begin_step()
 
@@ -239,7 +239,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         """What changes when somebody writes to rows or to tensors of a ``state_dict``, or sets learning rates; torch
         does not count writes through ``data``. Caches write to rows themselves, and see to others' writes.
         """
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        rates = [rate for _, rate in self.tables.moments()]
         stores = (group.store for group in self.groups)
         return (self.written(), *rates, *(-1 if store.ahead else version_of(store.flat) for store in stores))
 
@@ -298,12 +298,12 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     def replace_tables(self, tables: ShardedTables, fingerprint: str) -> None:
         """Put the same tables in another layout in the present ones' place."""
+        tables.restore(self.tables.moments())
         self.tables = self._logical.tables = tables
         self.joint.replace(self.index, tables)
         self._register_tables()
         self.fingerprint = fingerprint
         self._optimizer.reset_rows()
-        self._optimizer.step()  # learning rates
 
     # -- TorchRec's plumbing
 
@@ -337,8 +337,9 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         """Tables in order of id, as ``DTensor`` of shape (E, D); every rank must call it."""
         state = {} if destination is None else destination
         self._logical.wait_for_all("state_dict()")
-        for index, table in enumerate(self.tables.names):
-            state[prefix + self._logical.parameter_name(table)] = self._logical.hand_out(index, "weight")
+        for config in self.configs_of_planned():  # in the unsharded module's order
+            index = self.tables.names.index(config.name)
+            state[prefix + self._logical.parameter_name(config.name)] = self._logical.hand_out(index, "weight")
         for collection in self._torchrec:
             collection.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
         return state

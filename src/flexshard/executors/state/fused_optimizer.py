@@ -28,7 +28,8 @@ class _LogicalState:
 
 
 class FlexShardFusedOptimizer(FusedOptimizer):
-    """Updates happen during backward; ``step`` only passes a changed learning rate on.
+    """Updates happen during backward; ``step`` and ``zero_grad`` only pass changed learning rates on, which rows that
+    are looked up from then on are updated at, as TorchRec's do.
 
     Its parameters are this rank's rows. ``state_dict`` holds every state by table and original id; it is a collective
     operation, as loading is.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from flexshard._internal import has_triton, used_here
 from flexshard.errors import FlexShardError
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update
 
-__all__ = ["AnnouncedRows", "LookedUp", "RowStore"]
+__all__ = ["AnnouncedRows", "LookedUp", "RowStore", "at_rates"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RowStore(nn.Module, abc.ABC):
         spec: their optimizer.
         dim: D.
         ahead: whether it makes use of hearing of batches before they are looked up.
-        fixed_at_look_up: whether an update's step and learning rate are those of the lookup, or of the update itself.
+        fixed_at_look_up: whether an update's step is that of the lookup, as its learning rate is, or of the update.
         settle: takes updates that are still under way.
     """
 
@@ -218,3 +218,17 @@ def _has_kernel(spec: OptimizerSpec, weights: torch.Tensor) -> bool:
     from flexshard.executors.stores.update_kernels import KINDS
 
     return spec.name in KINDS
+
+
+@contextmanager
+def at_rates(stores: Sequence[RowStore], learning_rates: Sequence[float]) -> Iterator[None]:
+    """Updates inside have these learning rates."""
+    now = [store.moment[1] for store in stores]
+    different = [places for places in zip(stores, learning_rates, now, strict=True) if places[1] != places[2]]
+    for store, rate, _ in different:
+        store.set_learning_rate(rate)
+    try:
+        yield
+    finally:
+        for store, _, before in different:
+            store.set_learning_rate(before)
