@@ -720,6 +720,66 @@ def test_outputs_do_not_replace_inputs(project: Path) -> None:
     assert (project / "job.yaml").read_bytes() == job
 
 
+def test_what_is_written_beside_the_output_replaces_nothing_either(tmp_path: Path) -> None:
+    """Mappings, and a folder's profiles."""
+
+    def table(name: str, **columns: list[object]) -> bytes:
+        pq.write_table(pa.table(columns), tmp_path / name)
+        return (tmp_path / name).read_bytes()
+
+    logs = {name: table(name, a=["x", "y", "x"], z=[1, 2, 3]) for name in ("in.a.mapping.parquet", "log.parquet")}
+    lost = bad(tmp_path, "encode", "in.a.mapping.parquet", "--column", "a", "-o", "in.parquet", "--force")
+    assert "in.a.mapping.parquet is what this command reads, and would be lost" in lost
+    kept = ("encode", "log.parquet", "--column", "a", "-o", "in.parquet")
+    assert "in.a.mapping.parquet exists and is a Parquet file of data, not a mapping" in bad(tmp_path, *kept)
+    good(tmp_path, "encode", "log.parquet", "--column", "a", "-o", "out.parquet")
+    good(tmp_path, "encode", "log.parquet", "--column", "a", "-o", "out.parquet")
+    again = ("--mapping", "out.a.mapping.parquet", "-o", "out.a.mapping.parquet", "--force")
+    assert "would be lost" in bad(tmp_path, "encode", "log.parquet", "--column", "a", *again)
+    assert {name: (tmp_path / name).read_bytes() for name in logs} == logs
+
+    table("alike.parquet", **{"a/b": ["p", "q"], "a_b": ["z", "w"]})
+    both = bad(tmp_path, "encode", "alike.parquet", "--column", "a/b", "--column", "a_b", "-o", "o.parquet")
+    assert "o.a_b.mapping.parquet would be the mapping of column 'a_b' and of column 'a/b'" in both
+    assert "-o a_b.profile.parquet" in good(tmp_path, "encode", "alike.parquet", "--column", "a/b", "-o", "o.parquet")
+
+    (tmp_path / "all").mkdir()
+    own = table("all/a.profile.parquet", i=[1, 2], t=["a", "b"])
+    for given in ("all", "all/*.parquet", "all/a.profile.parquet"):
+        assert "would be lost" in bad(tmp_path, "profile", given, "--column", "i", "--by", "t", "-o", "all", "--force")
+    counted = ("profile", "all", "--column", "i", "-o", "all/a.profile.parquet", "--force")
+    assert "would be lost" in bad(tmp_path, *counted)
+    table("by.parquet", i=[1, 2], t=["a", "b"])
+    by = ("profile", "by.parquet", "--column", "i", "--by", "t", "-o")
+    assert "a.profile.parquet exists and is a Parquet file of data, not a profile" in bad(tmp_path, *by, "all")
+    assert (tmp_path / "all" / "a.profile.parquet").read_bytes() == own
+    (tmp_path / "half" / "b.profile.parquet").mkdir(parents=True)
+    assert "half/b.profile.parquet: it is a folder" in bad(tmp_path, *by, "half")
+    assert [path.name for path in (tmp_path / "half").iterdir()] == ["b.profile.parquet"]
+    table("long.parquet", i=[1, 2], t=["a", "b" * 300])
+    long = ("profile", "long.parquet", "--column", "i", "--by", "t", "-o")
+    assert "bb.profile.parquet: file name too long" in bad(tmp_path, *long, "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_options_that_would_do_nothing_are_refused(project: Path) -> None:
+    counted = ("profile", "clicks.parquet", "--column", "item", "-o", "again.profile")
+    for more, expected in (
+        (("--batch", 3), "--batch goes with --reuse"),
+        (("--by", "user", "--name", "t"), "--by does not go with --mapping, --distinct-batch or --name"),
+        (("--name", ""), "a table's name is a text of one line, found ''"),
+        (("--name", "a\nb"), "a table's name is a text of one line, found 'a\\nb'"),
+    ):
+        assert expected in bad(project, *counted, *more)
+    assert "which cluster is to be written?" in bad(project, "clusters", "-o", "c.yaml")
+    columns = ("--column", "item", "--column", "user")
+    assert "table 'items' is given item and user; give it one" in bad(
+        project, "replay", "plan.json", "clicks.parquet", *columns
+    )
+    for limit in ("-1", "nan"):
+        assert "time_limit_seconds must be" in bad(project, "compare", "job.yaml", "--time-limit", limit)
+
+
 def test_outputs_replace_their_own_kind_alone(project: Path) -> None:
     (project / "notes.txt").write_text("what I must not forget")
     assert "notes.txt exists and is another file, not a plan" in bad(project, "plan", "job.yaml", "-o", "notes.txt")

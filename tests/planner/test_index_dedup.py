@@ -179,3 +179,16 @@ def test_one_rank_sends_nothing_and_deduplicates_nothing() -> None:
     assert not plan.tables["t"].index_dedup
     assert {point.memory_bytes for point in curve.points} == {plan.predicted.memory_bytes}
     assert curve.mark("memory_neutral").exposed_seconds == plan.predicted.exposed_seconds == 0.0
+
+
+def test_on_one_rank_ids_are_looked_up_once_where_nothing_else_fits() -> None:
+    cluster, tables = Cluster("one", 1, 1, 1e9, 0.0, (Level(1, None, None),)), [table("often", 1000, 40.0, 1.2)]
+    least = []
+    for once in (False, True, "auto"):
+        with pytest.raises(BudgetError) as caught:
+            solve(tables, cluster, batch_size=64, budget="1B", index_dedup=once)
+        least.append(caught.value.least_bytes)
+    assert least[0] > least[1] == least[2]
+    for budget, once in ((least[0], False), ((least[0] + least[1]) / 2, True)):
+        plan = solve(tables, cluster, batch_size=64, budget=f"{budget + 1:.0f}B", index_dedup="auto")
+        assert plan.tables["often"].index_dedup is once

@@ -10,6 +10,7 @@ TYPE_CHECKING = False  # as in lazy.py
 
 if TYPE_CHECKING:
     from flexshard._internal.checks import (
+        check_above_0 as check_above_0,
         check_bytes as check_bytes,
         check_finite as check_finite,
         check_int as check_int,
@@ -122,7 +123,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "checks": ["check_bytes", "check_finite", "check_int", "first_repeated", "there_are"],
+        "checks": ["check_above_0", "check_bytes", "check_finite", "check_int", "first_repeated", "there_are"],
         "clocks": ["Moment", "device_of_group", "moment", "seconds_between"],
         "collective_errors": ["differing_ranks", "lost_rank", "on_all_ranks", "on_first_rank"],
         "deprecation": ["deprecated_attribute", "renamed_parameters"],

@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 from flexshard import units
 from flexshard.errors import FlexShardError, UnitError
 
-__all__ = ["check_bytes", "check_finite", "check_int", "first_repeated", "there_are"]
+__all__ = ["check_above_0", "check_bytes", "check_finite", "check_int", "first_repeated", "there_are"]
 
 _MOST = 1 << 62
 _NAMED = 20
@@ -43,6 +43,14 @@ def check_finite(value: SupportsFloat, name: str, error_type: type[FlexShardErro
         raise error_type(f"{name} must be a number, found {value!r}") from None
     if number - number != 0:
         raise error_type(f"{name} must be finite, found {value!r}")
+    return number
+
+
+def check_above_0(value: SupportsFloat, name: str, error_type: type[FlexShardError]) -> float:
+    """A finite number above 0; raises ``error_type`` for others."""
+    number = check_finite(value, name, error_type)
+    if number <= 0:
+        raise error_type(f"{name} must be above 0, found {value}")
     return number
 
 

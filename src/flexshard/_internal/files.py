@@ -45,12 +45,14 @@ def replacing(path: PathLike) -> Iterator[Path]:
         OutputError: the folder is missing or not writable, or the disk is full.
     """
     target = Path(checked_path(path, OutputError)).resolve()  # a link stays a link
-    if target.exists() and not target.is_file():
-        kind = "a folder" if target.is_dir() else "not a regular file"
-        raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
     try:
+        if target.exists() and not target.is_file():
+            kind = "a folder" if target.is_dir() else "not a regular file"
+            raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
         os.close(handle)
+    except OutputError:
+        raise
     except OSError as error:
         raise OutputError(f"cannot write {path}: {_reason(error)}; choose another path with -o") from error
     temporary = Path(name)
@@ -61,6 +63,8 @@ def replacing(path: PathLike) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
     except OSError as error:
+        if isinstance(error, OutputError) and temporary.name not in str(error):  # of another file
+            raise
         reason = error.reason if isinstance(error, OutputError) else _reason(error)  # of a draft within a draft
         raise OutputError(f"cannot write {path}: {reason}; free some space or choose another path", reason) from error
     finally:

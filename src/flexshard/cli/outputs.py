@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Annotated
 import typer
 
 from flexshard import planner, plots
+from flexshard._internal import hidden_part
 from flexshard.errors import OutputError
 
 __all__ = ["Force", "check_folder", "check_output", "kind_of"]
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
 
+_DATA = {".parquet", ".csv", ".tsv", ".json", ".jsonl", ".ndjson"}
 _PAGE = b"<!doctype html>"
 _PARQUET, _PICTURES = b"PAR1", (b"\x89PNG", b"%PDF", b"<?xml", b"<svg")
 _TEXT_FORMAT = re.compile(rb"[\"']?format[\"']?\s*:\s*[\"']?(flexshard\.\w+)")
@@ -58,7 +61,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}; choose another path with -o") from error
     for given in _all_of(inputs) if there else ():
-        if "://" not in str(given) and Path(given).exists() and path.samefile(given):
+        if "://" not in str(given) and _reads(Path(given).expanduser(), path):
             raise OutputError(f"{path} is what this command reads, and would be lost; choose another path with -o")
     if kind == "picture" and path.suffix.lower() not in plots.PICTURE_SUFFIXES:
         raise OutputError(f"cannot draw {path}: the name of a picture ends in {', '.join(plots.PICTURE_SUFFIXES)}")
@@ -70,6 +73,18 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         raise OutputError(
             f"{path} exists and is {what}, not {_NOUNS[kind]}; choose another path with -o, or replace it with --force"
         )
+
+
+def _reads(given: Path, path: Path) -> bool:
+    """Whether an existing file is one that a file, a folder of data or a glob names."""
+    if given.is_dir():
+        inside = path.resolve()
+        if not inside.is_relative_to(given.resolve()) or _DATA.isdisjoint(suffix.lower() for suffix in path.suffixes):
+            return False
+        return hidden_part(inside.relative_to(given.resolve()).as_posix()) is None
+    if given.exists():
+        return path.samefile(given)
+    return any(path.samefile(match) for match in glob.glob(str(given), recursive=True))
 
 
 def _all_of(inputs: Iterable[Path | str]) -> Iterator[Path | str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from flexshard.tables.table import (
         Table as Table,
+        check_table_name as check_table_name,
         expected_distinct as expected_distinct,
         place_bytes as place_bytes,
         translation_bytes as translation_bytes,
@@ -38,7 +39,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "dedup_factors": ["combined_dedup_factor", "dedup_factor", "dedup_len"],
         "optimizers.base": ["Optimizer", "State", "StepOptions"],
         "optimizers.registry": ["OPTIMIZERS", "optimizer_of_torchrec"],
-        "table": ["Table", "expected_distinct", "place_bytes", "translation_bytes"],
+        "table": ["Table", "check_table_name", "expected_distinct", "place_bytes", "translation_bytes"],
         "tensor_train_shape": ["KEPT_SHARE", "TTShape"],
     },
 )

@@ -15,11 +15,19 @@ from flexshard.profiling import AccessProfile
 from flexshard.tables.data_types import DATA_TYPES
 from flexshard.tables.optimizers.registry import OPTIMIZERS
 
-__all__ = ["Table", "expected_distinct", "place_bytes", "translation_bytes"]
+__all__ = ["Table", "check_table_name", "expected_distinct", "place_bytes", "translation_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
 POOLINGS = ("none", "sum", "mean")
 _MOST_KAPPA = 1e6
+
+
+def check_table_name(name: object) -> None:
+    """Raises TableError for what can be no table's name."""
+    if not isinstance(name, str):
+        raise TableError(f"a table's name is a text, found {name!r}")
+    if not name.strip() or not name.isprintable():
+        raise TableError(f"a table's name is a text of one line, found {name!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +68,7 @@ class Table:
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
-        if not isinstance(self.name, str):
-            raise TableError(f"a table's name is a text, found {self.name!r}")
-        if not self.name.strip() or not self.name.isprintable():
-            raise TableError(f"a table's name is a text of one line, found {self.name!r}")
+        check_table_name(self.name)
         if isinstance(self.features, str) or not isinstance(self.features, Sequence):
             raise TableError(f"{where}: features must be a list of names, found {self.features!r}")
         stray = next((feature for feature in self.features if not isinstance(feature, str)), None)

@@ -13,6 +13,7 @@ from flexshard.cli.app import AsJson, app
 from flexshard.cli.cluster_grid import cluster_grid
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say
+from flexshard.errors import ClusterError
 
 
 @app.command("clusters")
@@ -33,6 +34,8 @@ def clusters_command(
     Example: flexshard clusters dgx-h100:128
     """
     if name is None:
+        if output is not None:
+            raise ClusterError("which cluster is to be written? give a preset's name, or a cluster file")
         presets = [topologies.load_preset(preset) for preset in topologies.preset_names()]
         headings = ["name", "ranks", "memory per rank", "what it is"]
         grid = new_grid("Cluster presets (write NAME:NODES for another size)", headings)

@@ -46,8 +46,10 @@ def encode_command(
 
     Example: flexshard encode clicks.csv --column item --column user -o clicks.parquet
     """
-    check_output(output, "parquet", inputs=data, force=force)
     given = dict(_mapping(text, column) for text in mapping or [])
+    check_output(output, "parquet", inputs=[*data, *given.values()], force=force)
+    for made in (profiling.mapping_path(output, name) for name in column if name not in given):
+        check_output(made, "flexshard.mapping", inputs=data, force=force)
     with working("encoding"):
         found = profiling.encode(
             data,
@@ -94,6 +96,6 @@ def _grid(found: list[EncodedColumn], output: Path) -> Grid:
     first = found[0].mapping
     grid.caption = (
         f"written to {output}; next: flexshard profile {output} --column {first.column} --rows {first.rows}"
-        f" -o {first.column}.profile.parquet"
+        f" -o {first.column.replace('/', '_')}.profile.parquet"
     )
     return grid

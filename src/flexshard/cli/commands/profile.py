@@ -17,6 +17,7 @@ from flexshard.cli.app import AsJson, app
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import counting_progress, emit
 from flexshard.errors import DataError
+from flexshard.tables import check_table_name
 
 if TYPE_CHECKING:
     from flexshard._internal import Grid
@@ -44,7 +45,9 @@ def profile_command(
         int | None, typer.Option(help="Count each distinct list once per so many rows, as deduplicated batches do.")
     ] = None,
     reuse: Annotated[bool, typer.Option("--reuse", help="DATA is Meta's reuse statistics (text).")] = False,
-    batch: Annotated[int, typer.Option(help="Which block of the reuse statistics, from 0.")] = 0,
+    batch: Annotated[
+        int | None, typer.Option(min=0, help="Which block of the reuse statistics, from 0, the default.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Row groups decoded at once.")] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -54,19 +57,23 @@ def profile_command(
     Example: flexshard profile clicks.parquet --column item --sample-key user -o item.profile.parquet
     """
     check_output(output, "flexshard.profile", inputs=data, force=force)
+    if name is not None:
+        check_table_name(name)
     if reuse:
         if by or column or hash_ or mapping or sample_key or holdout or distinct_batch:
             raise DataError("--reuse goes with --rows, --batch and --name alone")
         if len(data) != 1:
             raise DataError(f"--reuse takes one text file, found {len(data)}")
-        profiles = [profiling.AccessProfile.from_reuse_histogram(data[0], num_rows=rows, batch=batch, table=name)]
+        profiles = [profiling.AccessProfile.from_reuse_histogram(data[0], num_rows=rows, batch=batch or 0, table=name)]
+    elif batch is not None:
+        raise DataError("--batch goes with --reuse")
     elif column is None:
         raise DataError("which column holds the ids? give --column")
     else:
         with counting_progress("reading") as progress:
             if by is not None:
-                if mapping or distinct_batch:
-                    raise DataError("--by does not go with --mapping or --distinct-batch")
+                if mapping or distinct_batch or name is not None:
+                    raise DataError("--by does not go with --mapping, --distinct-batch or --name")
                 tables = profiling.AccessProfile.from_parquet_by(
                     data,
                     column=column,
@@ -98,12 +105,16 @@ def profile_command(
                 profiles = [one]
                 if one.lengths is not None and one.lengths.maximum == 1 and sample_key is None and mapping is None:
                     _note_single_reads(data)
-    if by is not None:
-        make_folder(output)
-        paths = [output / f"{quote(profile.table, safe=' ')}.profile.parquet" for profile in profiles]
-    else:
+    for profile in profiles:
+        check_table_name(profile.table)
+    if by is None:
         paths = [output]
-    _save_all(profiles, paths)
+        _save_all(profiles, paths)
+    else:
+        paths = [output / f"{quote(profile.table, safe=' ')}.profile.parquet" for profile in profiles]
+        for path in paths:
+            check_output(path, "flexshard.profile", inputs=data, force=force)
+        _save_in_folder(profiles, paths, output)
     written = zip(profiles, paths, strict=True)
     emit([_profile_document(p, path) for p, path in written], as_json=as_json, text=_profile_grid(profiles, paths))
 
@@ -123,6 +134,18 @@ def _save_all(profiles: list[AccessProfile], paths: list[Path]) -> None:
         drafts = [stack.enter_context(replacing(path)) for path in paths]
         for profile, draft in zip(profiles, drafts, strict=True):
             profile.save(draft)
+
+
+def _save_in_folder(profiles: list[AccessProfile], paths: list[Path], folder: Path) -> None:
+    """The same, in a folder that is made if it is missing."""
+    missing = not folder.exists()
+    make_folder(folder)
+    try:
+        _save_all(profiles, paths)
+    except OSError:
+        if missing:
+            folder.rmdir()
+        raise
 
 
 _KEY = re.compile(r"session|user|visit|member|customer|account|device|request|impression|basket|order|sample|uid|sid")

@@ -81,7 +81,7 @@ def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
 
 
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
-    values = {}
+    values: dict[str, str] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or (name not in plan.tables and len(plan.tables) == 1 and what == "profile"):
@@ -90,6 +90,8 @@ def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
                 raise JobError(f"--{what} {text}: the plan has {len(plan.tables)} tables; write TABLE={text}")
             name = next(iter(plan.tables))
         plan.table(name)
+        if name in values:
+            raise JobError(f"--{what}: table {name!r} is given {values[name]} and {value}; give it one")
         values[name] = value
     return values
 

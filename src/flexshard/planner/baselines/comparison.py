@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from flexshard._internal import renamed_parameters
-from flexshard.errors import SolverError
+from flexshard._internal import check_above_0, renamed_parameters
+from flexshard.errors import JobError, SolverError
 from flexshard.planner.baselines.torchrec_choices import torchrec_cost
 from flexshard.planner.baselines.whole_tables import whole_table_cost
 from flexshard.planner.plan import Plan
@@ -46,14 +46,16 @@ def compare(
         time_limit_seconds: for the mixed-integer program.
 
     Raises:
+        JobError: a time limit that is not above 0.
         MissingDependencyError: ``torchrec`` is asked for and not installed.
         BudgetError, SolverError: as :func:`solve` and :func:`whole_table_cost`.
     """
+    seconds = check_above_0(time_limit_seconds, "time_limit_seconds", JobError)
     problem = Problem.of(tables, cluster, options)
     plan = solve(problem)
     added = {}
     if not problem.is_whole_model:  # whose plan is one of whole tables
-        added["whole_table"] = whole_table_cost(problem, time_limit_seconds=time_limit_seconds)
+        added["whole_table"] = whole_table_cost(problem, time_limit_seconds=seconds)
     if torchrec or (torchrec is None and torchrec_installed()):
         try:
             added["torchrec"] = torchrec_cost(problem)

@@ -9,8 +9,9 @@ from typing import Unpack
 import numpy as np
 
 from flexshard import units
+from flexshard._internal import check_above_0
 from flexshard.costmodels import Cost
-from flexshard.errors import BudgetError, SolverError
+from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.deciding import limit_of
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.programs import solve_program
@@ -33,12 +34,14 @@ def whole_table_cost(
     bounded, whatever the budget is to bound.
 
     Raises:
+        JobError: a time limit that is not above 0.
         BudgetError: no such plan fits.
         SolverError: the solver found none in the time limit.
     """
+    seconds = check_above_0(time_limit_seconds, "time_limit_seconds", JobError)
     problem = Problem.of(tables, cluster, options).refusing_sharded("the best plan of whole tables")
     instance, of_mean = Variants(problem).fixed, replace(problem, memory="mean")
-    return instance.cost(solve_whole_tables(instance, limit_of(of_mean, instance), time_limit_seconds))
+    return instance.cost(solve_whole_tables(instance, limit_of(of_mean, instance), seconds))
 
 
 def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_seconds: float = 60.0) -> Allocation:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from flexshard._internal import check_finite
+from flexshard._internal import check_above_0, check_finite
 from flexshard.costmodels import TTRates
 from flexshard.errors import JobError
 from flexshard.planner.compression.decision import CompressionPlan, TTOption
@@ -59,9 +59,8 @@ def plan_compression(
     if problem.memory != "mean":
         raise JobError(f"tables are compressed within a budget of the mean memory, the job bounds {problem.memory!r}")
     if time_limit_seconds is not None:
-        if check_finite(time_limit_seconds, "time_limit_seconds", JobError) <= 0:
-            raise JobError(f"time_limit_seconds must be above 0, found {time_limit_seconds}")
-        problem = replace(problem, timeout_seconds=time_limit_seconds)
+        seconds = check_above_0(time_limit_seconds, "time_limit_seconds", JobError)
+        problem = replace(problem, timeout_seconds=seconds)
     if loss_limit is not None:
         loss_limit = check_finite(loss_limit, "loss_limit", JobError)
         if loss_limit < 0:

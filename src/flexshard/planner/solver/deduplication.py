@@ -202,7 +202,13 @@ class Variants:
 
     def _solve(self, limit_bytes: float, tiers: int, start_price: float | None) -> tuple[Instance, Solution]:
         if not self.are_chosen:
-            return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
+            try:
+                return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
+            except BudgetError:
+                if self.problem.index_dedup != "auto":
+                    raise
+            # One rank sends nothing, but distinct ids take less memory.
+            return self.once, solve_instance(self.once, limit_bytes, tiers, start_price=start_price)
         masks, bound, price = self._candidates(limit_bytes, tiers, start_price)
         found: list[tuple[Instance, Solution]] = []
         errors: list[BudgetError] = []

@@ -94,6 +94,7 @@ def encode(
         raise DataError(f"a mapping is given for column {stray!r}, which is not encoded")
     limit = None if memory is None else round(check_bytes(memory, "memory", DataError))
     data, target = scan(paths), Path(output).expanduser()
+    _check_outputs(target, [name for name in names if name not in given], [*data.files, *(mappings or {}).values()])
     make_folder(target.parent)
     with (
         tempfile.TemporaryDirectory(prefix=f".{target.name}.draft-", dir=target.parent) as scratch,
@@ -139,6 +140,22 @@ def encoded(
         how: dict[str, Any] = {"separator": known.separator, "nulls": known.nulls or "drop", "unknown": unknown}
         encode(paths, path, columns=[column], mappings={column: mapping}, **how)
         yield path
+
+
+def _check_outputs(target: Path, columns: list[str], inputs: Sequence[PathLike]) -> None:
+    """Whether nothing that is read, and no mapping of another column, would be lost."""
+    places = {target: "the output"}
+    for column in columns:
+        place = mapping_path(target, column)
+        if place in places:
+            raise OutputError(
+                f"{place} would be the mapping of column {column!r} and of {places[place]}; encode one at a time, to"
+                " other outputs"
+            )
+        places[place] = f"column {column!r}"
+    for place in places:
+        if place.exists() and any("://" not in str(path) and place.samefile(path) for path in inputs):
+            raise OutputError(f"{place} is what is read, and would be lost; choose another path with -o")
 
 
 def mapping_path(output: Path, column: str) -> Path:
