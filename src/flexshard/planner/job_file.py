@@ -163,7 +163,12 @@ def load_job(path: PathLike) -> Job:
         file, known = folder / spec.rates, step
         step = at(["rates"], lambda: replace(known, rates=TTRates.load(file).local))
     others = spec.model_dump(exclude={"tables", "cluster", "dense", "rates"})
-    return at([], lambda: Job(tables, cluster, options=options, step=step, constraints=constraints, **others))
+    try:
+        return Job(tables, cluster, options=options, step=step, constraints=constraints, **others)
+    except FlexShardError as error:
+        first = str(error).partition(" ")[0].rstrip(":")
+        where = located(path, tree, [first] if first in others else [])
+        raise JobError(f"{where.removesuffix(f': {first}')}: {error}") from error
 
 
 def job_files(path: PathLike) -> list[Path]:

@@ -258,7 +258,7 @@ def resolve_cluster(name: str) -> Cluster:
             most = f"a whole number up to {_MOST_NODES:,}"
             raise ClusterError(f"{name!r}: the number of nodes after ':' is {most}, found {nodes!r}")
         return load_preset(preset).cluster(int(nodes) if nodes else None)
-    if Path(name).suffix in {".yaml", ".yml"} or _exists(name):
+    if Path(name).suffix in {".yaml", ".yml"} or (name and _exists(name)):
         return load_cluster(name)
     raise ClusterError(
         f"{name!r} is neither a cluster file nor a preset; presets are {', '.join(preset_names())}"
