@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.lookahead import cached_step, forms, oracle, placements, planning
+from benchmarks.lookahead import cached_step, forms, host_operations, oracle, placements, planning
 from benchmarks.timing import machine
 
-PARTS = ("placements", "forms", "oracle", "step", "plans")
+PARTS = ("placements", "forms", "oracle", "step", "plans", "host")
 
 
 def main() -> None:
@@ -35,6 +35,8 @@ def main() -> None:
         cached_step.main()
     if "plans" in parts:
         planning.main()
+    if "host" in parts:
+        host_operations.main()
 
 
 if __name__ == "__main__":
