@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +62,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}; choose another path with -o") from error
     for given in _all_of(inputs) if there else ():
-        if "://" not in str(given) and _reads(Path(given).expanduser(), path):
+        if "://" not in str(given) and _reads(Path(given), path):
             raise OutputError(f"{path} is what this command reads, and would be lost; choose another path with -o")
     if kind == "picture" and path.suffix.lower() not in plots.PICTURE_SUFFIXES:
         raise OutputError(f"cannot draw {path}: the name of a picture ends in {', '.join(plots.PICTURE_SUFFIXES)}")
@@ -77,6 +78,8 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
 
 def _reads(given: Path, path: Path) -> bool:
     """Whether an existing file is one that a file, a folder of data or a glob names."""
+    with suppress(RuntimeError):  # nobody's home
+        given = given.expanduser()
     if given.is_dir():
         inside = path.resolve()
         if not inside.is_relative_to(given.resolve()) or _DATA.isdisjoint(suffix.lower() for suffix in path.suffixes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -144,7 +144,8 @@ def _save_in_folder(profiles: list[AccessProfile], paths: list[Path], folder: Pa
         _save_all(profiles, paths)
     except OSError:
         if missing:
-            folder.rmdir()
+            with suppress(OSError):
+                folder.rmdir()
         raise
 
 
