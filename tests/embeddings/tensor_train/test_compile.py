@@ -18,7 +18,7 @@ class Model(nn.Module):
     def __init__(self, optimizer: str | None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        how: dict[str, Any] = {"optimizer": optimizer, "learning_rate": 0.05}
+        how: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer, "learning_rate": 0.05}
         self.bags = TTEmbeddingBag(5000, 16, tt_ranks=8, mode="sum", hot_rows=10, **how)
         self.rows = TTEmbedding(3000, 8, tt_ranks=4, **how)
         self.over = nn.Linear(24, 1)
