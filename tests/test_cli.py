@@ -741,6 +741,21 @@ def test_what_is_written_beside_the_output_replaces_nothing_either(tmp_path: Pat
     assert "would be lost" in bad(tmp_path, "encode", "log.parquet", "--column", "a", *again)
     assert {name: (tmp_path / name).read_bytes() for name in logs} == logs
 
+    (tmp_path / "folder.parquet").mkdir()
+    before = (tmp_path / "out.a.mapping.parquet").read_bytes()
+    (tmp_path / "out.parquet").unlink()
+    (tmp_path / "out.parquet").mkdir()
+    table("other.parquet", a=["q", "r"])
+    assert "it is a folder" in bad(tmp_path, "encode", "other.parquet", "--column", "a", "-o", "out.parquet")
+    assert (tmp_path / "out.a.mapping.parquet").read_bytes() == before
+    assert "it is a folder" in bad(tmp_path, "encode", "other.parquet", "--column", "a", "-o", "folder.parquet")
+    assert not (tmp_path / "folder.a.mapping.parquet").exists()
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    assert "cannot write one: " in bad(tmp_path, "encode", "other.parquet", "--column", "a", "-o", "one")
+    through = ("--column", "a", "--mapping", "out.a.mapping.parquet", "-o", "out.a.mapping.parquet", "--force")
+    assert "would be lost" in bad(tmp_path, "profile", "log.parquet", *through)
+
     table("alike.parquet", **{"a/b": ["p", "q"], "a_b": ["z", "w"]})
     both = bad(tmp_path, "encode", "alike.parquet", "--column", "a/b", "--column", "a_b", "-o", "o.parquet")
     assert "o.a_b.mapping.parquet would be the mapping of column 'a_b' and of column 'a/b'" in both

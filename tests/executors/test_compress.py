@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,64 @@ def test_bags_are_those_of_the_tables(weighted: bool) -> None:
     found = model(features)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found.values(), expected.values(), atol=1e-4, rtol=1e-4)
+
+
+def bags(names: str = "xz") -> tuple[Any, EmbeddingBagCollection]:
+    """Two features of one table, and a table that may stay as it is; and what they were."""
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(name="x", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["a", "b"]),
+        EmbeddingBagConfig(name="z", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["c"]),
+    ]
+    collection = EmbeddingBagCollection(tables=tables)
+    compressed, _ = compress(copy.deepcopy(collection), {name: full_rank() for name in names}, allow_larger=True)
+    return compressed, collection
+
+
+@pytest.mark.parametrize("names", ["x", "xz"])
+@pytest.mark.parametrize(("strides", "samples"), [((2, 2, 2), 2), ((3, 1, 2), 4), ((2, 3, 1), 3)])
+def test_bags_that_samples_share(names: str, strides: tuple[int, ...], samples: int) -> None:
+    compressed, collection = bags(names)
+    lengths = torch.arange(sum(strides)) % 3
+    inverse = torch.stack([(torch.arange(samples) * 2 + 1) % stride for stride in strides])
+    features = KeyedJaggedTensor(
+        ["a", "b", "c"],
+        torch.arange(int(lengths.sum())),
+        lengths=lengths,
+        stride_per_key_per_rank=[[stride] for stride in strides],
+        inverse_indices=(["a", "b", "c"], inverse),
+    )
+    torch.testing.assert_close(compressed(features).values(), collection(features).values(), atol=1e-4, rtol=1e-4)
+
+
+def test_lengths_by_feature_and_sample() -> None:
+    compressed, collection = bags()
+    flat = batch(0, 0)
+    features = KeyedJaggedTensor(flat.keys(), flat.values(), lengths=flat.lengths().view(3, -1))
+    torch.testing.assert_close(compressed(features).values(), collection(flat).values(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_what_was_frozen_stays_frozen(optimizer: str | None) -> None:
+    collection = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[feature])
+            for name, feature in zip("xyz", "abc", strict=True)
+        ]
+    )
+    for name in "xz":
+        collection.embeddings[name].weight.requires_grad_(False)
+    how = {**full_rank(), "optimizer": optimizer, "dtype": torch.bfloat16}
+    compressed, _ = compress(collection, {"x": how, "y": how}, allow_larger=True)
+    tables: Any = compressed.tables
+    before = {name: tables[name].to_dense() for name in "xy"}
+    found = compressed(batch(0, 0))  # type: ignore[operator]
+    assert {jagged.values().dtype for jagged in found.values()} == {torch.float32}
+    sum((jagged.values() ** 2).sum() for jagged in found.values()).backward()
+    if optimizer is None:
+        torch.optim.SGD([one for one in compressed.parameters() if one.requires_grad], 0.5).step()
+    assert torch.equal(tables["x"].to_dense(), before["x"])
+    assert not torch.equal(tables["y"].to_dense(), before["y"])
 
 
 def test_a_table_is_started_anew_if_asked() -> None:

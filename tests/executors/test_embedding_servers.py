@@ -522,6 +522,8 @@ def refusals(rank: int, address: str, plan: Any) -> list[str]:
         plain.message_of(many),
         plain.message_of(lambda: EmbeddingServers(1, address=address, options={"nmu_cpus": 1})),
         plain.message_of(lambda: EmbeddingServers(1, address=address, options={"max_restarts": 5})),
+        plain.message_of(lambda: EmbeddingServers(1, options=["num_cpus"] if rank else None)),  # type: ignore[arg-type]
+        plain.message_of(lambda: EmbeddingServers(1, address=6379)),  # type: ignore[arg-type]
         plain.message_of(lambda: EmbeddingServers(1, address="127.0.0.1:1")),
         plain.message_of(lambda: EmbeddingServers(2 + rank, address=address)),
         plain.message_of(lambda: FlexShardEmbeddingCollectionSharder(servers="tables")),  # type: ignore[arg-type]
@@ -552,6 +554,8 @@ EXPECTED = (
     r"CacheError: 2 of 2 embedding servers have not started within 2 s; the Ray cluster has .* CPUs free: take fewer",
     r"CacheError: embedding servers could not be started: .*nmu_cpus",
     r"CacheError: options: 'max_restarts' is the servers' own; leave it out",
+    r"CacheError: (rank 1: )?options are Ray's of an actor, by name, found \['num_cpus'\]",
+    r"CacheError: address is a text, such as '10.0.0.1:6379', or None, found 6379",
     r"CacheError: this process is connected to Ray at .* already; leave address='127.0.0.1:1' out",
     r"CacheError: (rank 1: )?3 embedding servers are asked for here, 2 on rank 0",
     r"TableError: servers must be EmbeddingServers, found str",

@@ -22,7 +22,9 @@ from torchrec.modules.embedding_configs import DataType
 
 import flexshard
 from flexshard.costmodels import strategy_name
+from flexshard.errors import PlanError
 from flexshard.executors import FlexShardEmbeddingCollectionSharder
+from flexshard.executors.comm.wire import Wire
 from flexshard.planner import FlexShardPlanner, Tier
 from tests.executors import models, ranks
 
@@ -141,3 +143,9 @@ def with_int8(rank: int) -> float:
 def test_rows_of_eight_bits_on_the_wire() -> None:
     for difference in ranks.run(2, 1, with_int8):
         assert 0 < difference < 0.01
+
+
+def test_rows_that_do_not_fit_the_precision_are_named() -> None:
+    codec = get_qcomm_codecs(QCommsConfig(forward_precision=CommType.INT8)).forward
+    with pytest.raises(PlanError, match="rows of dimension 8 cannot be sent in the precision"):
+        _ = Wire((64, 8), (torch.float32,) * 2, codec).row_bytes

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         joined as joined,
         joined_range as joined_range,
     )
-    from flexshard._internal.keyed_jagged import with_values as with_values
+    from flexshard._internal.keyed_jagged import with_flat_lengths as with_flat_lengths, with_values as with_values
     from flexshard._internal.lazy import INSTALL_TORCHREC as INSTALL_TORCHREC, bound as bound
     from flexshard._internal.messages import (
         Messages as Messages,
@@ -140,7 +140,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],
-        "keyed_jagged": ["with_values"],
+        "keyed_jagged": ["with_flat_lengths", "with_values"],
         "lazy": ["INSTALL_TORCHREC", "bound"],
         "messages": ["Messages", "all_to_all", "runs_gloo"],
         "optional": ["has_numba", "has_triton"],

@@ -44,8 +44,9 @@ def replacing(path: PathLike) -> Iterator[Path]:
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
     """
-    target = Path(checked_path(path, OutputError)).resolve()  # a link stays a link
+    given = Path(checked_path(path, OutputError))
     try:
+        target = given.resolve()  # a link stays a link
         if target.exists() and not target.is_file():
             kind = "a folder" if target.is_dir() else "not a regular file"
             raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
@@ -53,8 +54,9 @@ def replacing(path: PathLike) -> Iterator[Path]:
         os.close(handle)
     except OutputError:
         raise
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {_reason(error)}; choose another path with -o") from error
+    except (OSError, RuntimeError) as error:  # links in a circle
+        reason = _reason(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise OutputError(f"cannot write {path}: {reason}; choose another path with -o") from error
     temporary = Path(name)
     try:
         yield temporary

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["with_values"]
+__all__ = ["with_flat_lengths", "with_values"]
 
 
 def with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
@@ -27,3 +27,8 @@ def with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJagge
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
         inverse_indices=features.inverse_indices_or_none(),
     )
+
+
+def with_flat_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same batch with lengths of one dimension; TorchRec takes (features, samples) as well."""
+    return features if features.lengths().dim() == 1 else with_values(features, features.values())

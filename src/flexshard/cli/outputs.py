@@ -19,7 +19,7 @@ __all__ = ["Force", "check_folder", "check_output", "kind_of"]
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
 
-_DATA = {".parquet", ".csv", ".tsv", ".json", ".jsonl", ".ndjson"}
+_DATA = re.compile(r"\.(parquet|pq|(csv|tsv|json|jsonl|ndjson)(\.(gz|zst))?)$")
 _PAGE = b"<!doctype html>"
 _PARQUET, _PICTURES = b"PAR1", (b"\x89PNG", b"%PDF", b"<?xml", b"<svg")
 _TEXT_FORMAT = re.compile(rb"[\"']?format[\"']?\s*:\s*[\"']?(flexshard\.\w+)")
@@ -82,7 +82,7 @@ def _reads(given: Path, path: Path) -> bool:
         given = given.expanduser()
     if given.is_dir():
         inside = path.resolve()
-        if not inside.is_relative_to(given.resolve()) or _DATA.isdisjoint(suffix.lower() for suffix in path.suffixes):
+        if not inside.is_relative_to(given.resolve()) or not _DATA.search(path.name):
             return False
         return hidden_part(inside.relative_to(given.resolve()).as_posix()) is None
     if given.exists():

@@ -87,6 +87,14 @@ def test_arguments_that_cannot_be() -> None:
         table.decompose_(torch.zeros(5, 16))
 
 
+def test_an_eps_of_0_is_refused_later_too() -> None:
+    table = TTEmbedding(60, 4, tt_ranks=2, optimizer="adam")
+    with pytest.raises(TableError, match="eps must be above 0"):
+        table.eps = 0.0
+    table.eps = 1e-6
+    assert table.eps == 1e-6
+
+
 def test_values_that_cannot_be_taken() -> None:
     for wrong, message in (
         ({"optimizer": "adagrad", "eps": 0.0}, "eps must be above 0"),

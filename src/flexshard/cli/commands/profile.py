@@ -56,7 +56,8 @@ def profile_command(
 
     Example: flexshard profile clicks.parquet --column item --sample-key user -o item.profile.parquet
     """
-    check_output(output, "flexshard.profile", inputs=data, force=force)
+    inputs = [*data, *([] if mapping is None else [mapping])]
+    check_output(output, "flexshard.profile", inputs=inputs, force=force)
     if name is not None:
         check_table_name(name)
     if reuse:
@@ -113,7 +114,7 @@ def profile_command(
     else:
         paths = [output / f"{quote(profile.table, safe=' ')}.profile.parquet" for profile in profiles]
         for path in paths:
-            check_output(path, "flexshard.profile", inputs=data, force=force)
+            check_output(path, "flexshard.profile", inputs=inputs, force=force)
         _save_in_folder(profiles, paths, output)
     written = zip(profiles, paths, strict=True)
     emit([_profile_document(p, path) for p, path in written], as_json=as_json, text=_profile_grid(profiles, paths))

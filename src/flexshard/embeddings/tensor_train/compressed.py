@@ -10,6 +10,8 @@ from torch import nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from flexshard._internal import with_flat_lengths
+
 __all__ = ["CompressedEmbeddingBagCollection", "CompressedEmbeddingCollection"]
 
 
@@ -84,11 +86,12 @@ class CompressedEmbeddingBagCollection(_Compressed):
 
 @torch.fx.wrap
 def _sequences(module: Any, features: KeyedJaggedTensor, dense_outputs: Any) -> dict[str, JaggedTensor]:
+    features = with_flat_lengths(features)
     # A table that several features share is looked up once, so that it is updated once.
     rows: dict[tuple[str, str], torch.Tensor] = {}
     for table, keys in module._features.items():
         values = [features[key].values() for key in keys]
-        parts = module.tables[table](torch.cat(values)).split([part.numel() for part in values])
+        parts = module.tables[table](torch.cat(values)).float().split([part.numel() for part in values])
         rows |= {(table, key): part for key, part in zip(keys, parts, strict=True)}
     result = {}
     for name, feature, table, _ in module._names:
@@ -103,6 +106,7 @@ def _sequences(module: Any, features: KeyedJaggedTensor, dense_outputs: Any) -> 
 
 @torch.fx.wrap
 def _pooled(module: Any, features: KeyedJaggedTensor, dense_outputs: Any) -> KeyedTensor:
+    features = with_flat_lengths(features)
     others = {} if dense_outputs is None else dense_outputs.to_dict()
     rows: dict[tuple[str, str], torch.Tensor] = {}
     for table, keys in module._features.items():
@@ -111,7 +115,11 @@ def _pooled(module: Any, features: KeyedJaggedTensor, dense_outputs: Any) -> Key
         offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
         weights = torch.cat([part.weights() for part in ids]) if module._is_weighted else None
         pooled = module.tables[table](torch.cat([part.values() for part in ids]), offsets, weights).float()
-        rows |= {(table, key): part for key, part in zip(keys, pooled.chunk(len(keys)), strict=True)}
+        bags = [part.lengths().numel() for part in ids]  # which features may have as many as they like
+        rows |= {(table, key): part for key, part in zip(keys, pooled.split(bags), strict=True)}
+    if features.inverse_indices_or_none() is not None:  # samples that share bags
+        samples = dict(zip(*features.inverse_indices(), strict=True))
+        rows = {(table, key): part.index_select(0, samples[key]) for (table, key), part in rows.items()}
     values = []
     for name, feature, table, _ in module._names:
         values.append(others[module._inner[name]] if table is None else rows[table, feature])

@@ -170,7 +170,7 @@ def _compressed(
             error = table.decompose_(weight.detach())
             if error > LARGE_ERROR:
                 warn_of_error(f"table {config.name!r}", weight.detach(), table.shape, error, stacklevel=4)
-        made[config.name] = table
+        made[config.name] = table.requires_grad_(weight.requires_grad)
         report.append(CompressedTable(f"{path}.{config.name}" if path else config.name, table.shape, error))
     others = [config for config in configs if config.name not in made]
     rest: Any = None

@@ -78,10 +78,15 @@ class CoreOptimizer:
         self.name, self.updates, self.rule, self.is_skipping = name, 0, OPTIMIZERS[name], False
         self.lost: tuple[str, ...] = ()
         self.learning_rate = at_least_0(0.01 if learning_rate is None else learning_rate, "learning_rate")
-        self.eps = at_least_0(1e-8 if eps is None else eps, "eps")
+        self.eps = self.checked_eps(1e-8 if eps is None else eps)
         self.process_group, self.grad_scaler, self.checked = process_group, checked_scaler(grad_scaler), checked
-        if not self.eps and self.has_state:
+
+    def checked_eps(self, value: float) -> float:
+        """Raises TableError for what it cannot be."""
+        eps = at_least_0(value, "eps")
+        if not eps and self.has_state:
             raise TableError("eps must be above 0: numbers without a gradient yet would be divided by 0")
+        return eps
 
     @classmethod
     def of(cls, name: str | None, checked: bool, **options: Any) -> CoreOptimizer | None:

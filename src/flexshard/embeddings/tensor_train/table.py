@@ -146,7 +146,8 @@ class TTTable(nn.Module):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        self._own_optimizer("eps").eps = at_least_0(value, "eps")
+        optimizer = self._own_optimizer("eps")
+        optimizer.eps = optimizer.checked_eps(value)
 
     def reset_parameters(self, std: float | None = None) -> None:
         """Gaussian cores whose product has the standard deviation ``std``: ``(std² / ΠR)^(1/2d)`` each.

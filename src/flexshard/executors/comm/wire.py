@@ -12,6 +12,7 @@ import torch
 from torchrec.distributed.types import QuantizedCommCodec
 
 from flexshard.costmodels import Frame
+from flexshard.errors import PlanError
 
 __all__ = ["Wire"]
 
@@ -59,7 +60,13 @@ class Wire:
         dim = self.dims[index]
         if self.codec is None:
             return dim
-        width: int = self.codec.calc_quantized_size(dim, self._contexts[index])
+        try:
+            width: int = self.codec.calc_quantized_size(dim, self._contexts[index])
+        except RuntimeError as error:
+            raise PlanError(
+                f"rows of dimension {dim} cannot be sent in the precision that qcomm_codecs_registry asks for"
+                f" ({str(error).splitlines()[0]}); ask for another, or give tables dimensions that fit"
+            ) from error
         return width
 
     def encode(self, rows: torch.Tensor, index: int) -> torch.Tensor:

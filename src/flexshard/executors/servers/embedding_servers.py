@@ -74,12 +74,9 @@ class EmbeddingServers:
         self._group, self._first = process_group, dist.get_rank(process_group) == 0
         self._actors: list[Any] = []
         self._modules, self._left = 0, list[str]()
-        given = dict(options or {})
-        own = next((name for name in given if name in _FIXED or name == "name"), None)
-        if own is not None:
-            raise CacheError(f"options: {own!r} is the servers' own; leave it out")
+        on_all_ranks(lambda: _check_given(address, options), CacheError, process_group)
         on_all_ranks(_check_ray, MissingDependencyError, process_group)
-        found = on_first_rank(lambda: self._start(address, given), CacheError, process_group)
+        found = on_first_rank(lambda: self._start(address, dict(options or {})), CacheError, process_group)
         try:
             on_all_ranks(lambda: self._connect(*found), CacheError, process_group)
         except CacheError:
@@ -291,6 +288,16 @@ class ServedTables:
             if where.size:
                 parts = np.split(places[where], np.searchsorted(where, ends[:-1]))
                 yield server, where, [(table, part) for table, part in zip(tables, parts, strict=True) if part.size]
+
+
+def _check_given(address: object, options: object) -> None:
+    if not isinstance(address, str | None):
+        raise CacheError(f"address is a text, such as '10.0.0.1:6379', or None, found {address!r}")
+    if not isinstance(options, Mapping | None):
+        raise CacheError(f"options are Ray's of an actor, by name, found {options!r}")
+    own = next((name for name in options or {} if name in _FIXED or name == "name"), None)
+    if own is not None:
+        raise CacheError(f"options: {own!r} is the servers' own; leave it out")
 
 
 def _check_ray() -> None:

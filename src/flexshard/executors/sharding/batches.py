@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flexshard._internal import host_waits_for, with_values
+from flexshard._internal import host_waits_for
 from flexshard.errors import CacheError, CheckpointError, DataError, FlexShardError
 from flexshard.executors.comm.splits import Status
 from flexshard.executors.sharding.joint_locations import TableIds
@@ -31,7 +31,6 @@ __all__ = [
     "outside_ids",
     "version_of",
     "versions_of",
-    "with_flat_lengths",
 ]
 
 BAD_IDS, _NO_FEATURE, _VARIABLE_BATCH, CACHE_FAILED, WRITTEN, _MISFIT = 1, 2, 3, 4, 5, 6
@@ -143,11 +142,6 @@ class BatchPart:
     def ids_changed(self) -> bool:
         """Whether somebody wrote to the batch since, where that is counted."""
         return self.versions != versions_of(self.batch)
-
-
-def with_flat_lengths(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """A batch with one dimension of lengths; TorchRec takes (features, samples) as well."""
-    return batch if batch.lengths().dim() == 1 else with_values(batch, batch.values())
 
 
 def versions_of(batch: KeyedJaggedTensor) -> list[int]:

@@ -20,6 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from flexshard._internal import with_flat_lengths
 from flexshard.errors import CheckpointError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
 from flexshard.executors.sharding.batches import (
@@ -31,7 +32,6 @@ from flexshard.executors.sharding.batches import (
     outside_ids,
     version_of,
     versions_of,
-    with_flat_lengths,
 )
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup

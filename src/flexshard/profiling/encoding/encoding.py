@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,9 @@ def encode(
         database.execute(
             f"COPY ({_query(data, own, wide)}) TO {sql_text(str(draft))} (FORMAT parquet, COMPRESSION zstd)"
         )
-        for source, place in (*made, (draft, target)):
-            with replacing(place) as free:
+        with ExitStack() as stack:  # all of them or none
+            drafts = [(source, stack.enter_context(replacing(place))) for source, place in (*made, (draft, target))]
+            for source, free in drafts:
                 shutil.move(source, free)
     return [column.result for column in own]
 
