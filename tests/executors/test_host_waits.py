@@ -27,7 +27,7 @@ from flexshard._internal import NO_SLOT, segment_of, sum_by_slot, to_device
 from flexshard.costmodels import Layout
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import DataError
-from flexshard.executors import MemoryStore, reshard
+from flexshard.executors import MemoryStore, reshard, start_input_dist
 from flexshard.executors.comm.bucketized_ids import Buckets, bucketize
 from flexshard.executors.sharding.batches import Lookup, ids_of_tables
 from flexshard.executors.sharding.joint_locations import JointLocations, TableIds
@@ -350,6 +350,36 @@ def bad_ids(rank: int) -> list[str]:
     with as_on_cuda():
         parallel(models.make_batch(1, rank))[0].backward()
     return messages
+
+
+def bad_ids_together(rank: int) -> list[Any]:
+    """Two collections in one exchange, of which either has one, or both, or none."""
+    cluster = models.small_cluster(1, 2)
+    plan = models.plan_of(cluster, models.random_split(cluster, np.random.default_rng(0)))
+    parallel, _ = models.shard(plan)
+    found: list[Any] = []
+    for bad in ((), ("user",), ("clicked",), ("clicked", "user")):
+        batch = models.make_batch(0, rank)
+        for feature in bad if rank == 1 else ():
+            batch.features[feature].values()[:1] = -1
+        with as_on_cuda():
+            try:
+                start_input_dist(parallel, batch.features)
+                found.append(float(parallel(batch)[0].detach()))
+            except DataError as error:
+                found.append(str(error))
+    found.append(float(parallel(models.make_batch(0, rank))[0].detach()))
+    return found
+
+
+def test_ids_outside_tables_of_several_collections() -> None:
+    for rank, (none, user, goods, both, plain) in enumerate(ranks.run(1, 2, bad_ids_together)):
+        assert none == pytest.approx(plain)
+        for text, table, feature in ((user, "users", "user"), (goods, "goods", "clicked"), (both, "goods", "clicked")):
+            if rank:
+                assert f"feature {feature!r}: id -1 is outside table {table!r}" in text
+            else:
+                assert f"rank 1 has bad ids of table {table!r}" in text
 
 
 def test_ids_outside_their_table_are_named_though_the_host_does_not_wait() -> None:
