@@ -752,7 +752,9 @@ def test_what_is_written_beside_the_output_replaces_nothing_either(tmp_path: Pat
     assert not (tmp_path / "folder.a.mapping.parquet").exists()
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")
-    assert "cannot write one: " in bad(tmp_path, "encode", "other.parquet", "--column", "a", "-o", "one")
+    assert "cannot write one: its links lead in a circle" in bad(
+        tmp_path, "encode", "other.parquet", "--column", "a", "-o", "one"
+    )
     through = ("--column", "a", "--mapping", "out.a.mapping.parquet", "-o", "out.a.mapping.parquet", "--force")
     assert "would be lost" in bad(tmp_path, "profile", "log.parquet", *through)
 

@@ -46,7 +46,9 @@ def replacing(path: PathLike) -> Iterator[Path]:
     """
     given = Path(checked_path(path, OutputError))
     try:
-        target = given.resolve()  # a link stays a link
+        target = _resolved(given)
+        if target is None:
+            raise OutputError(f"cannot write {path}: its links lead in a circle; choose another path with -o")
         if target.exists() and not target.is_file():
             kind = "a folder" if target.is_dir() else "not a regular file"
             raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
@@ -54,9 +56,8 @@ def replacing(path: PathLike) -> Iterator[Path]:
         os.close(handle)
     except OutputError:
         raise
-    except (OSError, RuntimeError) as error:  # links in a circle
-        reason = _reason(error) if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise OutputError(f"cannot write {path}: {reason}; choose another path with -o") from error
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {_reason(error)}; choose another path with -o") from error
     temporary = Path(name)
     try:
         yield temporary
@@ -72,6 +73,15 @@ def replacing(path: PathLike) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _resolved(path: Path) -> Path | None:
+    """What links lead to, which stay links; None where they lead in a circle."""
+    try:
+        target = path.resolve()
+    except RuntimeError:  # before Python 3.13
+        return None
+    return None if target.is_symlink() else target
 
 
 def write_text(path: PathLike, text: str) -> None:
