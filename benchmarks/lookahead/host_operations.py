@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from tests.host_waits import as_on_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from benchmarks.lookahead import uvm_caching
 from benchmarks.lookahead.streams import CRITEO_ROWS
@@ -51,9 +50,8 @@ def compare(*, pooled: bool) -> dict[str, tuple[float, float, Callable[[int], No
     device = torch.device("cpu")
     rows = tuple(min(number, MOST_ROWS) for number in CRITEO_ROWS)
     every = uvm_caching.batches_of(rows, SAMPLES, WARM + COUNTED + BLOCKS * STEPS + 8, pin=False)
-    parallel, optimizer = uvm_caching.in_device_memory(rows, device, pooled=pooled)
     pipelines = {
-        "TorchRec's": TrainPipelineSparseDist(parallel, optimizer, device, execute_all_batches=True),
+        "TorchRec's": uvm_caching.in_device_memory(rows, device, pooled=pooled),
         "ours": uvm_caching.ours(rows, SHARE, device, pooled=pooled, lookahead=4),
     }
     found = {}

@@ -36,7 +36,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -128,27 +128,31 @@ def _on_first_rank(module: nn.Module, sharder: Any, rows: tuple[int, ...], kerne
     return construct_module_sharding_plan(module, how, sharder, local_size=1, world_size=1, device_type=kind)
 
 
-def in_device_memory(rows: tuple[int, ...], device: torch.device, *, pooled: bool) -> Any:
-    """TorchRec's tables without a cache, with their optimizer."""
-    torch.manual_seed(0)
-    model = Model(rows, pooled=pooled)
-    sharder: Any = (EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder)(FUSED)
-    plan = ShardingPlan({"tables": _on_first_rank(model.tables, sharder, rows, EmbeddingComputeKernel.FUSED.value)})
-    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=device)
-    return parallel, _optimizer_of(parallel)
-
-
-def theirs(rows: tuple[int, ...], share: float, device: torch.device, *, pooled: bool, stats: bool = False) -> Any:
-    """FBGEMM's cache in TorchRec's pipeline; and its lookups' kernels."""
+def _torchrecs(
+    rows: tuple[int, ...], device: torch.device, kernel: str, cache: CacheParams | None, *, pooled: bool, stats: bool
+) -> Any:
     torch.manual_seed(0)
     model = Model(rows, pooled=pooled)
     fused = FUSED | ({"gather_uvm_cache_stats": True} if stats else {})
     sharder: Any = (EmbeddingBagCollectionSharder if pooled else EmbeddingCollectionSharder)(fused)
-    planned = _on_first_rank(model.tables, sharder, rows, EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
+    planned = _on_first_rank(model.tables, sharder, rows, kernel)
     for one in planned.values():
-        one.cache_params = CacheParams(load_factor=share, precision=DataType.FP32, prefetch_pipeline=True)
-    plan = ShardingPlan({"tables": planned})
-    parallel = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=device)
+        one.cache_params = cache
+    return DistributedModelParallel(model, plan=ShardingPlan({"tables": planned}), sharders=[sharder], device=device)
+
+
+def in_device_memory(rows: tuple[int, ...], device: torch.device, *, pooled: bool) -> Any:
+    """TorchRec's tables without a cache, in its pipeline of two batches."""
+    kernel = EmbeddingComputeKernel.FUSED.value
+    parallel = _torchrecs(rows, device, kernel, None, pooled=pooled, stats=False)
+    return TrainPipelineSparseDist(parallel, _optimizer_of(parallel), device, execute_all_batches=True)
+
+
+def theirs(rows: tuple[int, ...], share: float, device: torch.device, *, pooled: bool, stats: bool = False) -> Any:
+    """FBGEMM's cache in TorchRec's pipeline; and its lookups' kernels."""
+    kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    cache = CacheParams(load_factor=share, precision=DataType.FP32, prefetch_pipeline=True)
+    parallel = _torchrecs(rows, device, kernel, cache, pooled=pooled, stats=stats)
     pipeline = PrefetchTrainPipelineSparseDist(parallel, _optimizer_of(parallel), device, execute_all_batches=True)
     kernels = [one.emb_module for lookup in parallel.module.tables._lookups for one in lookup._emb_modules]
     return pipeline, kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,18 @@ def equal_on_both(code: Callable[..., Any], *args: Any, optimizer: str = "sgd", 
 # -- optimizers
 
 
-def train(parallel: Any, optimizer: Any, rank: int, steps: range = range(STEPS)) -> list[float]:
+def train(
+    parallel: Any,
+    optimizer: Any,
+    rank: int,
+    steps: range = range(STEPS),
+    changed: Callable[[KeyedJaggedTensor], Any] = lambda features: features,
+) -> list[float]:
     losses = []
     for step in steps:
         optimizer.zero_grad()
-        loss, _ = parallel(models.make_batch(step, rank))
+        batch = models.make_batch(step, rank)
+        loss, _ = parallel(replace(batch, features=changed(batch.features)))
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -215,17 +223,13 @@ def test_optimizers_that_initialise_their_state() -> None:
 
 def of_features_and_samples(parallel: Any, rank: int) -> list[float]:
     """Lengths of two dimensions."""
-    optimizer, losses = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))]), []
-    for step in range(STEPS):
-        batch = models.make_batch(step, rank)
-        keys, lengths = batch.features.keys(), batch.features.lengths()
-        batch.features = KeyedJaggedTensor(keys, batch.features.values(), lengths=lengths.view(len(keys), -1))
-        optimizer.zero_grad()
-        loss, _ = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+
+    def square(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        lengths = features.lengths().view(len(features.keys()), -1)
+        return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths)
+
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    return train(parallel, optimizer, rank, changed=square)
 
 
 def test_lengths_by_feature_and_sample() -> None:
@@ -524,24 +528,18 @@ def test_state_dicts_are_pickled(tmp_path: Path) -> None:
 
 
 def tensor_dicts(parallel: Any, rank: int) -> list[float]:
-    from dataclasses import replace as changed
-
     from tensordict import TensorDict
 
+    def nested(features: KeyedJaggedTensor) -> TensorDict:
+        return TensorDict(
+            {
+                name: torch.nested.nested_tensor_from_jagged(part.values(), offsets=part.offsets())
+                for name, part in features.to_dict().items()
+            }
+        )
+
     optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
-    losses = []
-    for step in range(STEPS):
-        batch = models.make_batch(step, rank)
-        jagged = {
-            name: torch.nested.nested_tensor_from_jagged(part.values(), offsets=part.offsets())
-            for name, part in batch.features.to_dict().items()
-        }
-        optimizer.zero_grad()
-        loss, _ = parallel(changed(batch, features=TensorDict(jagged)))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return train(parallel, optimizer, rank, changed=nested)
 
 
 def test_tensor_dicts() -> None:

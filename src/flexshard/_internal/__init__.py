@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from flexshard._internal.device_copies import (
         HostCopy as HostCopy,
         host_waits_for as host_waits_for,
+        run_numbers as run_numbers,
         run_starts as run_starts,
         runs_of as runs_of,
         segment_of as segment_of,
+        segment_within as segment_within,
         spread as spread,
         spread_on as spread_on,
         to_device as to_device,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
         make_folder as make_folder,
         read_text as read_text,
         replacing as replacing,
+        replacing_all as replacing_all,
         write_text as write_text,
     )
     from flexshard._internal.jagged import (
@@ -69,7 +72,11 @@ if TYPE_CHECKING:
         joined as joined,
         joined_range as joined_range,
     )
-    from flexshard._internal.keyed_jagged import with_flat_lengths as with_flat_lengths, with_values as with_values
+    from flexshard._internal.keyed_jagged import (
+        with_flat_lengths as with_flat_lengths,
+        with_values as with_values,
+        without_weights as without_weights,
+    )
     from flexshard._internal.lazy import INSTALL_TORCHREC as INSTALL_TORCHREC, bound as bound
     from flexshard._internal.messages import (
         Messages as Messages,
@@ -130,17 +137,19 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "device_copies": [
             "HostCopy",
             "host_waits_for",
+            "run_numbers",
             "run_starts",
             "runs_of",
             "segment_of",
+            "segment_within",
             "spread",
             "spread_on",
             "to_device",
         ],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
-        "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"],
+        "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "replacing_all", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],
-        "keyed_jagged": ["with_flat_lengths", "with_values"],
+        "keyed_jagged": ["with_flat_lengths", "with_values", "without_weights"],
         "lazy": ["INSTALL_TORCHREC", "bound"],
         "messages": ["Messages", "all_to_all", "runs_gloo"],
         "optional": ["has_numba", "has_triton"],

@@ -10,7 +10,18 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostCopy", "host_waits_for", "run_starts", "runs_of", "segment_of", "spread", "spread_on", "to_device"]
+__all__ = [
+    "HostCopy",
+    "host_waits_for",
+    "run_numbers",
+    "run_starts",
+    "runs_of",
+    "segment_of",
+    "segment_within",
+    "spread",
+    "spread_on",
+    "to_device",
+]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -66,11 +77,15 @@ def segment_of(lengths: IntArray, device: torch.device) -> torch.Tensor:
 
     (CUDA's ``repeat_interleave`` has one warp for a segment, however long.)
     """
+    ends = np.cumsum(lengths)
+    return segment_within(to_device(ends, device), int(ends[-1]) if len(ends) else 0)
+
+
+def segment_within(ends: torch.Tensor, number: int) -> torch.Tensor:
+    """The same of so many items, by where segments end; on the device of these."""
     import torch
 
-    ends = np.cumsum(lengths)
-    items = torch.arange(int(ends[-1]) if len(ends) else 0, device=device)
-    return torch.bucketize(items, to_device(ends, device), right=True)
+    return torch.bucketize(torch.arange(number, device=ends.device), ends, right=True)
 
 
 class HostCopy:
@@ -104,6 +119,15 @@ def run_starts(ascending: torch.Tensor) -> torch.Tensor:
     return starts
 
 
+def run_numbers(ascending: torch.Tensor) -> torch.Tensor:
+    """Of each number its own among the distinct ones; shape (n,), int64."""
+    import torch
+
+    numbers = torch.zeros_like(ascending, dtype=torch.int64)
+    torch.cumsum(ascending[1:] != ascending[:-1], 0, out=numbers[1:])
+    return numbers
+
+
 def runs_of(values: torch.Tensor, beyond: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct numbers without a wait for how many there are.
 
@@ -117,7 +141,6 @@ def runs_of(values: torch.Tensor, beyond: int) -> tuple[torch.Tensor, torch.Tens
     import torch
 
     ordered, order = torch.sort(values, stable=True)
-    run = torch.zeros_like(order)
-    torch.cumsum(ordered[1:] != ordered[:-1], 0, out=run[1:])
+    run = run_numbers(ordered)
     distinct = torch.full_like(values, beyond).scatter_(0, run, ordered)
     return distinct, torch.empty_like(run).scatter_(0, order, run)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from flexshard.errors import FlexShardError, OutputError
 
-__all__ = ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "write_text"]
+__all__ = ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "replacing_all", "write_text"]
 
 PathLike = str | os.PathLike[str]
 
@@ -44,20 +44,12 @@ def replacing(path: PathLike) -> Iterator[Path]:
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
     """
-    given = Path(checked_path(path, OutputError))
+    target = _target(path)
     try:
-        target = _resolved(given)
-        if target is None:
-            raise OutputError(f"cannot write {path}: its links lead in a circle; choose another path with -o")
-        if target.exists() and not target.is_file():
-            kind = "a folder" if target.is_dir() else "not a regular file"
-            raise OutputError(f"cannot write {path}: it is {kind}; choose another path with -o")
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
         os.close(handle)
-    except OutputError:
-        raise
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {_reason(error)}; choose another path with -o") from error
+        raise _unwritable(path, _reason(error)) from error
     temporary = Path(name)
     try:
         yield temporary
@@ -75,13 +67,32 @@ def replacing(path: PathLike) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def _resolved(path: Path) -> Path | None:
-    """What links lead to, which stay links; None where they lead in a circle."""
+@contextmanager
+def replacing_all(paths: Iterable[PathLike]) -> Iterator[list[Path]]:
+    """As :func:`replacing`, of several: nothing is replaced before everything is written."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(replacing(path)) for path in paths]
+
+
+def _target(path: PathLike) -> Path:
+    """What a path's links, which stay, lead to; raises OutputError where no file can be."""
+    given, circle = Path(checked_path(path, OutputError)), "its links lead in a circle"
     try:
-        target = path.resolve()
-    except RuntimeError:  # before Python 3.13
-        return None
-    return None if target.is_symlink() else target
+        target = given.resolve()
+        is_other = target.exists() and not target.is_file()
+    except RuntimeError as error:  # before Python 3.13
+        raise _unwritable(path, circle) from error
+    except OSError as error:
+        raise _unwritable(path, _reason(error)) from error
+    if target.is_symlink():
+        raise _unwritable(path, circle)
+    if is_other:
+        raise _unwritable(path, f"it is {'a folder' if target.is_dir() else 'not a regular file'}")
+    return target
+
+
+def _unwritable(path: PathLike, reason: str) -> OutputError:
+    return OutputError(f"cannot write {path}: {reason}; choose another path with -o")
 
 
 def write_text(path: PathLike, text: str) -> None:

@@ -8,13 +8,27 @@ if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["with_flat_lengths", "with_values"]
+__all__ = ["with_flat_lengths", "with_values", "without_weights"]
 
 
 def with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
     """The same batch, of one size or of one for each feature, with other values, shape (n,), and lengths of one
     dimension.
     """
+    return _made_of(features, values, features.weights_or_none())
+
+
+def with_flat_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same batch with lengths of one dimension; TorchRec takes (features, samples) as well."""
+    return features if features.lengths().dim() == 1 else with_values(features, features.values())
+
+
+def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same batch, whose ids have no weights."""
+    return features if features.weights_or_none() is None else _made_of(features, features.values(), None)
+
+
+def _made_of(features: KeyedJaggedTensor, values: torch.Tensor, weights: torch.Tensor | None) -> KeyedJaggedTensor:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     variable = features.variable_stride_per_key()
@@ -22,13 +36,8 @@ def with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJagge
         keys=features.keys(),
         values=values,
         lengths=features.lengths().reshape(-1),
-        weights=features.weights_or_none(),
+        weights=weights,
         stride=None if variable else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
         inverse_indices=features.inverse_indices_or_none(),
     )
-
-
-def with_flat_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same batch with lengths of one dimension; TorchRec takes (features, samples) as well."""
-    return features if features.lengths().dim() == 1 else with_values(features, features.values())

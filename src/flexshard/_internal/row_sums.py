@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexshard._internal.device_copies import host_waits_for, run_starts
+from flexshard._internal.device_copies import host_waits_for, run_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def sum_by_slot(slots: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tens
         if len(distinct):
             gradient = torch.segment_reduce(gradient, "sum", lengths=lengths)
         return distinct, gradient, None
-    run = torch.cumsum(run_starts(ordered), 0) - 1
+    run = run_numbers(ordered)
     distinct = torch.full_like(ordered, NO_SLOT).scatter_(0, run, ordered)
     lengths = torch.zeros_like(run).index_add_(0, run, torch.ones_like(run))
     sums = torch.segment_reduce(gradient, "sum", lengths=lengths, initial=0, unsafe=True)

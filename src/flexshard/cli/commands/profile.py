@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -12,7 +12,7 @@ from urllib.parse import quote
 import typer
 
 from flexshard import profiling
-from flexshard._internal import make_folder, new_grid, replacing
+from flexshard._internal import make_folder, new_grid, replacing_all
 from flexshard.cli.app import AsJson, app
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import counting_progress, emit
@@ -131,8 +131,7 @@ def _note_single_reads(data: list[str]) -> None:
 
 def _save_all(profiles: list[AccessProfile], paths: list[Path]) -> None:
     """Write all profiles or none."""
-    with ExitStack() as stack:
-        drafts = [stack.enter_context(replacing(path)) for path in paths]
+    with replacing_all(paths) as drafts:
         for profile, draft in zip(profiles, drafts, strict=True):
             profile.save(draft)
 

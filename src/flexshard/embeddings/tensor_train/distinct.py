@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import torch
 
-from flexshard._internal import HostCopy, host_waits_for, run_starts, runs_of, to_device
+from flexshard._internal import HostCopy, host_waits_for, run_numbers, run_starts, runs_of, to_device
 from flexshard.errors import DataError, TableError
 from flexshard.tables import TTShape
 
@@ -131,8 +131,8 @@ def compacted(ascending: torch.Tensor, number: int | None, *, filler: int = NO_I
     """
     if number is None:
         return torch.unique_consecutive(ascending)
-    run = torch.cumsum(run_starts(ascending), 0) - 1
-    return ascending.new_full((number + 1,), filler).scatter_(0, run, ascending)[:number]
+    every = ascending.new_full((number + 1,), filler)
+    return every.scatter_(0, run_numbers(ascending), ascending)[:number]
 
 
 def marked(places: torch.Tensor, count: int) -> torch.Tensor:

@@ -60,9 +60,8 @@ def _gathered(before, parent, memory):  # type: ignore[no-untyped-def] # pragma:
     height, inner = before.shape[1], before.shape[2]
     for n in range(parent.size):
         own = before[parent[n]]
-        for a in range(
-            height
-        ):  # assigning one slice to another takes seconds to compile, for the message where it fails
+        # Assigning one slice to another takes seconds to compile, for the message where it fails.
+        for a in range(height):
             for k in range(inner):
                 memory[n * height + a, k] = own[a, k]
     return memory[: parent.size * height]

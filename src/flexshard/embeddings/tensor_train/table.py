@@ -95,9 +95,14 @@ class TTTable(nn.Module):
         factors = {"row_factors": row_factors, "dim_factors": dim_factors}
         self.shape = TTShape.choose(num_embeddings, embedding_dim, tt_ranks, cores=cores, **factors)
         self.num_embeddings, self.embedding_dim = self.shape.num_embeddings, self.shape.embedding_dim
-        of_optimizer = {"learning_rate": learning_rate, "eps": eps}
-        of_optimizer |= {"process_group": process_group, "grad_scaler": grad_scaler}
-        self.core_optimizer = CoreOptimizer.of(optimizer, bool(validate), **of_optimizer)
+        self.core_optimizer = CoreOptimizer.of(
+            optimizer,
+            bool(validate),
+            learning_rate=learning_rate,
+            eps=eps,
+            process_group=process_group,
+            grad_scaler=grad_scaler,
+        )
         if backend not in (None, *BACKENDS):
             raise TableError(f"backend is one of {', '.join(BACKENDS)} or None, found {backend!r}")
         self.backend, self.validate, self._products = backend, bool(validate), ProductBuffer()

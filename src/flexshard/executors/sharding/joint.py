@@ -242,12 +242,10 @@ class JointBatch:
             elif part.problem is not None and not status.problem:
                 table = tables.first_table[module] + part.problem.table
                 status = Status(part.problem.kind, table, status.written)
-        device = self._batch.counts.device
+        known_there = None
         if outside and not status.problem:
-            words = replace(status, problem=BAD_IDS).on(device, tables.first_outside(outside))
-        else:
-            words = status.on(device)
-        self._splits = tables.exchange_splits(self._batch, words)
+            status, known_there = replace(status, problem=BAD_IDS), tables.first_outside(outside)
+        self._splits = tables.exchange_splits(self._batch, status.on(self._batch.counts.device, known_there))
 
     def send_ids(self) -> None:
         """Send the ids, once every rank has given its word on its own.

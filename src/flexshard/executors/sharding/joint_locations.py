@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from flexshard._internal import to_device
+from flexshard._internal import segment_within, to_device
 from flexshard.executors.sharding.row_set import RowSet
 from flexshard.executors.sharding.translation import LocationTable, Rest
 
@@ -98,8 +98,7 @@ class JointLocations:
         if not facts[:, 4].any():
             facts = facts[:, :3]
         numbers = to_device(np.vstack([np.cumsum(lengths), facts.T]), every.device)
-        lookup = torch.bucketize(torch.arange(every.numel(), device=every.device), numbers[0], right=True)
-        of_each = numbers[1:].index_select(1, lookup)
+        of_each = numbers[1:].index_select(1, segment_within(numbers[0], every.numel()))
         inside = (every < of_each[0]) & (every >= 0)
         outside = of_each[1].masked_fill(inside, len(self._tables)).min().view(1)
         every = every * inside

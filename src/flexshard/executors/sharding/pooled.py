@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from flexshard._internal import segment_of, to_device
+from flexshard._internal import segment_of, to_device, without_weights
 from flexshard.executors.sharding.batches import Lookup
 from flexshard.executors.sharding.module import ShardedRowsModule
 from flexshard.executors.sharding.sharded_tables import ShardedTables
@@ -50,19 +50,8 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
 
     def _of_torchrec(self, features: KeyedJaggedTensor, problem: object) -> KeyedJaggedTensor:
         given = super()._of_torchrec(features, problem)
-        if self._is_weighted or given.weights_or_none() is None:
-            return given
         # TorchRec's kernels would use weights that the unsharded collection does not look at.
-        strides = given.stride_per_key_per_rank() if given.variable_stride_per_key() else None
-        inverse = given.inverse_indices_or_none()
-        return KeyedJaggedTensor(
-            given.keys(),
-            given.values(),
-            lengths=given.lengths(),
-            stride=None if strides is not None else given.stride(),
-            stride_per_key_per_rank=strides,
-            inverse_indices=inverse,
-        )
+        return given if self._is_weighted else without_weights(given)
 
     def _assemble(
         self, features: KeyedJaggedTensor, others: LazyAwaitable[KeyedTensor] | None, rows: Sequence[torch.Tensor]

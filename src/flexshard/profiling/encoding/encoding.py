@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from flexshard import units
-from flexshard._internal import PathLike, check_bytes, first_repeated, make_folder, replacing, sql_name, sql_text
+from flexshard._internal import PathLike, check_bytes, first_repeated, make_folder, replacing_all, sql_name, sql_text
 from flexshard.errors import DataError, OutputError
 from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping
 from flexshard.profiling.encoding.sources import Scan, Values, resolved, scan
@@ -119,10 +119,10 @@ def encode(
         database.execute(
             f"COPY ({_query(data, own, wide)}) TO {sql_text(str(draft))} (FORMAT parquet, COMPRESSION zstd)"
         )
-        with ExitStack() as stack:  # all of them or none
-            drafts = [(source, stack.enter_context(replacing(place))) for source, place in (*made, (draft, target))]
-            for source, free in drafts:
-                shutil.move(source, free)
+        made.append((draft, target))
+        with replacing_all(place for _, place in made) as free:
+            for (source, _), place in zip(made, free, strict=True):
+                shutil.move(source, place)
     return [column.result for column in own]
 
 
@@ -145,16 +145,16 @@ def encoded(
 
 def _check_outputs(target: Path, columns: list[str], inputs: Sequence[PathLike]) -> None:
     """Whether nothing that is read, and no mapping of another column, would be lost."""
-    places = {target: "the output"}
+    places: dict[Path, str] = {}
     for column in columns:
         place = mapping_path(target, column)
         if place in places:
             raise OutputError(
-                f"{place} would be the mapping of column {column!r} and of {places[place]}; encode one at a time, to"
-                " other outputs"
+                f"{place} would be the mapping of column {column!r} and of column {places[place]!r}; encode one at a"
+                " time, to other outputs"
             )
-        places[place] = f"column {column!r}"
-    for place in places:
+        places[place] = column
+    for place in (target, *places):
         if place.exists() and any("://" not in str(path) and place.samefile(path) for path in inputs):
             raise OutputError(f"{place} is what is read, and would be lost; choose another path with -o")
 
