@@ -87,8 +87,7 @@ class LookaheadOracle:
         self._free, self._num_free = np.arange(slots, dtype=np.uint32)[::-1].copy(), slots
         self._idle, self._idle_first, self._idle_end = np.zeros(2 * slots if keep else 1, np.uint64), 0, 0
         self._admitted: deque[Admission] = deque()
-        self._batch, self._oldest = 0, 1
-        self._needed = self._missing = 0
+        self._batch = self._needed = self._missing = 0
         self._room: list[npt.NDArray[Any]] = []
 
     @property
@@ -116,7 +115,7 @@ class LookaheadOracle:
         slots, sizes = np.empty(ids.size, np.uint32), np.zeros(6, np.int64)
         rows, row_slots, before, fetched, evicted_rows, evicted_slots, carried = self._scratch(ids.size)
         admitted = oracle_kernels.admit(
-            ids, self._batch + 1, self._oldest, self._row_words, self._slot_words, self._free, self._num_free,
+            ids, self._batch + 1, self._row_words, self._slot_words, self._free, self._num_free,
             self._idle, self._idle_first, self._idle_end, slots, rows, row_slots, before, fetched, evicted_rows,
             evicted_slots, carried, sizes,
         )  # fmt: skip
@@ -150,7 +149,7 @@ class LookaheadOracle:
 
     def _scratch(self, lookups: int) -> list[npt.NDArray[Any]]:
         """Room for what a batch's loops write; new memory for every batch would cost a third of their time."""
-        most = min(lookups, self.num_rows)
+        most = min(lookups, self.num_rows) + 1
         if not self._room or self._room[0].size < most:
             types = (np.int64, np.uint32, np.uint64, np.uint32, np.int64, np.uint32, np.uint32)
             self._room = [np.empty(most + most // 8, kind) for kind in types]
@@ -176,7 +175,6 @@ class LookaheadOracle:
             rows, slots,
         )  # fmt: skip
         left = self._num_free - free
-        self._oldest = batch.batch + 1
         return Eviction(rows[:left], slots[:left].astype(np.int64))
 
     def find(self, ids: npt.NDArray[np.int64]) -> IntArray:

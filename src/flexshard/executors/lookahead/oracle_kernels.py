@@ -19,10 +19,9 @@ __all__ = ["admit", "compact", "copy_rows", "find", "retire"]
 Words = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.uint32]
 
-# How far ahead of its turn a word of a row, a word of a slot whose row is known, and a row to copy is asked for. At 32
-# and 12 loops over words still wait (3.4 against 2.7 ms for 426,000 lookups), beyond 96 and 48 no less; at 8 and at 16
-# copies take the same.
-_ROWS_AHEAD, _SLOTS_AHEAD, _COPIED_AHEAD = 96, 48, 8
+# How far ahead of its turn a word of a row, a word of a slot, and a row to copy is asked for. At 32 and 16 loops over
+# words take up to a tenth longer, at 96 and 48 as long; at 8 and at 16 copies take the same.
+_ROWS_AHEAD, _SLOTS_AHEAD, _COPIED_AHEAD = 64, 32, 8
 
 _compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 
@@ -37,7 +36,6 @@ def _following(at: int, size: int) -> int:
 def admit(
     ids: npt.NDArray[Any],
     batch: int,
-    oldest: int,
     row_words: Words,
     slot_words: Words,
     free: Slots,
@@ -57,16 +55,20 @@ def admit(
 ) -> bool:
     """Find every lookup of a batch a slot; what leaves the cache for it has been idle longest.
 
+    What is done for a lookup does not depend on what is found: a processor would guess it wrongly every few lookups,
+    which takes longer than to write what may not count. First a batch's distinct rows are numbered, then these are
+    looked for in the cache, and in the end lookups get slots for numbers.
+
     Args:
         ids: rows, shape (n,).
         batch: its number, from 1.
-        oldest: number of the oldest batch whose rows have to stay.
         row_words, slot_words: of all rows and slots.
         free: a stack of free slots, of which ``num_free`` count.
         idle: slots (low bits) that no batch under way reads, with the number of the one that did last, longest idle
             first; a ring from ``idle_first`` to ``idle_end``, neither of them wrapped. Those read since do not count.
         slots: to fill, of each lookup; shape (n,).
-        rows, row_slots, before: to fill, of each distinct row: its id, slot, and word before.
+        rows, row_slots, before: to fill, of each distinct row: its id, slot, and word before. They, ``fetched`` and
+            ``carried`` have room for one more.
         fetched: to fill, which of the distinct rows were not in the cache.
         evicted_rows, evicted_slots: to fill, what has to leave.
         carried: to fill, which of the distinct rows the batch before read too, if they have stayed since.
@@ -77,10 +79,8 @@ def admit(
         False where there is no room; nothing has changed then, though the first two sizes and ``idle_first`` are
         known.
     """
-    number, oldest_number = np.uint64(batch), np.uint64(oldest)
-    low, shift, one = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(1)
-    stamp, capacity = number << shift, np.uint64(slot_words.size)
-    distinct = fetches = carries = 0
+    number, low, shift = np.uint64(batch), np.uint64(0xFFFFFFFF), np.uint64(32)
+    stamp, before_it = number << shift, number - np.uint64(1)
     at = idle_first % idle.size
     while idle_first < idle_end:  # those that do not count are seen once, though the batch may be refused
         entry = idle[at]
@@ -89,35 +89,30 @@ def admit(
         idle_first += 1
         at = _following(at, idle.size)
     sizes[5] = idle_first
+    distinct = np.uint64(0)
     for index in range(ids.size):
         if index + _ROWS_AHEAD < ids.size:
             prefetch(row_words, ids[index + _ROWS_AHEAD])
-            prefetch(slot_words, row_words[ids[index + _SLOTS_AHEAD]] & low)
         row = np.uint64(ids[index])
         word = row_words[row]
-        last, slot = word >> shift, word & low
-        if last == number:
-            slots[index] = slot
-            continue
-        resident = last >= oldest_number
-        if not resident and last != np.uint64(0):
-            resident = slot_words[slot] == (last << shift) | row
-        if resident:
-            slot_words[slot] = stamp | row
-            if last + one == number:
-                carried[carries] = distinct
-                carries += 1
-        else:  # its slot is found below, when it is known which of those in the cache this batch reads
-            slot = capacity + np.uint64(fetches)
-            fetched[fetches] = distinct
-            fetches += 1
-        rows[distinct] = np.int64(row)
-        row_slots[distinct] = slot
-        before[distinct] = word
-        row_words[row] = stamp | slot
-        slots[index] = slot
-        distinct += 1
-    sizes[0], sizes[1] = distinct, fetches
+        new = word >> shift != number
+        rows[distinct], before[distinct] = np.int64(row), word
+        word = stamp | distinct if new else word
+        row_words[row], slots[index] = word, word & low
+        distinct += np.uint64(new)
+    number_of_rows = np.int64(distinct)
+    fetches = carries = 0
+    for index in range(number_of_rows):
+        if index + _SLOTS_AHEAD < number_of_rows:
+            prefetch(slot_words, before[index + _SLOTS_AHEAD] & low)
+        last, slot, row = before[index] >> shift, before[index] & low, np.uint64(rows[index])
+        word = slot_words[slot]
+        resident = (word == (last << shift) | row) & (last != np.uint64(0))
+        slot_words[slot] = stamp | row if resident else word
+        row_slots[index], carried[carries], fetched[fetches] = slot, index, index
+        carries += int(resident & (last == before_it))
+        fetches += int(not resident)
+    sizes[0], sizes[1] = number_of_rows, fetches
     wanted, first, evictions = max(fetches - num_free, 0), idle_first, 0
     while evictions < wanted and first < idle_end:
         entry = idle[at]
@@ -130,27 +125,23 @@ def admit(
         first += 1
         at = _following(at, idle.size)
     if evictions < wanted:  # let everything be as it was
-        for index in range(distinct):
-            word = before[index]
-            row_words[rows[index]] = word
-            if row_slots[index] < capacity:
-                slot_words[row_slots[index]] = (word >> shift << shift) | np.uint64(rows[index])
+        for index in range(number_of_rows):
+            word, row, slot = before[index], np.uint64(rows[index]), row_slots[index]
+            row_words[row] = word
+            if slot_words[slot] == stamp | row:
+                slot_words[slot] = (word >> shift << shift) | row
         return False
-    given = before  # nothing will be undone any more
     for index in range(fetches):
-        if index + _SLOTS_AHEAD < fetches:
-            prefetch(row_words, rows[fetched[index + _SLOTS_AHEAD]])
-        left = num_free - index
+        left, place = num_free - index, fetched[index]
         slot = np.uint64(free[left - 1]) if left > 0 else np.uint64(evicted_slots[-left])
-        place = fetched[index]
         row_slots[place] = slot
-        row_words[rows[place]] = stamp | slot
         slot_words[slot] = stamp | np.uint64(rows[place])
-        given[index] = slot
-    if fetches:
-        for index in range(ids.size):
-            if slots[index] >= capacity:
-                slots[index] = given[slots[index] - capacity]
+    for index in range(number_of_rows):
+        if index + _SLOTS_AHEAD < number_of_rows:
+            prefetch(row_words, rows[index + _SLOTS_AHEAD])
+        row_words[rows[index]] = stamp | np.uint64(row_slots[index])
+    for index in range(ids.size):
+        slots[index] = row_slots[slots[index]]
     sizes[2], sizes[3], sizes[4], sizes[5] = evictions, carries, max(num_free - fetches, 0), first
     return True
 
@@ -188,13 +179,12 @@ def retire(
             prefetch(slot_words, row_slots[index + _SLOTS_AHEAD])
         slot = row_slots[index]
         word = slot_words[slot]
-        if word >> shift != number:
-            continue
-        if keep:
+        leaves = word >> shift == number
+        if keep:  # written though it may not count, as in admit
             idle[at] = (number << shift) | np.uint64(slot)
-            at = _following(at, idle.size)
-            idle_end += 1
-        else:
+            at = _following(at, idle.size) if leaves else at
+            idle_end += int(leaves)
+        elif leaves:
             evicted_rows[evictions] = np.int64(word & low)
             evicted_slots[evictions] = slot
             evictions += 1
