@@ -11,6 +11,7 @@ from flexshard import AccessProfile, Cluster, Table
 from flexshard.costmodels import ShapeRates, TTRates, TTReads, TTWork, fit_rates, tensor_train_cost
 from flexshard.errors import DataError
 from flexshard.tables.tensor_train_shape import TTShape
+from tests.slow import crossed
 
 SHAPE = TTShape(24, 8, (2, 3, 4), (2, 2, 2), (3, 5))
 
@@ -25,8 +26,7 @@ def test_prefixes_of_a_batch_by_hand() -> None:
     assert TTReads.of(ids, 2, SHAPE) == TTReads(7.0, 2, (2.0, 3.0, 5.0))
 
 
-@pytest.mark.parametrize("cores", [2, 3, 4])
-@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize(("cores", "hashed"), crossed([2, 3, 4], [False, True]))
 def test_expected_prefixes_are_those_of_batches_that_are_drawn(cores: int, hashed: bool) -> None:
     table = zipf_table(4000, length=4.0)
     shape = TTShape.choose(4000, 8, 4, cores=cores)

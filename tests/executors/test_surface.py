@@ -23,6 +23,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.executors import models, ranks
+from tests.slow import crossed
 
 STEPS = 4
 # Two tiers of copies and one without; in each table some of everything.
@@ -187,8 +188,9 @@ def in_any_order(parallel: Any, rank: int, zeroed: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad"])
-@pytest.mark.parametrize("zeroed", ["before backward", "after step", "never"])
+@pytest.mark.parametrize(
+    ("zeroed", "optimizer"), crossed(["before backward", "after step", "never"], ["sgd", "rowwise_adagrad", "adagrad"])
+)
 def test_learning_rates_count_from_where_torchrecs_do(zeroed: str, optimizer: str) -> None:
     equal_on_both(in_any_order, zeroed, optimizer=optimizer, tolerance=1e-5)
 
@@ -374,8 +376,7 @@ def written(parallel: Any, rank: int, way: str, twice: bool) -> list[float]:
     return train(parallel, CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))]), rank)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize(("twice", "way"), crossed([False, True], WAYS))
 def test_writing_to_a_state_dict(way: str, twice: bool) -> None:
     equal_on_both(written, way, twice, tolerance=3e-5)
 

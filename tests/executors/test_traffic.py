@@ -24,7 +24,7 @@ from flexshard.executors.traffic import observer as observer_module
 from flexshard.executors.traffic.observation import Observation, ObservedCollective
 from flexshard.topologies import Cluster, CollectiveRate, Level
 from tests.executors import models, ranks
-from tests.slow import first
+from tests.slow import crossed, first
 
 STEPS = 4
 
@@ -53,8 +53,7 @@ def observed(rank: int, plan: Any) -> tuple[list[dict[Any, Any]], Any]:
     return observer.calls(), together
 
 
-@pytest.mark.parametrize("index_dedup", [False, True, "some"])
-@pytest.mark.parametrize("shape", [(2, 2), (4, 2)], ids=["2x2", "4x2"])
+@pytest.mark.parametrize(("shape", "index_dedup"), crossed([(2, 2), (4, 2)], [False, True, "some"]))
 def test_replayed_bytes_are_those_on_the_wire(shape: tuple[int, int], index_dedup: bool | str) -> None:
     cluster = models.small_cluster(*shape)
     split = models.random_split(cluster, np.random.default_rng([3, *shape]))

@@ -30,7 +30,7 @@ from flexshard.ingestion.service.packing import PackedBatch
 from flexshard.ingestion.service.readings import Item, Reading
 from flexshard.ingestion.service.workers import ProcessPool
 from tests.executors.ranks import context
-from tests.slow import first
+from tests.slow import crossed, first
 
 ROWS = 4000
 
@@ -88,8 +88,10 @@ def expected(spec: IngestionSpec, rank: int = 0, world_size: int = 1, epoch: int
     return [batch_hash(batch) for batch in reader]
 
 
-@pytest.mark.parametrize("how", [{}, {"lanes": 3}, {"shuffle": False}, {"shuffle": "samples", "pad_last": True}])
-@pytest.mark.parametrize("workers", first(2, [2, 4, 1]))
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    crossed([{}, {"lanes": 3}, {"shuffle": False}, {"shuffle": "samples", "pad_last": True}], [2, 4, 1]),
+)
 def test_threads_give_the_readers_batches(folder: Path, how: dict[str, Any], workers: int) -> None:
     spec = spec_of(folder, **how)
     for rank in range(2):

@@ -22,6 +22,7 @@ from flexshard.embeddings.tensor_train.products import levels_of, product_sizes
 from flexshard.errors import TableError
 from flexshard.tables import KEPT_SHARE
 from tests.embeddings.tensor_train.products import each_backend, each_backend_and
+from tests.slow import crossed
 
 
 @each_backend_and("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
@@ -329,8 +330,7 @@ def test_gradients_that_arrive_sparse() -> None:
 
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
-@pytest.mark.parametrize("cores", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize(("optimizer", "cores"), crossed([None, "sgd", "adagrad", "rowwise_adagrad"], [3, 4, 2]))
 def test_segments_in_pieces(optimizer: str | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As sums of whole segments; most digits are one in common, others have no ids at all."""
     from flexshard.embeddings.tensor_train import triton_products
