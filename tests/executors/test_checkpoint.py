@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torchrec")
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from flexshard import units
@@ -100,6 +101,32 @@ def test_any_number_of_ranks_loads_it(tmp_path: Path, shape: tuple[int, int]) ->
     unsharded.load_state_dict(torch.load(tmp_path / "export.pt"))
     exported = unsharded.wide.embeddings["goods"].weight.detach().numpy()
     assert np.array_equal(exported, saved[0]["wide.embeddings.goods.weight"])
+
+
+def save_beside_training(rank: int, folder: str) -> tuple[list[Any], list[Any]]:
+    """torch's copy of the state goes to disk while training goes on."""
+    cluster = models.small_cluster(1, 2)
+    plan = models.plan_of(cluster, split_for(cluster, 3))
+    parallel, optim = models.shard(plan, "rowwise_adagrad")
+    models.train(parallel, optim, rank, range(2))
+    before = state_of(parallel)
+    state = {"model": parallel.state_dict(), "optimizer": parallel.fused_optimizer.state_dict()}
+    saving = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+    models.train(parallel, optim, rank, range(2, 4))
+    saving.result()
+    parallel, _ = models.shard(plan, "rowwise_adagrad")
+    state = {"model": parallel.state_dict(), "optimizer": parallel.fused_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    parallel.load_state_dict(state["model"])
+    parallel.fused_optimizer.load_state_dict(state["optimizer"])
+    return before, state_of(parallel)
+
+
+def test_saving_beside_training(tmp_path: Path) -> None:
+    before, after = ranks.run(1, 2, save_beside_training, str(tmp_path))[0]
+    for expected, found in zip(before, after, strict=True):
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], values) for name, values in expected.items())
 
 
 def killed_while_saving(rank: int, folder: str) -> Any:

@@ -33,7 +33,7 @@ class ExchangeContext:
         transport: what carries tensors.
         forward, backward: in what form rows and gradients travel.
         gathered_dtypes: of rows where they are looked up, of each class.
-        on_update: called with a module before its rows are updated.
+        on_update: called with a module, and what its rows were looked up by, before they are updated.
         check: raises where rows have moved elsewhere since.
         device: of the rows.
     """
@@ -49,7 +49,7 @@ class ExchangeContext:
     forward: Wire
     backward: Wire
     gathered_dtypes: Sequence[torch.dtype]
-    on_update: Callable[[int], None]
+    on_update: Callable[[int, object], None]
     check: Callable[[], None]
     device: torch.device
 

@@ -26,7 +26,7 @@ from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.comm.rows_buffer import Arrival, RowsBuffer, buffer_of, of_classes, send_rows
 from flexshard.executors.comm.splits import Splits
 from flexshard.executors.comm.wire import Wire
-from flexshard.executors.stores.base import AnnouncedRows, LookedUp, at_rates
+from flexshard.executors.stores.base import AnnouncedRows, LookedUp, at_moments
 from flexshard.executors.stores.touched_rows import TouchedCounts
 
 __all__ = ["Exchange"]
@@ -302,14 +302,17 @@ class Exchange:
         """Take the gradients that came, and update the rows, at the learning rates that they were looked up at, as
         FBGEMM does: those with copies first, whose sums then travel while the others are updated.
         """
-        with torch.no_grad(), at_rates(self._context.stores, self._rates):
-            self._update()
+        with torch.no_grad():
+            self._sync.before_update(self._members, self._parts)
+            for module in self._trained:
+                self._context.on_update(module, self)
+            stores = self._context.stores
+            moments = [(store.moment[0], rate) for store, rate in zip(stores, self._rates, strict=True)]
+            with at_moments(stores, moments):
+                self._update()
 
     def _update(self) -> None:
         context, trained = self._context, self._trained
-        self._sync.before_update(self._members, self._parts)
-        for module in trained:
-            context.on_update(module)
         reductions = context.replicas(tuple(trained))
         classes = [index for module in trained for index in context.modules[module]]
         # Ranks average their losses, as TorchRec has it. The holders divide, after they have summed.

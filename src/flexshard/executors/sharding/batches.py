@@ -109,8 +109,8 @@ class RowsOwner(Protocol):
     def before_look_up(self, *, train: bool) -> None:
         """Its rows are looked up next, to be updated perhaps if ``train``."""
 
-    def looked_up(self, *, train: bool) -> None:
-        """They will be, or will not."""
+    def looked_up(self, look_up: object, *, train: bool) -> None:
+        """They were, by something that lives for as long as they may be updated."""
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,7 @@ class JointBatch:
         if self._train:
             if self._marks:
                 owner.before_look_up(train=train)
-            owner.looked_up(train=train)
+            owner.looked_up(self.exchange, train=train)
 
     @property
     def failed(self) -> bool:

@@ -99,9 +99,10 @@ class JointTables:
                 " StopIteration), or reset() them and give them these batches again"
             )
 
-    def _before_update(self, module: int) -> None:
+    def _before_update(self, module: int, look_up: object) -> None:
         self._rows_change()
         self._modules[module].on_update()
+        self._modules[module].count_update(look_up)
 
     def _reductions_of(self, members: tuple[int, ...]) -> list[ReplicaReduction | None]:
         """Of the copies of some modules' rows, of each level."""

@@ -229,11 +229,11 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         if train:
             self.tables.begin_step()
 
-    def looked_up(self, *, train: bool) -> None:
-        """They will be, or will not."""
+    def looked_up(self, look_up: object, *, train: bool) -> None:
+        """They were, by something that lives for as long as they may be updated."""
         if train:
             self._logical.rows_change()
-        self.tables.count_step(trained=train)
+        self.tables.looked_up(look_up, train=train)
 
     def rows_mark(self) -> tuple[Any, ...]:
         """What changes when somebody writes to rows or to tensors of a ``state_dict``, or sets learning rates; torch

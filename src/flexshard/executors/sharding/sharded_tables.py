@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +157,8 @@ class ShardedTables:
         self.layout, self.traits, self.bijections, self.options = layout, tuple(traits), tuple(bijections), options
         self.process_groups = level_groups(sorted({*layout.group_sizes, layout.world_size}), options.process_group)
         self._steps = torch.zeros(1, dtype=torch.long)
+        # Of look-ups to be trained, as long as they can be, the number of their update; 0 before it.
+        self._updates: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self.replaced = False
         self.on_update: Callable[[], None] = lambda: None
         self.on_replace: Callable[[], None] = lambda: None
@@ -309,13 +312,21 @@ class ShardedTables:
         return next(((table, str(error).removeprefix(own)) for table, error in failed if error is not None), None)
 
     def begin_step(self) -> None:
-        """The rows that are looked up next may be updated, which would be one update more."""
-        self._begin_step(int(self._steps) + 1)
+        """The rows that are looked up next may be updated, for all that is known after those looked up before."""
+        self._begin_step(int(self._steps) + 1 + sum(not number for number in self._updates.values()))
 
-    def count_step(self, *, trained: bool) -> None:
-        """They will be, or will not."""
-        self._steps += trained
+    def looked_up(self, look_up: object, *, train: bool) -> None:
+        """They will perhaps be updated if ``train``."""
+        if train:
+            self._updates[look_up] = 0
         self._begin_step(int(self._steps))
+
+    def count_update(self, look_up: object) -> None:
+        """They are updated now; again, perhaps, which counts once, as FBGEMM has it."""
+        if not self._updates.get(look_up):
+            self._steps += 1
+            self._updates[look_up] = int(self._steps)
+        self._begin_step(self._updates[look_up])
 
     def _begin_step(self, step: int) -> None:
         for group in self.groups:

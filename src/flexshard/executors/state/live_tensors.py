@@ -22,6 +22,7 @@ __all__ = ["FRESH", "STALE", "HandedOut", "LogicalShard"]
 
 aten = torch.ops.aten
 _KEEP_SHARD = {aten._to_copy.default, aten.clone.default, aten.empty_like.default, aten.zeros_like.default}
+_MAY_KEEP_SHARD = {aten.new_empty.default}  # if the shape is the same, as where asynchronous checkpoints copy a state
 # What was written to: tensors of the rows as they are, or as they were before a training step.
 FRESH, STALE = 1, 2
 _PIECE_BYTES, _MOST_PIECES = 32 << 20, 16
@@ -73,7 +74,7 @@ class LogicalShard(LocalShardsWrapper):
         own = first.local_shards()[0]
         if result is own:
             return first
-        if func in _KEEP_SHARD:
+        if func in _KEEP_SHARD or (func in _MAY_KEEP_SHARD and result.shape == own.shape):
             return LogicalShard(result, tuple(first.local_offsets()[0]))
         if not func.is_view:
             return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from flexshard._internal import has_triton, used_here
 from flexshard.errors import FlexShardError
 from flexshard.executors.stores.updates import OptimizerSpec, apply_update
 
-__all__ = ["AnnouncedRows", "LookedUp", "RowStore", "at_rates"]
+__all__ = ["AnnouncedRows", "LookedUp", "RowStore", "at_moments"]
 
 
 @dataclass(frozen=True)
@@ -221,14 +221,10 @@ def _has_kernel(spec: OptimizerSpec, weights: torch.Tensor) -> bool:
 
 
 @contextmanager
-def at_rates(stores: Sequence[RowStore], learning_rates: Sequence[float]) -> Iterator[None]:
-    """Updates inside have these learning rates."""
-    now = [store.moment[1] for store in stores]
-    different = [places for places in zip(stores, learning_rates, now, strict=True) if places[1] != places[2]]
-    for store, rate, _ in different:
-        store.set_learning_rate(rate)
-    try:
+def at_moments(stores: Sequence[RowStore], moments: Sequence[tuple[int, float]]) -> Iterator[None]:
+    """Updates inside are of these steps, at these learning rates."""
+    with ExitStack() as stack:
+        for store, moment in zip(stores, moments, strict=True):
+            if moment != store.moment:
+                stack.enter_context(store.as_of(*moment))
         yield
-    finally:
-        for store, _, before in different:
-            store.set_learning_rate(before)

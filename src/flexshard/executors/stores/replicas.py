@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flexshard._internal import NO_SLOT, continued_on, current_stream
 from flexshard.costmodels import Layout
 from flexshard.executors.comm.collectives import Collectives, Label, PendingCollective
-from flexshard.executors.stores.base import RowStore, at_rates
+from flexshard.executors.stores.base import RowStore, at_moments
 from flexshard.executors.stores.touched_rows import TouchedCounts, TouchedRows, TouchedSlots
 
 __all__ = ["CopiedRows", "ReplicaReduction"]
@@ -115,7 +115,7 @@ class ReplicaReduction:
         self._size, self._tables = group_size, tables
         self._copied, self._across, self._collectives = copied, across, collectives
         self._buffer: torch.Tensor | None = None
-        self._open: tuple[PendingCollective | None, TouchedRows | None, list[float]] | None = None
+        self._open: tuple[PendingCollective | None, TouchedRows | None, list[tuple[int, float]]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def _label(self, content: str) -> Label:
@@ -152,7 +152,7 @@ class ReplicaReduction:
         scale: float,
         touched: Sequence[tuple[TouchedSlots, int]] | None,
     ) -> None:
-        """Start bringing the copies' gradients together; the update follows when backward ends, at the rates of now.
+        """Start bringing the copies' gradients together; the update follows when backward ends, as one of now.
 
         Args:
             slots: of each store, from 0; shape (R,), int64.
@@ -167,7 +167,7 @@ class ReplicaReduction:
             gathered = TouchedRows(touched, gradients, scale, self._collectives, self._across, self._label)
         # Where rows are looked up: a pipeline may look the next batch up there before backward's caller goes on.
         self._stream = current_stream(slots[0].device)
-        self._open = dense, gathered, [part.store.moment[1] for part in self._copied]
+        self._open = dense, gathered, [part.store.moment for part in self._copied]
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _reduce_whole(
@@ -185,8 +185,8 @@ class ReplicaReduction:
         """Wait for the copies' gradients and update the rows."""
         if self._open is None:
             return
-        (dense, touched, rates), self._open = self._open, None
-        with continued_on(self._stream), at_rates([part.store for part in self._copied], rates):
+        (dense, touched, moments), self._open = self._open, None
+        with continued_on(self._stream), at_moments([part.store for part in self._copied], moments):
             self._update(dense, touched)
 
     def _update(self, dense: PendingCollective | None, touched: TouchedRows | None) -> None:
