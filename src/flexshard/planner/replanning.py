@@ -20,7 +20,7 @@ from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.gathered import gathered_of_tiers
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solving import solve
-from flexshard.profiling import AccessProfile
+from flexshard.profiling import AccessProfile, check_same_ids
 from flexshard.tables import OPTIMIZERS, Table, expected_distinct
 from flexshard.topologies import Cluster
 
@@ -123,7 +123,7 @@ def replan(
 
     Raises:
         PlanError: a table that the plan does not have, or a profile that is not the plan's.
-        ProfileError: a profile that cannot be read, or that is a histogram.
+        ProfileError: a profile that cannot be read, that is a histogram, or whose ids are not those of the older one.
         BudgetError: with the newer profiles nothing fits.
     """
     plan.refusing_sharded("planning again with newer profiles")
@@ -135,6 +135,8 @@ def replan(
     for name in newer:
         plan.table(name)
     old = {name: _older(table, (older or {}).get(name), Path(base)) for name, table in plan.tables.items()}
+    for name, profile in newer.items():
+        check_same_ids(old[name], profile, name)
     new = old | dict(newer)
     problem = _problem(plan, [_table(table, new[name]) for name, table in plan.tables.items()])
     after = solve(problem)

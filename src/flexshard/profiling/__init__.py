@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flexshard.profiling.profile import AccessProfile as AccessProfile
     from flexshard.profiling.profile_file import load_ranking as load_ranking
     from flexshard.profiling.row_counts import RowCounts as RowCounts, checked_whole as checked_whole
+    from flexshard.profiling.same_ids import check_same_ids as check_same_ids
     from flexshard.profiling.synthetic import (
         power_law_probabilities as power_law_probabilities,
         write_power_law_sequences as write_power_law_sequences,
@@ -45,6 +46,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "profile": ["AccessProfile"],
         "profile_file": ["load_ranking"],
         "row_counts": ["RowCounts", "checked_whole"],
+        "same_ids": ["check_same_ids"],
         "synthetic": ["power_law_probabilities", "write_power_law_sequences"],
     },
 )

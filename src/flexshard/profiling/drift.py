@@ -10,6 +10,7 @@ from flexshard._internal import check_finite
 from flexshard.errors import ProfileError
 from flexshard.profiling.drift_point import DriftPoint
 from flexshard.profiling.profile import AccessProfile
+from flexshard.profiling.same_ids import check_same_ids
 
 __all__ = ["drift"]
 
@@ -24,6 +25,7 @@ def drift(before: AccessProfile, now: AccessProfile, cuts: Sequence[float]) -> t
         raise ProfileError(f"profiles of tables with {before.num_rows:,} and {now.num_rows:,} rows cannot be compared")
     if any(not 0 < cut <= 1 for cut in cuts):
         raise ProfileError(f"cuts are shares of the rows above 0 and at most 1; found {cuts}")
+    check_same_ids(before, now)
     old, new = before.ranked_rows, now.ranked_rows
     # Rows never read in the first profile are its coldest.
     accesses = now.dense_counts()

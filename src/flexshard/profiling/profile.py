@@ -18,7 +18,7 @@ from flexshard.profiling.drift_point import DriftPoint
 from flexshard.profiling.histograms import checked_histogram, counts_of_probabilities
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
-from flexshard.profiling.row_counts import RowCounts, checked_whole, histogram
+from flexshard.profiling.row_counts import RowCounts, check_index, checked_whole, histogram
 
 __all__ = ["AccessProfile"]
 
@@ -52,7 +52,8 @@ class AccessProfile(CountedAccesses):
         """A profile from the access count of every row.
 
         Args:
-            counts: number of accesses of row 0, 1, ...; shape (rows,), whole numbers of at least 0.
+            counts: number of accesses of row 0, 1, ...; shape (rows,), whole numbers of at least 0. A pandas Series
+                has to be indexed so.
             num_samples: samples in which they were counted.
             num_rows: rows of the table, where it has more than ``counts`` (the others are never read).
             lengths: moments of the number of ids per sample, for memory quantiles.
@@ -61,6 +62,7 @@ class AccessProfile(CountedAccesses):
         Raises:
             ProfileError: NaN, negative or fractional counts, no accesses, no samples, or fewer rows than counts.
         """
+        check_index(counts)
         dense = checked_whole(counts, "counts", least=0)
         return cls.from_row_counts(
             RowCounts.dense(dense), num_samples, dense.size if num_rows is None else num_rows, lengths, table=table
@@ -360,7 +362,7 @@ class AccessProfile(CountedAccesses):
             cuts: shares of the table's rows.
 
         Raises:
-            ProfileError: other table sizes, or a profile without row ids.
+            ProfileError: other table sizes, a profile without row ids, or ids that were mapped or hashed otherwise.
         """
         points: tuple[DriftPoint, ...] = bound("flexshard.profiling", "AccessProfile.drift")(self, other, cuts)
         return points

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from flexshard.errors import FlexShardError, ProfileError
 from flexshard.profiling.hashing import splitmix64
 
-__all__ = ["RowCounts", "as_array", "checked_whole", "histogram"]
+__all__ = ["RowCounts", "as_array", "check_index", "checked_whole", "histogram"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -146,6 +146,23 @@ def as_array(
         return np.asarray(values, dtype)
     except (ValueError, TypeError) as error:
         raise error_type(f"{name} must be an array of numbers: {str(error).splitlines()[0]}") from error
+
+
+def check_index(counts: object) -> None:
+    """Refuse a pandas Series whose index is not 0, 1, ...: its values are not those of these rows.
+
+    Raises:
+        ProfileError: as ``value_counts()`` gives it, most frequent first.
+    """
+    index = getattr(counts, "index", None)
+    if index is None or callable(index):
+        return
+    labels = np.asarray(index)
+    if not np.array_equal(labels, np.arange(labels.size)):
+        raise ProfileError(
+            "counts has an index that is not 0, 1, 2, ..., and a count is of the row in whose place it stands; give"
+            " counts.reindex(range(rows), fill_value=0), or counts.to_numpy() if the order is that of the rows"
+        )
 
 
 def checked_whole(values: npt.ArrayLike, name: str, *, least: int) -> IntArray:

@@ -1,0 +1,48 @@
+"""Whether two profiles mean the same by an id."""
+
+from __future__ import annotations
+
+from filecmp import cmp as same_content
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexshard.errors import ProfileError
+
+if TYPE_CHECKING:
+    from flexshard.profiling.profile import AccessProfile
+
+__all__ = ["check_same_ids"]
+
+
+def check_same_ids(older: AccessProfile, newer: AccessProfile, table: str = "") -> None:
+    """Whether a row of one profile is that row of the other, as far as they say.
+
+    A profile of a log that was encoded does not know by which mapping, so that one without is taken to be alike.
+
+    Args:
+        table: its name, for messages; the profiles' own by default.
+
+    Raises:
+        ProfileError: ids were hashed in one only, or otherwise, or mapped by two files that differ.
+    """
+    name = table or older.table or newer.table
+    if older.hash != newer.hash:
+        hashed = [one.hash or "no hash" for one in (older, newer)]
+        raise ProfileError(
+            f"table {name!r}: the profiles' rows are not the same ids, which went through {hashed[0]} in the older and"
+            f" {hashed[1]} in the newer one; profile the newer data with the options of the older"
+        )
+    if older.mapping is None or newer.mapping is None or _same_file(older.mapping, newer.mapping):
+        return
+    raise ProfileError(
+        f"table {name!r}: the profiles' rows are not the same values, which {Path(older.mapping).name} mapped in the"
+        f" older and {Path(newer.mapping).name} in the newer one ({older.mapping}, {newer.mapping}); profile the newer"
+        " data with the mapping of the older"
+    )
+
+
+def _same_file(one: str, other: str) -> bool:
+    """By name or, where both are there, by what is in them."""
+    if one == other:
+        return True
+    return all(Path(path).is_file() for path in (one, other)) and same_content(one, other, shallow=False)
