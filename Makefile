@@ -66,7 +66,7 @@ test-gpu: setup
 	$(VENV)/bin/python -m pytest -rs tests/gpu tests/embeddings tests/executors/test_optimizers.py
 
 # Long searches, random input, the structure and the documents' code, of which versions change nothing: make test has them.
-test-newest test-lowest: LONG = test_architecture test_fuzz test_readme planner/test_dedup planner/test_index_dedup planner/test_loads planner/test_memory planner/test_step planner/test_vertices planner/test_caching planner/test_compress_whole planner/test_compression planner/test_optimal planner/test_reductions planner/whole_model/test_cases planner/whole_model/test_joint planner/whole_model/test_master
+test-newest test-lowest: LONG = test_architecture test_fuzz test_readme embeddings/test_bijection embeddings/test_duplicates executors/test_oracle ingestion/test_order planner/test_dedup planner/test_index_dedup planner/test_loads planner/test_memory planner/test_step planner/test_vertices planner/test_caching planner/test_compress_whole planner/test_compression planner/test_optimal planner/test_reductions planner/whole_model/test_cases planner/whole_model/test_joint planner/whole_model/test_master
 setup-newest: CONSTRAINT =
 setup-lowest: CONSTRAINT = --constraint .venv-lowest/lowest.txt
 test-newest test-lowest: test-%: setup-%

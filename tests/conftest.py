@@ -25,6 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of ``-n auto``: one more than there are processors, since tests wait for processes that start and for files."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 

@@ -52,7 +52,7 @@ COMMANDS = {
     "compare": {"--torchrec", "--time-limit", "--row-wise", "--output", "--json"},
     "diff": {"--json"},
     "drift": {"--json"},
-    "replay": {"--column", "--steps", "--batch-size", "--profile", "--json"},
+    "replay": {"--column", "--steps", "--batch-size", "--profile", "--distinct", "--json"},
     "cluster-sessions": {
         "--session",
         "--time",

@@ -18,6 +18,7 @@ from flexshard.errors import DataError, PlanError
 from flexshard.executors import Lookups, replay, split_by_rank
 from flexshard.planner import Plan, Tier
 from flexshard.tables import translation_bytes
+from flexshard.topologies import CollectiveRate, Level
 
 
 def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int]) -> Plan:
@@ -105,6 +106,29 @@ def test_static_memory_is_the_plans_own() -> None:
         # Tiers are rounded up to whole rows on every rank.
         slack = 3 * 16 * plan.tables["t"].kappa_replicated
         assert 0 <= found.static_memory_bytes - plan.predicted.static_memory_bytes < slack
+
+
+def test_of_rows_behind_a_cache_a_rank_has_the_caches_places() -> None:
+    rate = CollectiveRate(1e-5, 1e10)
+    levels = (Level(1, None, rate), Level(2, rate, rate), Level(4, rate, None))
+    cluster = Cluster("host", 2, 2, 64e9, 0.0, levels, host_bytes_per_s=20e9)
+    profile = AccessProfile.from_counts(np.floor(1e5 / np.arange(1, 5_001)).astype(np.int64), num_samples=200_000)
+    how = {"batch_size": 16, "budget": "-700KB", "host_memory": "1GiB"}
+    plan = flexshard.solve([Table("items", 5_000, 64, profile)], cluster, **how)
+    assert plan.tables["items"].cache is not None
+    ids = np.arange(64)
+    found = replay(plan, [{"items": Lookups(ids, ids % 4)}], {"items": profile})
+    assert found.static_memory_bytes == pytest.approx(plan.predicted.static_memory_bytes, rel=1e-6)
+
+
+def test_a_rank_looks_a_list_of_a_deduplicated_table_up_once() -> None:
+    lists = [[5, 6], [5, 6], [7], [5, 6], [], [], [6, 5], [5, 6]]
+    samples = {"a": (np.concatenate(lists).astype(np.int64), np.array([len(one) for one in lists]))}
+    (step,) = split_by_rank(samples, world_size=2, batch_size=4, deduplicated=["a"])
+    assert step["a"].ids.tolist() == [5, 6, 7, 6, 5, 5, 6]
+    assert step["a"].ranks.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    (step,) = split_by_rank(samples, world_size=2, batch_size=4)
+    assert step["a"].ids.size == 11
 
 
 def test_samples_go_to_ranks_in_turn() -> None:

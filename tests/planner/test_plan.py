@@ -308,6 +308,21 @@ def test_alternatives_cost_what_they_say(paper_cluster: Cluster) -> None:
     assert latency >= -1e-9, "no plan of that memory is better than the alternative says, but for latencies saved"
 
 
+@pytest.mark.parametrize("objective", ["communication", "step"])
+def test_alternatives_in_one_tier_expose_what_the_baselines_do(objective: str) -> None:
+    rate, slow = CollectiveRate(20e-6, 10e9), CollectiveRate(50e-6, 5e9)
+    node = Cluster("node", 1, 8, 40e9, 0.0, (Level(1, None, slow), Level(8, rate, None)), hbm_bytes_per_s=1.5e12)
+    plan = solve([items()], node, batch_size=512, budget="10 GB", objective=objective, index_dedup=False)
+    whole = {(1,): "data_parallel", (8,): "row_wise"}
+    others = [one for one in plan.tables["items"].alternatives if one.group_sizes in whole]
+    assert others
+    for one in others:
+        cost = plan.baselines[whole[one.group_sizes]]
+        assert one.exposed_seconds == pytest.approx(cost.exposed_seconds - plan.predicted.exposed_seconds, rel=1e-3)
+        assert one.memory_bytes == pytest.approx(cost.memory_bytes - plan.predicted.memory_bytes, rel=1e-6)
+    assert ("by the links that the step waits for" in str(explain(plan, "items"))) == (objective == "step")
+
+
 def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
     table = items()
     before = solve([table], paper_cluster, batch_size=4096)

@@ -13,6 +13,8 @@ from flexshard.planner.solver.thresholds import allocate
 
 __all__ = ["alternatives_of"]
 
+FloatArray = npt.NDArray[np.float64]
+
 
 def alternatives_of(
     instance: Instance,
@@ -21,41 +23,31 @@ def alternatives_of(
     price: float,
     tiers: int,
     reduction: Reduction,
+    *,
+    plain: Instance | None = None,
     keep: int = 3,
 ) -> list[tuple[Alternative, ...]]:
-    """For each table, the next best sets of group sizes at the plan's price of memory."""
+    """For each table, the next best sets of group sizes at the plan's price of memory.
 
-    def of_tables(placed: Allocation) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Seconds and memory of each table."""
-        seconds, memory = instance.per_table(placed)
-        if reduction != "dense":
-            sparse = reduction.sparse_tiers(instance, placed)
-            seconds = seconds - np.where(sparse, saved_of_tiers(instance, placed), 0.0).sum(axis=1)
-        return seconds, memory
-
-    chosen_seconds, chosen_memory = of_tables(allocation)
-    spare_bytes = limit - instance.held_bytes - float(chosen_memory.sum())
-    used = allocation.any(axis=0)
-    elsewhere = (allocation > 0).sum(axis=0) - (allocation > 0) > 0
-    hot = instance.hot_seconds_per_read * instance.hottest_reads(allocation)
-    excess, hottest_elsewhere = float(hot.max(axis=0).sum()), _largest_of_others(hot)
+    Args:
+        instance: by whose seconds they are chosen and priced.
+        plain: the same problem without weights, where ``instance`` has some: of its seconds is what they expose.
+    """
+    chosen = _Added(instance, allocation, reduction)
+    exposed = chosen if plain is None else _Added(plain, allocation, reduction)
+    spare_bytes = limit - instance.held_bytes - float(chosen.memory.sum())
     choices: list[dict[tuple[int, ...], Alternative]] = [{} for _ in instance.tables]
     for levels in instance.level_subsets(tiers):
         other, _ = allocate(instance, levels, price if price > 0 else 1e-30)
-        seconds, memory = of_tables(other)
-        # Collectives that no other table uses come and go with this one, and their latency with them.
-        after = elsewhere | (other > 0)
-        added_seconds = seconds - chosen_seconds + (after.astype(np.int64) - used) @ instance.alpha_seconds
-        other_hot = instance.hot_seconds_per_read * instance.hottest_reads(other)
-        added_seconds += np.maximum(hottest_elsewhere, other_hot).sum(axis=1) - excess
-        added_memory = memory - chosen_memory
+        added_seconds, added_memory = chosen.by(other)
+        added_exposed = added_seconds if exposed is chosen else exposed.by(other)[0]
         priced_seconds = added_seconds + price * added_memory
         held, fits = other > 0, added_memory <= spare_bytes
         sizes_of = {one.tobytes(): tuple(instance.group_sizes[one].tolist()) for one in np.unique(held, axis=0)}
-        differs = (held != (allocation > 0)).any(axis=1) & (after.sum(axis=1) <= tiers)
+        differs = (held != (allocation > 0)).any(axis=1) & (chosen.levels_after(other).sum(axis=1) <= tiers)
         columns = (  # numbers of Python, all at once
             values[differs].tolist()
-            for values in (np.arange(differs.size), added_seconds, added_memory, priced_seconds, fits)
+            for values in (np.arange(differs.size), added_exposed, added_memory, priced_seconds, fits)
         )
         for index, more_seconds, more_memory, priced, fit in zip(*columns, strict=True):
             sizes = sizes_of[held[index].tobytes()]
@@ -66,6 +58,43 @@ def alternatives_of(
         tuple(sorted(entries.values(), key=lambda entry: (entry.priced_seconds, entry.group_sizes))[:keep])
         for entries in choices
     ]
+
+
+class _Added:
+    """What each table by itself would add to a placement, were it placed otherwise.
+
+    Attributes:
+        memory: of each table in the placement; shape (T,).
+    """
+
+    def __init__(self, instance: Instance, allocation: Allocation, reduction: Reduction) -> None:
+        self._instance, self._reduction = instance, reduction
+        self._seconds, self.memory = self._of_tables(allocation)
+        self._used = allocation.any(axis=0)
+        self._elsewhere = (allocation > 0).sum(axis=0) - (allocation > 0) > 0
+        hot = instance.hot_seconds_per_read * instance.hottest_reads(allocation)
+        self._excess, self._hottest_elsewhere = float(hot.max(axis=0).sum()), _largest_of_others(hot)
+
+    def _of_tables(self, placed: Allocation) -> tuple[FloatArray, FloatArray]:
+        """Seconds and memory of each table; shape (T,) each."""
+        seconds, memory = self._instance.per_table(placed)
+        if self._reduction != "dense":
+            sparse = self._reduction.sparse_tiers(self._instance, placed)
+            seconds = seconds - np.where(sparse, saved_of_tiers(self._instance, placed), 0.0).sum(axis=1)
+        return seconds, memory
+
+    def levels_after(self, other: Allocation) -> npt.NDArray[np.bool_]:
+        """Levels that have rows when one table is placed otherwise; shape (T, G)."""
+        return np.asarray(self._elsewhere | (other > 0))
+
+    def by(self, other: Allocation) -> tuple[FloatArray, FloatArray]:
+        """Seconds and memory that each table adds; shape (T,) each."""
+        instance, (seconds, memory) = self._instance, self._of_tables(other)
+        # Collectives that no other table uses come and go with this one, and their latency with them.
+        calls = (self.levels_after(other).astype(np.int64) - self._used) @ instance.alpha_seconds
+        hot = instance.hot_seconds_per_read * instance.hottest_reads(other)
+        waits = np.maximum(self._hottest_elsewhere, hot).sum(axis=1) - self._excess
+        return seconds - self._seconds + calls + waits, memory - self.memory
 
 
 def _largest_of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

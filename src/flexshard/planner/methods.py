@@ -68,9 +68,11 @@ class Optimal(Method):
         if variants.problem.objective == "step":
             shortest = solve_step(variants, limit_bytes, tiers)
             instance, best = shortest.instance, shortest.solution
+            plain = variants.of(instance.deduplicated)
             more = shortest.within(limit_bytes + units.GIB)
         else:
             instance, best = variants.solve(limit_bytes, tiers)
+            plain = None
             _, roomier = variants.solve(limit_bytes + units.GIB, tiers, start_price=best.price or None)
             more = roomier.seconds
         return Placement(
@@ -78,7 +80,7 @@ class Optimal(Method):
             best.lower_bound_seconds,
             best.price,
             min(best.seconds, more),
-            tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers, reduction)),
+            tuple(alternatives_of(instance, best.allocation, limit_bytes, best.price, tiers, reduction, plain=plain)),
             instance,
         )
 

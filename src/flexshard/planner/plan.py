@@ -105,8 +105,9 @@ class Alternative:
         group_sizes: g's that it would use.
         exposed_seconds: what it adds to the plan's exposed communication.
         memory_bytes: what it adds to the plan's memory per rank.
-        priced_seconds: both together at the plan's price of memory. Below 0 only where the budget rules it out, because
-            it would spare a collective altogether.
+        priced_seconds: both together at the plan's price of memory; where the step is what is shortened, its
+            communication weighed by the links that the step waits for, with lookups and updates where they are known.
+            Below 0 only where the budget rules it out, because it would spare a collective altogether.
         fits: whether the budget allows it.
     """
 

@@ -37,12 +37,16 @@ def replay_command(
             help="TABLE=FILE, or FILE: ranking of a table's rows; by default those named, from the plan's folder."
         ),
     ] = None,
+    distinct: Annotated[
+        bool, typer.Option("--distinct", help="Look each list up once per batch of a rank, in every table.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Count what a plan would move for real batches, on any number of ranks, without running them.
 
     Data are read as each table's profile was: with its sample key, and its hash or mapping. Without a profile ids are
-    rows of the table and samples rows of the files.
+    rows of the table and samples rows of the files. A table that has a dedup_factor looks each list up once per batch
+    of a rank; with --distinct all do, as those have to that were profiled with --distinct-batch.
 
     Example: flexshard replay plan.json clicks.parquet --column item
     """
@@ -64,12 +68,20 @@ def replay_command(
         }
         result = executors.replay(
             loaded,
-            executors.split_by_rank(samples, world_size=loaded.cluster.world_size, batch_size=size),
+            executors.split_by_rank(
+                samples,
+                world_size=loaded.cluster.world_size,
+                batch_size=size,
+                deduplicated=[name for name, table in loaded.tables.items() if distinct or table.dedup_factor > 1],
+            ),
             rankings,
         )
     # What the plan says holds for its own batch size.
     said = loaded.predicted if size == loaded.settings.batch_size else None
-    emit(_document(result, said), as_json=as_json, text=_grid(size, result, said))
+    grid = _grid(size, result, said)
+    if any(table.cache is not None for table in loaded.tables.values()):
+        grid.caption += "\nWhat caches fetch from the host and write back is not counted."
+    emit(_document(result, said), as_json=as_json, text=grid)
 
 
 def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:

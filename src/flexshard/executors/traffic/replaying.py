@@ -6,13 +6,14 @@ included, as the cost model counts them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import JaggedArray, distinct_rows
 from flexshard.costmodels import (
     Layout,
     StepCollective,
@@ -55,12 +56,14 @@ def split_by_rank(
     *,
     world_size: int,
     batch_size: int,
+    deduplicated: Collection[str] = (),
 ) -> Iterator[dict[str, Lookups]]:
     """Steps of U·B consecutive samples, B to each rank in turn; the last samples that do not fill a step are left out.
 
     Args:
         samples: of each table: ids one after the other, and how many each sample has.
         world_size, batch_size: U and B.
+        deduplicated: tables of which a rank looks each list up once, however many of its samples have it.
 
     Raises:
         DataError: tables of different numbers of samples, or fewer than one step needs.
@@ -76,12 +79,29 @@ def split_by_rank(
     owner = np.arange(per_step, dtype=np.int32) // batch_size
     for first in range(0, number - per_step + 1, per_step):
         yield {
-            name: Lookups(
+            name: _lookups(
                 values[ends[name][first] : ends[name][first + per_step]],
-                np.repeat(owner, lengths[first : first + per_step]),
+                lengths[first : first + per_step],
+                owner,
+                once=name in deduplicated,
             )
             for name, (values, lengths) in samples.items()
         }
+
+
+def _lookups(
+    values: npt.NDArray[np.integer[Any]],
+    lengths: npt.NDArray[np.integer[Any]],
+    owner: npt.NDArray[np.integer[Any]],
+    *,
+    once: bool,
+) -> Lookups:
+    """Of the samples of one step, each its owner's; ``once``: each distinct list of an owner."""
+    if once:
+        kept = np.zeros(lengths.size, np.bool_)
+        kept[distinct_rows(JaggedArray.of(owner, np.ones_like(lengths)), JaggedArray.of(values, lengths)).first] = True
+        values, lengths, owner = values[np.repeat(kept, lengths)], lengths[kept], owner[kept]
+    return Lookups(values, np.repeat(owner, lengths))
 
 
 def replay(
@@ -167,7 +187,10 @@ class _Group:
         """Rows of a level on one rank, with all that each byte of them brings along."""
         whole = self.layout.group_sizes[level] == self.world
         kappa = [(t.kappa_sharded if whole else t.kappa_replicated) * t.row_bytes for t in self.tables]
-        return float(np.array(kappa) @ self.layout.depth[:, level])
+        rows = self.layout.depth[:, level].astype(np.float64)
+        if whole:  # of those behind a cache a rank has the cache's
+            rows = np.array([rows[i] if t.cache is None else t.cache.rows for i, t in enumerate(self.tables)])
+        return float(np.array(kappa) @ rows)
 
     def collective(self, content: str, size: int) -> list[StepCollective]:
         """Calls of one content at one level."""

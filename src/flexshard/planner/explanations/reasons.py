@@ -285,10 +285,11 @@ def _rest(plan: Plan, table: TablePlan, saved: float | None) -> list[str]:
 def _alternative(alternative: Alternative, plan: Plan) -> str:
     names = " + ".join(f"{strategy_name(size, plan.cluster.world_size)} ({size})" for size in alternative.group_sizes)
     seconds, memory, priced = alternative.exposed_seconds, alternative.memory_bytes, alternative.priced_seconds
+    weighed = "by the links that the step waits for, " if plan.settings.objective == "step" else ""
     return (
         f"  {names}: {units.format_seconds(abs(seconds))} {'more' if seconds >= 0 else 'less'} exposed communication,"
         f" {units.format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} memory per rank;"
-        f" all in all {units.format_seconds(abs(priced))} {'worse' if priced >= 0 else 'better'}{_but(alternative)}."
+        f" {weighed}all in all {units.format_seconds(abs(priced))} {'worse' if priced >= 0 else 'better'}{_but(alternative)}."
     )
 
 
