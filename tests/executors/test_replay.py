@@ -113,7 +113,7 @@ def test_of_rows_behind_a_cache_a_rank_has_the_caches_places() -> None:
     levels = (Level(1, None, rate), Level(2, rate, rate), Level(4, rate, None))
     cluster = Cluster("host", 2, 2, 64e9, 0.0, levels, host_bytes_per_s=20e9)
     profile = AccessProfile.from_counts(np.floor(1e5 / np.arange(1, 5_001)).astype(np.int64), num_samples=200_000)
-    how = {"batch_size": 16, "budget": "-700KB", "host_memory": "1GiB"}
+    how = {"batch_size": 16, "budget": "-200KB", "host_memory": "1GiB"}
     plan = flexshard.solve([Table("items", 5_000, 64, profile)], cluster, **how)
     assert plan.tables["items"].cache is not None
     ids = np.arange(64)

@@ -318,7 +318,7 @@ def test_alternatives_in_one_tier_expose_what_the_baselines_do(objective: str) -
     assert others
     for one in others:
         cost = plan.baselines[whole[one.group_sizes]]
-        assert one.exposed_seconds == pytest.approx(cost.exposed_seconds - plan.predicted.exposed_seconds, rel=1e-3)
+        assert one.exposed_seconds == pytest.approx(cost.exposed_seconds - plan.predicted.exposed_seconds, rel=1e-6)
         assert one.memory_bytes == pytest.approx(cost.memory_bytes - plan.predicted.memory_bytes, rel=1e-6)
     assert ("by the links that the step waits for" in str(explain(plan, "items"))) == (objective == "step")
 

@@ -46,7 +46,7 @@ def test_planning_again(tmp_path: Path) -> None:
 def test_counts_of_a_series_are_of_the_rows_in_their_places() -> None:
     pd = pytest.importorskip("pandas")
     ids = pd.Series([0, 2, 2, 2, 1])
-    with pytest.raises(ProfileError, match="counts has an index that is not 0, 1, 2, ..."):
+    with pytest.raises(ProfileError, match="counts has an index that is not 0, 1, 2"):
         AccessProfile.from_counts(ids.value_counts(), 5)
     counted = AccessProfile.from_counts(ids.value_counts().reindex(range(3), fill_value=0), 5)
     assert counted.ranked_rows.tolist() == [2, 0, 1]

@@ -31,7 +31,8 @@ def alternatives_of(
 
     Args:
         instance: by whose seconds they are chosen and priced.
-        plain: the same problem without weights, where ``instance`` has some: of its seconds is what they expose.
+        plain: the same problem of communication alone and without weights, where ``instance`` has more: what
+            they expose is of its seconds.
     """
     chosen = _Added(instance, allocation, reduction)
     exposed = chosen if plain is None else _Added(plain, allocation, reduction)

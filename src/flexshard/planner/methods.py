@@ -12,7 +12,7 @@ from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.published import solve_published
-from flexshard.planner.solver.step_search import solve_step
+from flexshard.planner.solver.step_search import communication_view, solve_step
 
 __all__ = ["METHODS", "Method", "Optimal", "Placement", "Published"]
 
@@ -68,7 +68,7 @@ class Optimal(Method):
         if variants.problem.objective == "step":
             shortest = solve_step(variants, limit_bytes, tiers)
             instance, best = shortest.instance, shortest.solution
-            plain = variants.of(instance.deduplicated)
+            plain = communication_view(variants).of(instance.deduplicated)
             more = shortest.within(limit_bytes + units.GIB)
         else:
             instance, best = variants.solve(limit_bytes, tiers)

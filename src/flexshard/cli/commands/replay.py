@@ -80,7 +80,7 @@ def replay_command(
     said = loaded.predicted if size == loaded.settings.batch_size else None
     grid = _grid(size, result, said)
     if any(table.cache is not None for table in loaded.tables.values()):
-        grid.caption += "\nWhat caches fetch from the host and write back is not counted."
+        grid.caption = f"{grid.caption}\nWhat caches fetch from the host and write back is not counted."
     emit(_document(result, said), as_json=as_json, text=grid)
 
 

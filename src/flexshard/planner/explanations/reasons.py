@@ -289,7 +289,8 @@ def _alternative(alternative: Alternative, plan: Plan) -> str:
     return (
         f"  {names}: {units.format_seconds(abs(seconds))} {'more' if seconds >= 0 else 'less'} exposed communication,"
         f" {units.format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} memory per rank;"
-        f" {weighed}all in all {units.format_seconds(abs(priced))} {'worse' if priced >= 0 else 'better'}{_but(alternative)}."
+        f" {weighed}all in all {units.format_seconds(abs(priced))} {'worse' if priced >= 0 else 'better'}"
+        f"{_but(alternative)}."
     )
 
 

@@ -37,7 +37,7 @@ from flexshard.planner.translations import Translation
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["ShortestStep", "bounding_view", "solve_step", "weighted_view"]
+__all__ = ["ShortestStep", "bounding_view", "communication_view", "solve_step", "weighted_view"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -132,6 +132,12 @@ def weighted_view(variants: Variants, weights: FloatArray) -> Variants:
     sizes = [size for size in variants.plain.group_sizes.tolist() if size > 1]
     ordered = _in_order(_exposed_per_read(variants.plain, variants.problem), weights)
     return Variants(_under(variants.problem, sizes, ordered), variants.plain.level_order, variants)
+
+
+def communication_view(variants: Variants) -> Variants:
+    """The problem with neither weights nor lookups and updates: what its placements expose."""
+    given = {one.name: getattr(variants.problem, one.name) for one in fields(_Weighted)}
+    return Variants(_Weighted(**given | {"rates": None}), variants.plain.level_order, variants)
 
 
 def _search(
