@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("torchrec")
 
 from flexshard import AccessProfile, Cluster, Plan, Table, solve
 from flexshard.errors import PlanError
-from flexshard.planner import export_torcheasyrec, export_torchrec, modules_of
+from flexshard.planner import TableConstraints, export_torcheasyrec, export_torchrec, modules_of
 from flexshard.topologies import CollectiveRate, Level
 from tests.commands import run
 
@@ -51,7 +52,7 @@ class Model(torch.nn.Module):
         return self.bags(batch).values().sum(), self.words(batch)["s"].values().sum()
 
 batch = KeyedJaggedTensor.from_lengths_sync(
-    ["a", "b", "c", "s"], torch.tensor([1, 49, 3, 6, 5, 8, 400]), torch.tensor([1, 1, 1, 1, 1, 0, 0, 2])
+    ["a", "b", "c", "s"], torch.tensor([1, 49, 3, 6, 5, 8, 400, 7]), torch.tensor([1, 1, 1, 1, 1, 0, 0, 3])
 )
 alone = [float(one) for one in Model()(batch)]
 model = DistributedModelParallel(
@@ -79,15 +80,15 @@ def profile(rows: int) -> AccessProfile:
     return AccessProfile.from_counts(np.ceil(5_000 / np.arange(1, rows + 1)).astype(np.int64), 1_000)
 
 
-def planned(tiers: int = 1) -> Plan:
+def planned(**how: Any) -> Plan:
     tables = [
         Table(name, rows, 16, profile(rows), pooling="sum") for name, rows in (("a", 1000), ("b", 50), ("c", 777))
     ]
-    return solve([*tables, Table("s", 401, 16, profile(401))], CLUSTER, batch_size=64, tiers=tiers)
+    return solve([*tables, Table("s", 401, 16, profile(401))], CLUSTER, batch_size=64, tiers=1, **how)
 
 
 def test_stock_torchrec_reads_and_runs_it(tmp_path: Path) -> None:
-    plan = planned()
+    plan = planned(constraints={"s": TableConstraints(sharding_types=["row_wise"])})
     modules = modules_of(plan, ["bags", "s=words"])
     assert modules == {"a": "bags", "b": "bags", "c": "bags", "s": "words"}
     export_torchrec(plan, modules, tmp_path / "plan.pt", device="cpu")
@@ -140,3 +141,38 @@ def test_tiers_and_tables_of_no_module_are_refused_by_name(tmp_path: Path) -> No
         modules_of(tiered, [])
     with pytest.raises(PlanError, match="no table 'x'; there are s"):
         modules_of(tiered, ["x=words"])
+    with pytest.raises(PlanError, match="bags and words are both the module of all tables"):
+        modules_of(tiered, ["bags", "words"])
+    with pytest.raises(PlanError, match="table 's' is in module bags already"):
+        modules_of(tiered, ["s=bags", "s=words"])
+
+
+def test_names_are_those_in_their_modules(tmp_path: Path) -> None:
+    """A plan of several modules that have tables of one name is keyed by both."""
+    tables = [Table(name, 100, 16, profile(100), pooling="sum") for name in ("user.t", "item.t", "a=b")]
+    plan = solve(tables, CLUSTER, batch_size=64)
+    modules = modules_of(plan, ["user.t=user", "item.t=item", "a=b=other"])
+    export_torcheasyrec(plan, modules, tmp_path / "plan")
+    document = json.loads((tmp_path / "plan").read_text())
+    assert {module: list(found) for module, found in document.items()} == {
+        "user": ["t"],
+        "item": ["t"],
+        "other": ["a=b"],
+    }
+
+
+def test_sequences_that_torchrec_cannot_run_on_cpus(tmp_path: Path) -> None:
+    small = solve([Table("s", 5, 16, profile(5))], CLUSTER, batch_size=64, tiers=1, budget="1GB")
+    assert [tier.group_size for tier in small.tables["s"].tiers] == [1]
+    with pytest.raises(PlanError, match="table 's' has a copy on every rank"):
+        export_torchrec(small, {"s": "words"}, tmp_path / "plan.pt", device="cpu")
+    export_torchrec(small, {"s": "words"}, tmp_path / "plan.pt")
+    one = Cluster("one", 1, 1, 1e9, 0.0, (Level(1, None, None),))
+    export_torcheasyrec(solve([Table("s", 5, 16, profile(5))], one, batch_size=64), {"s": "words"}, tmp_path / "one")
+    assert json.loads((tmp_path / "one").read_text())["words"]["s"]["sharding_type"] == "row_wise"
+
+
+def test_types_are_said(tmp_path: Path) -> None:
+    solve([Table("s", 401, 16, profile(401), dtype="float16")], CLUSTER, batch_size=64).save(tmp_path / "plan.json")
+    done = run(tmp_path, "export", "plan.json", "--module", "words", "-o", "out", "--to", "torcheasyrec")
+    assert "which has to have these tables as they were planned: s float16" in done.stdout

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         check_finite as check_finite,
         check_int as check_int,
         first_repeated as first_repeated,
+        name_and_value as name_and_value,
         there_are as there_are,
     )
     from flexshard._internal.clocks import (
@@ -130,7 +131,15 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "checks": ["check_above_0", "check_bytes", "check_finite", "check_int", "first_repeated", "there_are"],
+        "checks": [
+            "check_above_0",
+            "check_bytes",
+            "check_finite",
+            "check_int",
+            "first_repeated",
+            "name_and_value",
+            "there_are",
+        ],
         "clocks": ["Moment", "device_of_group", "moment", "seconds_between"],
         "collective_errors": ["differing_ranks", "lost_rank", "on_all_ranks", "on_first_rank"],
         "deprecation": ["deprecated_attribute", "renamed_parameters"],

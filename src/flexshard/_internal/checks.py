@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 from flexshard import units
 from flexshard.errors import FlexShardError, UnitError
 
-__all__ = ["check_above_0", "check_bytes", "check_finite", "check_int", "first_repeated", "there_are"]
+__all__ = ["check_above_0", "check_bytes", "check_finite", "check_int", "first_repeated", "name_and_value", "there_are"]
 
 _MOST = 1 << 62
 _NAMED = 20
@@ -74,6 +74,16 @@ def there_are(names: Iterable[object]) -> str:
     listed = [str(name) for name in names]
     more = f" and {len(listed) - _NAMED:,} more" if len(listed) > _NAMED else ""
     return f"there are {', '.join(listed[:_NAMED]) or 'none'}{more}"
+
+
+def name_and_value(text: str, names: Iterable[str]) -> tuple[str | None, str]:
+    """NAME=VALUE, where a name that is known may hold "=" itself; no name where there is no "=" at all."""
+    known = [name for name in names if text.startswith(f"{name}=")]
+    if known:
+        name = max(known, key=len)
+        return name, text[len(name) + 1 :]
+    left, equals, right = text.partition("=")
+    return (left, right) if equals else (None, text)
 
 
 def first_repeated(names: Iterable[str]) -> str | None:

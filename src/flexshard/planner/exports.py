@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from flexshard._internal import INSTALL_TORCHREC, PathLike, replacing, there_are, write_text
+from flexshard._internal import INSTALL_TORCHREC, PathLike, name_and_value, replacing, there_are, write_text
 from flexshard.errors import MissingDependencyError, PlanError
 from flexshard.planner.plan import Plan
-from flexshard.planner.whole_tables import whole_tables
+from flexshard.planner.whole_tables import WholeTable, whole_tables
 
 __all__ = ["export_torcheasyrec", "export_torchrec", "modules_of"]
 
@@ -22,15 +22,25 @@ def modules_of(plan: Plan, given: list[str]) -> dict[str, str]:
     """The module of each table, of texts "PATH" (of all tables) and "TABLE=PATH".
 
     Raises:
-        PlanError: a table of none, or a text about none.
+        PlanError: a table of none, or of two, or a text about none.
     """
     names = [*plan.tables, *plan.pooled]
     found: dict[str, str] = {}
+    of_all: str | None = None
     for text in given:
-        table, equals, path = text.partition("=")
-        if equals and table not in names:
+        table, path = name_and_value(text, names)
+        if table is None:
+            if of_all is not None:
+                raise PlanError(f"{of_all} and {text} are both the module of all tables; write TABLE=PATH for some")
+            of_all = path
+            continue
+        if table not in names:
             raise PlanError(f"{text}: the plan has no table {table!r}; {there_are(names)}")
-        found |= {table: path} if equals else {name: text for name in names if name not in found}
+        if table in found:
+            raise PlanError(f"{text}: table {table!r} is in module {found[table]} already; give it one")
+        found[table] = path
+    if of_all is not None:
+        found = dict.fromkeys(names, of_all) | found
     missing = [name for name in names if name not in found]
     if missing:
         raise PlanError(f"which module has table {missing[0]!r}? name it: {missing[0]}=PATH, or PATH for all tables")
@@ -48,7 +58,7 @@ def export_torcheasyrec(plan: Plan, modules: Mapping[str, str], path: PathLike) 
     """
     document: dict[str, dict[str, Any]] = {}
     for name, table in whole_tables(plan).items():
-        document.setdefault(modules[name], {})[name] = {
+        document.setdefault(modules[name], {})[_own_name(name, modules[name])] = {
             "sharding_type": table.sharding_type,
             "compute_kernel": table.compute_kernel,
             "ranks": table.ranks,
@@ -65,11 +75,14 @@ def export_torchrec(plan: Plan, modules: Mapping[str, str], path: PathLike, *, d
         device: that shards are placed on, "cuda" or "cpu".
 
     Raises:
-        PlanError: as :func:`whole_tables`.
+        PlanError: as :func:`whole_tables`; or on CPUs sequences that TorchRec cannot run there.
         MissingDependencyError: TorchRec is not installed.
         OutputError: it could not be written.
     """
     tables = whole_tables(plan)
+    if device == "cpu":
+        for name in plan.tables:
+            _check_runs_on_cpus(name, tables[name])
     try:
         import torch
         from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
@@ -80,6 +93,25 @@ def export_torchrec(plan: Plan, modules: Mapping[str, str], path: PathLike, *, d
     found: dict[str, Any] = {}
     for name, table in tables.items():
         module = found.setdefault(modules[name], EmbeddingModuleShardingPlan())
-        module[name] = parameter_sharding(table, plan.cluster.ranks_per_node, device)
+        module[_own_name(name, modules[name])] = parameter_sharding(table, plan.cluster.ranks_per_node, device)
     with replacing(path) as temporary:
         torch.save(ShardingPlan(found), temporary)
+
+
+def _own_name(name: str, module: str) -> str:
+    """A table's name in its module, where a plan of several modules has both."""
+    return name.removeprefix(f"{module}.")
+
+
+def _check_runs_on_cpus(name: str, table: WholeTable) -> None:
+    """Raises PlanError for a sequence table that TorchRec has no lookup for on CPUs."""
+    if table.sharding_type == "data_parallel":
+        raise PlanError(
+            f"table {name!r} has a copy on every rank, which sequence tables of TorchRec cannot have on CPUs; plan with"
+            " fewer tiers and a smaller budget, or export for cuda"
+        )
+    if any(shard.rows == 0 for shard in table.shards or ()):
+        raise PlanError(
+            f"table {name!r} leaves some ranks without rows, which TorchRec cannot look up on CPUs; use fewer ranks, or"
+            " export for cuda"
+        )

@@ -49,7 +49,7 @@ class WholeTable:
         if table.cache is not None:
             raise PlanError(f"table {table.name!r} has a cache of FlexShard's own; plan without host_memory")
         ranks = list(range(world))
-        if sizes == [1]:
+        if sizes == [1] and world > 1:
             return cls("data_parallel", "dense", ranks)
         block = -(-table.rows // world)  # as TorchRec cuts rows: the last shards may be shorter, or empty
         firsts = [min(rank * block, table.rows) for rank in range(world + 1)]

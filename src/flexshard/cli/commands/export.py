@@ -10,6 +10,7 @@ import typer
 from flexshard import planner
 from flexshard.cli.app import AsJson, PlanFile, app, written
 from flexshard.cli.outputs import Force, check_output
+from flexshard.cli.terminal import say
 from flexshard.errors import PlanError
 
 
@@ -43,3 +44,8 @@ def export_command(
     else:
         planner.export_torcheasyrec(loaded, modules, output)
     written(output, as_json)
+    types = {name: table.dtype for name, table in loaded.tables.items()}
+    types |= {name: table.dtype for name, table in loaded.pooled.items()}
+    other = [f"{name} {dtype}" for name, dtype in types.items() if dtype != "float32"]
+    if other and not as_json:
+        say(f"types are the model's own, which has to have these tables as they were planned: {', '.join(other)}")

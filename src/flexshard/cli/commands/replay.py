@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexshard import executors, planner, profiling, units
-from flexshard._internal import new_grid
+from flexshard._internal import name_and_value, new_grid
 from flexshard.cli.app import AsJson, PlanFile, app
 from flexshard.cli.terminal import emit, working
 from flexshard.costmodels import QUANTILE
@@ -95,8 +95,8 @@ def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
     values: dict[str, str] = {}
     for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or (name not in plan.tables and len(plan.tables) == 1 and what == "profile"):
+        name, value = name_and_value(text, plan.tables)
+        if name is None or (name not in plan.tables and len(plan.tables) == 1 and what == "profile"):
             value = text
             if len(plan.tables) > 1:
                 raise JobError(f"--{what} {text}: the plan has {len(plan.tables)} tables; write TABLE={text}")
