@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -341,6 +342,22 @@ def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
         "items": (False, True),
         "other": (True, False),
     }
+    for wider in (replace(table, dim=128), replace(table, dtype="float16")):
+        other = replace(before, tables=solve([wider], paper_cluster, batch_size=4096).tables)
+        assert diff(before, other).rows == table.rows  # written anew, where they are too
+
+
+def test_rows_of_other_numbers_of_ranks_all_move() -> None:
+    rate = CollectiveRate(1e-5, 1e10)
+    level = Level(1, None, rate)
+    one = Cluster("one", 1, 2, 1e10, 0.0, (level, Level(2, rate, None)))
+    two = Cluster("two", 2, 2, 1e10, 0.0, (level, Level(2, rate, rate), Level(4, rate, None)))
+    table = items(3_000)
+    plans = [solve([table], cluster, batch_size=64, tiers=1, budget="-100KiB") for cluster in (one, two)]
+    sizes = [[tier.group_size for tier in plan.tables["items"].tiers] for plan in plans]
+    found = diff(*plans)
+    assert (found.rows, diff(plans[0], plans[0]).rows) == (3_000, 0)
+    assert [(move.source, move.target) for move in found.moves] == [(sizes[0][0], sizes[1][0])]
 
 
 def test_pareto_points_are_optimal_plans_of_their_memory(paper_cluster: Cluster) -> None:
@@ -395,6 +412,16 @@ def test_whole_tables_by_milp_equal_every_choice(paper_cluster: Cluster) -> None
     assert best.exposed_seconds == pytest.approx(expected + counts.seconds, rel=1e-6)
     with pytest.raises(BudgetError, match="no choice of whole tables fits"):
         whole_table_cost(tables, paper_cluster, batch_size=512, budget="-1GiB")
+
+
+def test_whole_tables_that_do_not_fit_are_left_out(paper_cluster: Cluster) -> None:
+    """Every id sent once takes less memory than any choice of theirs."""
+    table = items(100_000, 400.0, 1.2)
+    how: dict[str, Any] = {"batch_size": 512, "index_dedup": "auto", "budget": "-20MiB"}
+    with pytest.warns(UserWarning, match="left out: no choice of whole tables fits"):
+        plan = compare([table], paper_cluster, **how, torchrec=False)
+    assert "row_wise" in plan.baselines
+    assert "whole_table" not in plan.baselines
 
 
 def test_a_budget_error_reaches_other_processes() -> None:

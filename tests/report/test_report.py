@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.commands import run
 
 ODD = "<script>alert('x')</script> & co"
 VOID = {"meta", "i", "br"}
+CLUSTER = Cluster.preset("a100-4x8-roce", nodes=2)
 
 
 class Checked(HTMLParser):
@@ -42,14 +44,14 @@ class Checked(HTMLParser):
         self.seen.add(tag)
 
 
-def problem(number: int = 2, pooling: str = "none") -> Problem:
+def problem(number: int = 2, pooling: str = "none", cluster: Cluster = CLUSTER, **how: Any) -> Problem:
     tables = []
     for index in range(number):
         counts = [10**6 // (row + 1) ** (1 + index % 3) + 1 for row in range(500)]
         profile = AccessProfile.from_counts(counts, num_samples=10_000, num_rows=5_000)
         name = ODD if index == 0 else f"t{index}"
         tables.append(Table(name, 5_000, 16, profile, pooling=pooling if index else "none"))
-    return Problem(tables, Cluster.preset("a100-4x8-roce", nodes=2), batch_size=256)
+    return Problem(tables, cluster, batch_size=256, **how)
 
 
 def page_of(plan: Plan, path: Path, **more: object) -> tuple[str, Checked]:
@@ -86,6 +88,24 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "a.html").read_bytes() == again
 
 
+def test_options_beside_the_job_are_said(tmp_path: Path) -> None:
+    asked = problem()
+    given = problem(budget="+1MiB", tiers=2)
+    text, _ = page_of(solve(given), tmp_path / "a.html", problem=asked, job_text="format: flexshard.job")
+    assert f"options beside it: budget {given.budget.name}, and not {asked.budget.name}; tiers 2, and not 3." in text
+    text, _ = page_of(solve(asked), tmp_path / "a.html", problem=asked, job_text="format: flexshard.job")
+    assert "options beside it" not in text
+
+
+def test_what_is_on_the_host_is_said(tmp_path: Path) -> None:
+    host = replace(CLUSTER, host_bytes_per_s=20e9)
+    plan = solve(problem(cluster=host, budget="-27.58MB", host_memory="1GiB"))
+    assert plan.predicted.host_memory_bytes > 0
+    text, _ = page_of(plan, tmp_path / "a.html")
+    assert text.count("are in its host&#x27;s memory.") + text.count("are in its host's memory.") == 2
+    assert "behind a cache with places for" in text
+
+
 def test_pooled_tables_are_shown_by_rank(tmp_path: Path) -> None:
     asked = replace(problem(12, pooling="sum"), timeout_seconds=5.0)
     text, _ = page_of(solve(asked), tmp_path / "a.html")
@@ -105,6 +125,12 @@ def test_pages_that_cannot_be(tmp_path: Path) -> None:
     plan = solve(asked)
     with pytest.raises(PlanError, match="the job is of other tables than the plan"):
         write_report(plan, tmp_path / "a.html", problem=problem(3))
+    for other, why in (
+        (replace(asked, batch_size=64), "its batch size is another"),
+        (replace(asked, cluster=replace(asked.cluster, hbm_bytes=1e11)), "its tables, their profiles or its cluster"),
+    ):
+        with pytest.raises(PlanError, match=f"not the one that the plan was made from: {why}"):
+            write_report(plan, tmp_path / "a.html", problem=other)
     with pytest.raises(Exception, match="is of plan ffff"):
         write_report(plan, tmp_path / "a.html", observed=Observation("f" * 64, 16, (1.0,), ()))
     with pytest.raises(OutputError, match="cannot write"):

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         replan as replan,
         row_moves as row_moves,
     )
+    from flexshard.planner.same_job import options_beside as options_beside
     from flexshard.planner.solving import solve as solve
     from flexshard.planner.torchrec.adaptor import FlexShardPlanner as FlexShardPlanner
     from flexshard.planner.torchrec.left_to_torchrec import bag_part_of as bag_part_of, part_of as part_of
@@ -112,6 +113,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "pooled_plan": ["PooledAlternative", "PooledShard", "PooledTablePlan"],
         "problem": ["Problem", "title_of"],
         "replanning": ["Replan", "TableMoves", "moving_seconds", "replan", "row_moves"],
+        "same_job": ["options_beside"],
         "reductions": ["REDUCTIONS"],
         "solving": ["solve"],
         "torchrec.adaptor": ["FlexShardPlanner"],

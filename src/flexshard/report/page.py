@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from flexshard import units
 from flexshard._internal import PathLike, write_text
 from flexshard.errors import PlanError
 from flexshard.executors import Observation, compare_observed
-from flexshard.planner import Plan, Problem, explain, pareto
+from flexshard.planner import Plan, Problem, explain, options_beside, pareto
 from flexshard.profiling import AccessProfile
 from flexshard.report.charts import Bar, Line, bars, legend, lines
 from flexshard.report.markup import paragraph, spoken, table
@@ -42,12 +43,15 @@ def write_report(
         folder: that paths of profiles in the plan are relative to, where no problem is given.
 
     Raises:
-        PlanError: the problem is not of the plan's tables.
+        PlanError: the problem is not the one that the plan was made from.
         DataError: the observation is of another plan.
         OutputError: the page could not be written.
     """
-    if problem is not None and {each.name for each in problem.tables} != {*plan.tables, *plan.pooled}:
-        raise PlanError("the job is of other tables than the plan; give the job that the plan was made from")
+    beside: list[str] = []
+    if problem is not None:
+        if {each.name for each in problem.tables} != {*plan.tables, *plan.pooled}:
+            raise PlanError("the job is of other tables than the plan; give the job that the plan was made from")
+        beside = options_beside(plan, problem)
     profiles = _profiles(plan, problem, Path(folder))
     sections = [
         ("What was decided", _decided(plan)),
@@ -60,7 +64,7 @@ def write_report(
         ("How skewed the tables are", _skew(profiles)),
         ("Predicted and observed", "" if observed is None else _observed(plan, observed)),
         ("Words", _glossary()),
-        ("To reproduce it", _reproduce(plan, job_text)),
+        ("To reproduce it", _reproduce(plan, job_text, beside)),
     ]
     shown = [(title, body) for title, body in sections if body]
     contents = "".join(f'<a href="#s{number}">{title}</a>' for number, (title, _) in enumerate(shown))
@@ -97,8 +101,9 @@ def _decided(plan: Plan) -> str:
     needed, allowed = (units.format_bytes(n) for n in (plan.predicted.memory_bytes, plan.settings.budget_bytes))
     said.append(f"A GPU needs <b>{needed}</b>; the budget ({escape(plan.settings.budget)}) allows {allowed}.")
     if plan.next_gib_seconds is not None:
-        saved = units.format_seconds(max(own - plan.next_gib_seconds, 0.0))
-        said.append(f"One more GiB per GPU would save {saved} per step.")
+        more = own - plan.next_gib_seconds
+        saved = "nothing" if more <= 1e-9 * own else f"{units.format_seconds(more)} per step"
+        said.append(f"One more GiB per GPU would save {saved}.")
     return paragraph(*said)
 
 
@@ -126,8 +131,16 @@ def _memory(plan: Plan) -> str:
     return (
         legend(["static: weights, copies' gradients, optimizer", "dynamic: rows of a batch"])
         + bars(rows, limit=limit, what="Memory per GPU")
-        + paragraph(f"Headroom: {head} of the {units.format_bytes(free)} that a GPU has for embeddings.")
+        + paragraph(
+            f"Headroom: {head} of the {units.format_bytes(free)} that a GPU has for embeddings.{_on_host(plan)}"
+        )
     )
+
+
+def _on_host(plan: Plan) -> str:
+    """What is in the host's memory, as a sentence."""
+    held = plan.predicted.host_memory_bytes
+    return f" Beside it {units.format_bytes(held)} per GPU are in its host's memory." if held else ""
 
 
 def _tables(plan: Plan) -> str:
@@ -148,6 +161,11 @@ def _tiered(plan: Plan, name: str) -> str:
     rows = tuple((tier.rows, f"{tier.strategy}: {tier.rows:,} rows") for tier in own.tiers)
     reads = tuple((tier.covered * own.rows, f"{tier.strategy}: {tier.covered:.1%} of reads") for tier in own.tiers)
     said = f"{own.rows:,} rows of {own.dim} {own.dtype} numbers; {own.avg_length:.4g} reads per sample."
+    if own.cache is not None:
+        said += (
+            " Rows without copies are in the host's memory, behind a cache with places for"
+            f" {own.cache.load_factor:.2%} of them."
+        )
     lines_of = [
         (
             spoken(tier.strategy),
@@ -177,7 +195,7 @@ def _ranks(plan: Plan) -> str:
         held = units.format_bytes(plan.predicted.static_memory_bytes)
         return paragraph(
             f"Every one of the {world:,} GPUs holds as many rows of every tier, to one row: a tier's rows are dealt in",
-            f"turn to the GPUs that it is split over. So each has {held} of weights and state.",
+            f"turn to the GPUs that it is split over. So each has {held} of weights and state.{_on_host(plan)}",
         )
     largest = sorted(plan.pooled.values(), key=lambda each: -sum(shard.memory_bytes for shard in each.shards))[:7]
     labels = [*(each.name for each in largest), "others"]
@@ -282,7 +300,8 @@ def _glossary() -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def _reproduce(plan: Plan, job_text: str | None) -> str:
+def _reproduce(plan: Plan, job_text: str | None, beside: Sequence[str]) -> str:
+    """Settings and job; ``beside`` what the plan has otherwise than the job."""
     own = plan.settings
     rows = [
         ("fingerprint", plan.fingerprint),
@@ -295,4 +314,6 @@ def _reproduce(plan: Plan, job_text: str | None) -> str:
         ("objective", own.objective),
     ]
     job = "" if job_text is None else paragraph("The job, for <code>flexshard plan job.yaml</code>:")
+    if beside:
+        job += paragraph(f"The plan was made with options beside it: {escape('; '.join(beside))}.")
     return table([], rows, texts=2) + job + ("" if job_text is None else f"<pre>{escape(job_text)}</pre>")

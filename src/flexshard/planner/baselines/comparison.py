@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from flexshard._internal import check_above_0, renamed_parameters
-from flexshard.errors import JobError, SolverError
+from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.baselines.torchrec_choices import torchrec_cost
 from flexshard.planner.baselines.whole_tables import whole_table_cost
 from flexshard.planner.plan import Plan
@@ -36,7 +36,7 @@ def compare(
     **options: Unpack[ProblemOptions],
 ) -> Plan:
     """The plan of a problem, with the baselines "whole_table", where no table is pooled, and, where it is installed,
-    "torchrec" added.
+    "torchrec" added; whole tables that do not fit are left out, with a warning.
 
     Args:
         tables: a :class:`Problem`, such as a job; or the tables of one.
@@ -55,7 +55,10 @@ def compare(
     plan = solve(problem)
     added = {}
     if not problem.is_whole_model:  # whose plan is one of whole tables
-        added["whole_table"] = whole_table_cost(problem, time_limit_seconds=seconds)
+        try:
+            added["whole_table"] = whole_table_cost(problem, time_limit_seconds=seconds)
+        except BudgetError as error:
+            warnings.warn(f"left out: {error}", UserWarning, stacklevel=2)
     if torchrec or (torchrec is None and torchrec_installed()):
         try:
             added["torchrec"] = torchrec_cost(problem)

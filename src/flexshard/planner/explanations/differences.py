@@ -22,7 +22,8 @@ class Move:
 
     Attributes:
         table: its name.
-        source, target: group sizes; None where only one plan has the rows.
+        source, target: group sizes; None where only one plan has the rows. The same where numbers of ranks, widths or
+            types of rows are not.
         first_position, rows: which rows, by their order of popularity in their plan's profile.
         nbytes: weights of these rows.
     """
@@ -111,7 +112,8 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
             raise PlanError(f"plans are compared with plans, found {type(plan).__name__}; Plan.load reads one")
     moves: list[Move] = []
     for name in dict.fromkeys([*before.tables, *after.tables]):
-        moves += _moves(name, before.tables.get(name), after.tables.get(name))
+        alike = before.cluster.world_size == after.cluster.world_size
+        moves += _moves(name, before.tables.get(name), after.tables.get(name), alike=alike)
     both = [name for name in before.tables if name in after.tables]
     reranked = [n for n in both if before.tables[n].profile_digest != after.tables[n].profile_digest]
     pooled = [
@@ -130,13 +132,14 @@ def _share(table: TablePlan) -> float | None:
 def _pooled_move(name: str, before: PooledTablePlan | None, after: PooledTablePlan | None) -> PooledMove | None:
     """How a pooled table moves; None where it stays as it is."""
     source, target = _where(before), _where(after)
-    kinds = {(one.compute_kernel, one.dtype) for one in (before, after) if one is not None}
+    kinds = {(one.compute_kernel, one.dtype, one.rows, one.dim) for one in (before, after) if one is not None}
     if source == target and len(kinds) == 1:
         return None
     known = after or before
     assert known is not None
-    # Weights of another type are written anew, wherever they are.
-    held = () if before is None or before.dtype != known.dtype else before.shards
+    # Weights of another type or width are written anew, wherever they are.
+    anew = before is None or (before.dtype, before.dim) != (known.dtype, known.dim)
+    held = () if before is None or anew else before.shards
     cells = 0
     for one in () if after is None else after.shards:
         there = sum(_shared(one, other) for other in held if other.rank == one.rank)
@@ -156,10 +159,13 @@ def _shared(one: PooledShard, other: PooledShard) -> int:
     return max(rows, 0) * max(columns, 0)
 
 
-def _moves(name: str, before: TablePlan | None, after: TablePlan | None) -> list[Move]:
+def _moves(name: str, before: TablePlan | None, after: TablePlan | None, *, alike: bool) -> list[Move]:
+    """Rows that change their tier; all of them, unless the ranks are ``alike`` and rows are."""
     known = after or before
     assert known is not None
     row_bytes = known.row_bytes
+    if before is not None and after is not None:
+        alike = alike and (before.dim, before.dtype) == (after.dim, after.dtype)
     edges = sorted(
         {0}
         | {tier.first_position + tier.rows for table in (before, after) if table is not None for tier in table.tiers}
@@ -167,7 +173,7 @@ def _moves(name: str, before: TablePlan | None, after: TablePlan | None) -> list
     moves = []
     for first, last in pairwise(edges):
         source, target = _group_size(before, first), _group_size(after, first)
-        if source != target:
+        if source != target or not alike:
             moves.append(Move(name, source, target, first, last - first, (last - first) * row_bytes))
     return moves
 
