@@ -15,6 +15,8 @@ from hypothesis import given, strategies as st
 from flexshard import Cluster
 from flexshard.calibration import fit_rate
 from flexshard.errors import ClusterError
+from flexshard.topologies import Level
+from tests.commands import run
 
 SIZES = [1 << 16, 1 << 20, 1 << 23, 1 << 25]
 
@@ -101,3 +103,35 @@ def test_outside_torchrun_it_says_how_to_start_it(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
     assert ("torchrun" if find_spec("torch") is not None else "needs torch") in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.parametrize(
+    ("variables", "arguments", "message"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (), "the environment has no WORLD_SIZE; start"),
+        ({"RANK": "x", "LOCAL_RANK": "0"}, (), "the environment's RANK is 'x', not a number; start"),
+        ({}, ("--reserve", "2 nights"), "2 nights"),
+        ({}, ("-o", "nowhere/cluster.yaml"), "cannot write nowhere/cluster.yaml: there is no such folder"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_timed(
+    variables: dict[str, str],
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = run(tmp_path, "measure", "-o", "cluster.yaml", "--memory", "1 GB", *arguments)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert message in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_of_one_line() -> None:
+    with pytest.raises(ClusterError, match="a cluster's name is a text of one line, found 'a"):
+        Cluster("a\nb", 1, 1, 1e9, 0.0, (Level(1),))

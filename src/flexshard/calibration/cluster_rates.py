@@ -92,7 +92,7 @@ def measure_cluster(
 
     Raises:
         MissingDependencyError: torch is not installed.
-        ClusterError: sizes or levels that do not fit together.
+        ClusterError: sizes or levels that do not fit together, no name, or more reserve than memory.
     """
     try:
         import torch.distributed as dist
@@ -108,6 +108,7 @@ def measure_cluster(
     if uneven or min(sizes, default=0) < 1:
         what = f"group size {uneven[0]} does not divide the {world} ranks" if uneven else "sizes must be above 0 bytes"
         raise ClusterError(f"{what}; nothing was measured")
+    Cluster(name, 1, 1, memory_bytes, reserve_bytes, (Level(1),))  # what cannot be is said before anything is timed
     free = _free_bytes(device)
     timer = _timer(device, levels, repeats)
     nodes = world // ranks_per_node

@@ -40,6 +40,9 @@ class Place:
         return float(torch.cuda.get_device_properties(self.local_rank).total_memory)
 
 
+_NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+
+
 @contextmanager
 def process_group() -> Iterator[Place]:
     """Join the job's default process group (NCCL where there are GPUs, else gloo), and leave it at the end.
@@ -53,13 +56,15 @@ def process_group() -> Iterator[Place]:
         import torch.distributed as dist
     except ImportError as error:
         raise MissingDependencyError(f"this needs torch; install the build for your machine ({error})") from error
-    try:
-        place = Place(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
-    except KeyError as error:
-        raise ClusterError(
-            f"the environment has no {error.args[0]}; start this under torchrun, such as"
-            " 'torchrun --nproc-per-node 8 --no-python flexshard measure -o cluster.yaml'"
-        ) from None
+    torchrun = (
+        "start this under torchrun, such as 'torchrun --nproc-per-node 8 --no-python flexshard measure -o c.yaml'"
+    )
+    for name in (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ClusterError(f"the environment has no {name}; {torchrun}")
+        if name in _NUMBERS and not os.environ[name].isdecimal():
+            raise ClusterError(f"the environment's {name} is {os.environ[name]!r}, not a number; {torchrun}")
+    place = Place(*(int(os.environ[name]) for name in _NUMBERS[:3]))
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

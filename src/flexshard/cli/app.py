@@ -21,7 +21,7 @@ app = typer.Typer(
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 JobFile = Annotated[Path, typer.Argument(help="Job file (YAML); write one with 'flexshard job'.")]
-PlanFile = Annotated[Path, typer.Argument(help="What 'flexshard plan' or 'compress' wrote (JSON).")]
+PlanFile = Annotated[Path, typer.Argument(help="What 'flexshard plan' wrote (JSON).")]
 
 
 def written(path: Path, as_json: bool) -> None:

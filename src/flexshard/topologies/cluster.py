@@ -123,6 +123,8 @@ class Cluster:
     host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
+            raise ClusterError(f"a cluster's name is a text of one line, found {self.name!r}")
         levels = tuple(self.levels) if isinstance(self.levels, Iterable) else (self.levels,)
         for level in levels:
             if not isinstance(level, Level):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flexshard import planner
-from flexshard.cli.app import AsJson, PlanFile, app
+from flexshard.cli.app import AsJson, app
 from flexshard.cli.terminal import emit
 
 
 @app.command("explain")
 def explain_command(
-    plan: PlanFile,
+    plan: Annotated[Path, typer.Argument(help="What 'flexshard plan' or 'compress' wrote (JSON).")],
     table: Annotated[str | None, typer.Argument(help="A table of the plan; none shows the whole plan.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -12,6 +12,7 @@ from flexshard.cli.app import AsJson, app
 from flexshard.cli.cluster_grid import cluster_grid
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit
+from flexshard.errors import OutputError
 
 
 @app.command("measure")
@@ -39,13 +40,18 @@ def measure_command(
     Example: torchrun --nproc-per-node 8 --no-python flexshard measure -o cluster.yaml
     """
     check_output(output, "flexshard.cluster", force=force)
+    if not output.absolute().parent.is_dir():  # before minutes of work on every rank
+        raise OutputError(f"cannot write {output}: there is no such folder; choose another path with -o")
+    held = None if memory is None else units.parse_bytes(memory)
+    kept = units.parse_bytes(reserve)
+    timed = None if sizes is None else [int(units.parse_bytes(size)) for size in sizes.split(",")]
     with calibration.process_group() as member:
         cluster = calibration.measure_cluster(
             name=name,
-            memory_bytes=units.parse_bytes(memory) if memory is not None else member.device_memory_bytes(),
-            reserve_bytes=units.parse_bytes(reserve),
+            memory_bytes=member.device_memory_bytes() if held is None else held,
+            reserve_bytes=kept,
             ranks_per_node=member.ranks_per_node if ranks_per_node is None else ranks_per_node,
-            sizes=None if sizes is None else [int(units.parse_bytes(size)) for size in sizes.split(",")],
+            sizes=timed,
             repeats=repeats,
         )
         if member.rank == 0:
