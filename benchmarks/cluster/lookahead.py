@@ -71,11 +71,12 @@ def main() -> int:
     )
     parser.add_argument("--cores", type=float, default=0.2, help="of this machine for each rank; 0: they share all")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of three steps of every way that count")
+    parser.add_argument("--ways", nargs="*", default=[], help="of the table's, by name; all by default")
     parser.add_argument("--sweeps", nargs="*", choices=list(SWEEPS), help="instead: by ranks, batch, and skew of ids")
     args = parser.parse_args()
     own = f"{args.cores:g} of a core each" if args.cores else "which share its cores"
     print(f"{machine()}; nodes of 2 ranks, {own}; tables of up to {args.most_rows:,} rows")
-    single = [Case(model, 8, args.batch_size, ids, ()) for model in args.models for ids in args.ids]
+    single = [Case(model, 8, args.batch_size, ids, tuple(args.ways)) for model in args.models for ids in args.ids]
     groups = [single] if args.sweeps is None else [SWEEPS[name] for name in args.sweeps or SWEEPS]
     try:
         for mbit in args.mbit:

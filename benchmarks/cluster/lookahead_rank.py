@@ -433,6 +433,9 @@ def train(
         "plan, cache, delayed sync": lambda: ours(plan, large, lookahead=2, delayed_sync=True),
         "no exchange": lambda: alone(dense, stream),
     }
+    unknown = [name for name in ways if name not in how]
+    if unknown:
+        raise SystemExit(f"--ways: no way is called {unknown[0]!r}; there are {', '.join(how)}")
     runs = {name: make() for name, make in how.items() if not ways or name in ways}
     gc.collect()
     seconds: dict[str, list[float]] = {name: [] for name in runs}

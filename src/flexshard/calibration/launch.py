@@ -12,6 +12,8 @@ from flexshard.errors import ClusterError, MissingDependencyError
 
 __all__ = ["Place", "process_group"]
 
+_NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -38,9 +40,6 @@ class Place:
         if not torch.cuda.is_available():
             raise ClusterError("there is no GPU to ask for its memory; say how much a rank has with --memory")
         return float(torch.cuda.get_device_properties(self.local_rank).total_memory)
-
-
-_NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
 @contextmanager

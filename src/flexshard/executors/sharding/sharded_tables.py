@@ -319,7 +319,6 @@ class ShardedTables:
         """They will perhaps be updated if ``train``."""
         if train:
             self._updates[look_up] = 0
-        self._begin_step(int(self._steps))
 
     def count_update(self, look_up: object) -> None:
         """They are updated now; again, perhaps, which counts once, as FBGEMM has it."""
