@@ -70,6 +70,7 @@ def _grid(decision: CompressionPlan) -> Grid:
     grid.caption = (
         f"{units.format_bytes(decision.memory_bytes)} of {units.format_bytes(decision.budget_bytes)} per rank; a step"
         f" of lookups and communication takes {units.format_seconds(decision.step_seconds)}, and no choice within the"
-        f" budget takes {units.format_seconds(gap)} less"
+        f" budget takes {units.format_seconds(gap)} less.\nTimes of tables are an average rank's, without what calls"
+        " take to start; a step waits for the busiest rank."
     )
     return grid
