@@ -167,6 +167,10 @@ def test_sequences_that_torchrec_cannot_run_on_cpus(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="table 's' has a copy on every rank"):
         export_torchrec(small, {"s": "words"}, tmp_path / "plan.pt", device="cpu")
     export_torchrec(small, {"s": "words"}, tmp_path / "plan.pt")
+    asked = {"s": TableConstraints(sharding_types=["row_wise"])}
+    empty = solve([Table("s", 1, 16, profile(1))], CLUSTER, batch_size=64, constraints=asked)
+    with pytest.raises(PlanError, match="table 's' leaves some ranks without rows"):
+        export_torchrec(empty, {"s": "words"}, tmp_path / "plan.pt", device="cpu")
     one = Cluster("one", 1, 1, 1e9, 0.0, (Level(1, None, None),))
     export_torcheasyrec(solve([Table("s", 5, 16, profile(5))], one, batch_size=64), {"s": "words"}, tmp_path / "one")
     assert json.loads((tmp_path / "one").read_text())["words"]["s"]["sharding_type"] == "row_wise"

@@ -80,9 +80,9 @@ def export_torchrec(plan: Plan, modules: Mapping[str, str], path: PathLike, *, d
         OutputError: it could not be written.
     """
     tables = whole_tables(plan)
-    if device == "cpu":
-        for name in plan.tables:
-            _check_runs_on_cpus(name, tables[name])
+    sequences = [*plan.tables, *(name for name, table in plan.pooled.items() if table.pooling == "none")]
+    for name in sequences if device == "cpu" else ():
+        _check_runs_on_cpus(name, tables[name])
     try:
         import torch
         from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan

@@ -18,7 +18,7 @@ _LONG = {"overlap", "rates"}
 
 
 def options_beside(plan: Plan, problem: Problem) -> list[str]:
-    """Settings of a plan that its job has otherwise, as "budget +200MiB, and not 0 B"; none for its job alone.
+    """Settings of a plan that its job has otherwise, such as "budget +200MiB, and not neutral"; none for its job alone.
 
     Raises:
         PlanError: the plan was made from other tables, profiles, or for another cluster or batch.
