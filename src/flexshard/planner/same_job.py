@@ -23,18 +23,20 @@ def options_beside(plan: Plan, problem: Problem) -> list[str]:
     Raises:
         PlanError: the plan was made from other tables, profiles, or for another cluster or batch.
     """
-    found = {
-        one.name: (getattr(plan.settings, one.name), getattr(asked, one.name))
-        for asked in [settings_of(problem, plan.settings.budget_bytes)]
-        for one in fields(Settings)
-        if getattr(plan.settings, one.name) != getattr(asked, one.name)
-    }
-    wrong = [f"its {name.replace('_', ' ')} is another" for name in found if name not in _OPTIONS]
-    if not wrong and job_digest(problem.tables, problem.cluster, plan.settings) != plan.job_digest:
+    own, asked = plan.settings, settings_of(problem, plan.settings.budget_bytes)
+    differ = [one.name for one in fields(Settings) if getattr(own, one.name) != getattr(asked, one.name)]
+    wrong = [f"its {_words(name)} is another" for name in differ if name not in _OPTIONS]
+    if not wrong and job_digest(problem.tables, problem.cluster, own) != plan.job_digest:
         wrong = ["its tables, their profiles or its cluster are others"]
     if wrong:
         raise PlanError(f"the job is not the one that the plan was made from: {wrong[0]}; give that one")
     return [
-        f"{name.replace('_', ' ')} of its own" if name in _LONG else f"{name.replace('_', ' ')} {own}, and not {other}"
-        for name, (own, other) in found.items()
+        f"{_words(name)} of its own"
+        if name in _LONG
+        else f"{_words(name)} {getattr(own, name)}, and not {getattr(asked, name)}"
+        for name in differ
     ]
+
+
+def _words(field: str) -> str:
+    return field.replace("_", " ")

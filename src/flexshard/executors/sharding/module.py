@@ -233,7 +233,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         """They were, by something that lives for as long as they may be updated."""
         if train:
             self._logical.rows_change()
-        self.tables.looked_up(look_up, train=train)
+            self.tables.looked_up(look_up)
 
     def rows_mark(self) -> tuple[Any, ...]:
         """What changes when somebody writes to rows or to tensors of a ``state_dict``, or sets learning rates; torch

@@ -315,10 +315,9 @@ class ShardedTables:
         """The rows that are looked up next may be updated, for all that is known after those looked up before."""
         self._begin_step(int(self._steps) + 1 + sum(not number for number in self._updates.values()))
 
-    def looked_up(self, look_up: object, *, train: bool) -> None:
-        """They will perhaps be updated if ``train``."""
-        if train:
-            self._updates[look_up] = 0
+    def looked_up(self, look_up: object) -> None:
+        """They were, and may be updated for as long as what looked them up lives."""
+        self._updates[look_up] = 0
 
     def count_update(self, look_up: object) -> None:
         """They are updated now; again, perhaps, which counts once, as FBGEMM has it."""

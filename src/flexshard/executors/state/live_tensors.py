@@ -21,8 +21,14 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 __all__ = ["FRESH", "STALE", "HandedOut", "LogicalShard"]
 
 aten = torch.ops.aten
-_KEEP_SHARD = {aten._to_copy.default, aten.clone.default, aten.empty_like.default, aten.zeros_like.default}
-_MAY_KEEP_SHARD = {aten.new_empty.default}  # if the shape is the same, as where asynchronous checkpoints copy a state
+# Results of the same shape are shards as well; by ``new_empty`` asynchronous checkpoints copy a state.
+_KEEP_SHARD = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.zeros_like.default,
+}
 # What was written to: tensors of the rows as they are, or as they were before a training step.
 FRESH, STALE = 1, 2
 _PIECE_BYTES, _MOST_PIECES = 32 << 20, 16
@@ -74,7 +80,7 @@ class LogicalShard(LocalShardsWrapper):
         own = first.local_shards()[0]
         if result is own:
             return first
-        if func in _KEEP_SHARD or (func in _MAY_KEEP_SHARD and result.shape == own.shape):
+        if func in _KEEP_SHARD and result.shape == own.shape:
             return LogicalShard(result, tuple(first.local_offsets()[0]))
         if not func.is_view:
             return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -136,8 +137,7 @@ def weighted_view(variants: Variants, weights: FloatArray) -> Variants:
 
 def communication_view(variants: Variants) -> Variants:
     """The problem with neither weights nor lookups and updates: what its placements expose."""
-    given = {one.name: getattr(variants.problem, one.name) for one in fields(_Weighted)}
-    return Variants(_Weighted(**given | {"rates": None}), variants.plain.level_order, variants)
+    return Variants(_Weighted.of(variants.problem, rates=None), variants.plain.level_order, variants)
 
 
 def _search(
@@ -197,7 +197,7 @@ def _cost(variants: Variants, instance: Instance, solution: Solution) -> Cost:
 
 @dataclass(frozen=True, eq=False)
 class _Weighted:
-    """A problem with other shares hidden; fields as of :class:`ToPlan`."""
+    """A problem of which some costs are others; fields as of :class:`ToPlan`."""
 
     tables: tuple[Table, ...]
     cluster: Cluster
@@ -211,15 +211,17 @@ class _Weighted:
     reduction: Reduction
     local_shares: LocalShares
 
+    @classmethod
+    def of(cls, problem: ToPlan, **other: Any) -> _Weighted:
+        """A problem but for some of its fields."""
+        return cls(**{one.name: getattr(problem, one.name) for one in fields(cls)} | other)
+
 
 def _under(problem: ToPlan, sizes: Sequence[int], weights: FloatArray) -> _Weighted:
     """The problem where this counts of each phase, shape (phases, links + 2)."""
     (look_up, _), (update, after) = weights[[_ROWS, _GRADIENTS], _MEANWHILE:].tolist()
-    given = {
-        "hidden": _weighted(problem, sizes, weights),
-        "local_shares": LocalShares(look_up, update, min(update + after, 1.0)),
-    }
-    return _Weighted(**{one.name: getattr(problem, one.name) for one in fields(_Weighted)} | given)
+    shares = LocalShares(look_up, update, min(update + after, 1.0))
+    return _Weighted.of(problem, hidden=_weighted(problem, sizes, weights), local_shares=shares)
 
 
 def _by_link(cost: Cost, sizes: Sequence[int], world: int) -> tuple[FloatArray, float]:
