@@ -23,6 +23,9 @@ Slots = npt.NDArray[np.uint32]
 # words take up to a tenth longer, at 96 and 48 as long; at 8 and at 16 copies take the same.
 _ROWS_AHEAD, _SLOTS_AHEAD, _COPIED_AHEAD = 64, 32, 8
 
+# Lookups of a block, and where of fewer than one in so many the row is new, a processor guesses rightly that none is.
+_BLOCK, _RARELY = 256, 16
+
 _compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 
 
@@ -30,6 +33,51 @@ _compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="n
 def _following(at: int, size: int) -> int:
     """The next place of a ring; a remainder for every entry would take longer than the entry."""
     return at + 1 if at + 1 < size else 0
+
+
+@_compiled
+def _number_rows(
+    ids: npt.NDArray[Any],
+    batch: int,
+    row_words: Words,
+    slots: Slots,
+    rows: npt.NDArray[np.int64],
+    before: Words,
+) -> np.uint64:
+    """Number a batch's distinct rows in the order of their first lookups: how many there are.
+
+    Rows' words get the batch and the row's number, ``slots`` the number of each lookup's row; ``rows`` and ``before``
+    are filled as :func:`admit` says. All that counts is unsigned: signed indices are looked at for being negative.
+    """
+    number, shift, one = np.uint64(batch), np.uint64(32), np.uint64(1)
+    stamp, distinct, size = number << shift, np.uint64(0), np.uint64(ids.size)
+    block, rarely, ahead = np.uint64(_BLOCK), np.uint64(_RARELY), np.uint64(_ROWS_AHEAD)
+    start, new_rows = np.uint64(0), block
+    while start < size:
+        end, distinct_before = min(start + block, size), distinct
+        if new_rows * rarely < block:  # of the block before this one: lookups come table after table
+            for index in range(start, end):
+                prefetch(row_words, ids[min(index + ahead, size - one)])
+                row = np.uint64(ids[index])
+                word = row_words[row]
+                if word >> shift != number:
+                    rows[distinct], before[distinct] = np.int64(row), word
+                    word = stamp | distinct
+                    row_words[row] = word
+                    distinct += one
+                slots[index] = np.uint32(word)
+        else:  # what is done does not depend on what is found; what does not count is written over
+            for index in range(start, end):
+                prefetch(row_words, ids[min(index + ahead, size - one)])
+                row = np.uint64(ids[index])
+                word = row_words[row]
+                new = word >> shift != number
+                rows[distinct], before[distinct] = np.int64(row), word
+                word = stamp | distinct if new else word
+                row_words[row], slots[index] = word, np.uint32(word)
+                distinct += np.uint64(new)
+        start, new_rows = end, distinct - distinct_before
+    return distinct
 
 
 @_compiled
@@ -55,9 +103,9 @@ def admit(
 ) -> bool:
     """Find every lookup of a batch a slot; what leaves the cache for it has been idle longest.
 
-    What is done for a lookup does not depend on what is found: a processor would guess it wrongly every few lookups,
-    which takes longer than to write what may not count. First a batch's distinct rows are numbered, then these are
-    looked for in the cache, and in the end lookups get slots for numbers.
+    First a batch's distinct rows are numbered, then these are looked for in the cache, and in the end lookups get slots
+    for numbers. What is done hardly depends on what is found: where a processor would guess it wrongly every few
+    lookups, that takes longer than to write what may not count.
 
     Args:
         ids: rows, shape (n,).
@@ -80,7 +128,8 @@ def admit(
         known.
     """
     number, low, shift = np.uint64(batch), np.uint64(0xFFFFFFFF), np.uint64(32)
-    stamp, before_it = number << shift, number - np.uint64(1)
+    zero, one, ahead = np.uint64(0), np.uint64(1), np.uint64(_SLOTS_AHEAD)
+    stamp, before_it = number << shift, number - one
     at = idle_first % idle.size
     while idle_first < idle_end:  # those that do not count are seen once, though the batch may be refused
         entry = idle[at]
@@ -89,31 +138,21 @@ def admit(
         idle_first += 1
         at = _following(at, idle.size)
     sizes[5] = idle_first
-    distinct = np.uint64(0)
-    for index in range(ids.size):
-        if index + _ROWS_AHEAD < ids.size:
-            prefetch(row_words, ids[index + _ROWS_AHEAD])
-        row = np.uint64(ids[index])
-        word = row_words[row]
-        new = word >> shift != number
-        rows[distinct], before[distinct] = np.int64(row), word
-        word = stamp | distinct if new else word
-        row_words[row], slots[index] = word, word & low
-        distinct += np.uint64(new)
-    number_of_rows = np.int64(distinct)
-    fetches = carries = 0
-    for index in range(number_of_rows):
-        if index + _SLOTS_AHEAD < number_of_rows:
-            prefetch(slot_words, before[index + _SLOTS_AHEAD] & low)
-        last, slot, row = before[index] >> shift, before[index] & low, np.uint64(rows[index])
+    distinct = _number_rows(ids, batch, row_words, slots, rows, before)
+    fetches = carries = zero
+    for index in range(distinct):
+        prefetch(slot_words, before[min(index + ahead, distinct - one)] & low)
+        was, row = before[index], np.uint64(rows[index])
+        slot = was & low
         word = slot_words[slot]
-        resident = (word == (last << shift) | row) & (last != np.uint64(0))
+        resident = (word == (was ^ slot) | row) & (was >> shift != zero)
         slot_words[slot] = stamp | row if resident else word
-        row_slots[index], carried[carries], fetched[fetches] = slot, index, index
-        carries += int(resident & (last == before_it))
-        fetches += int(not resident)
-    sizes[0], sizes[1] = number_of_rows, fetches
-    wanted, first, evictions = max(fetches - num_free, 0), idle_first, 0
+        row_slots[index], carried[carries], fetched[fetches] = np.uint32(slot), np.uint32(index), np.uint32(index)
+        carries += np.uint64(resident & (was >> shift == before_it))
+        fetches += np.uint64(not resident)
+    sizes[0], sizes[1] = np.int64(distinct), np.int64(fetches)
+    missing = int(fetches)
+    wanted, first, evictions = max(missing - num_free, 0), idle_first, 0
     while evictions < wanted and first < idle_end:
         entry = idle[at]
         if at + _SLOTS_AHEAD < idle.size:  # behind the last one are some that will come to count, or did
@@ -125,24 +164,23 @@ def admit(
         first += 1
         at = _following(at, idle.size)
     if evictions < wanted:  # let everything be as it was
-        for index in range(number_of_rows):
+        for index in range(distinct):
             word, row, slot = before[index], np.uint64(rows[index]), row_slots[index]
             row_words[row] = word
             if slot_words[slot] == stamp | row:
                 slot_words[slot] = (word >> shift << shift) | row
         return False
-    for index in range(fetches):
+    for index in range(missing):
         left, place = num_free - index, fetched[index]
         slot = np.uint64(free[left - 1]) if left > 0 else np.uint64(evicted_slots[-left])
         row_slots[place] = slot
         slot_words[slot] = stamp | np.uint64(rows[place])
-    for index in range(number_of_rows):
-        if index + _SLOTS_AHEAD < number_of_rows:
-            prefetch(row_words, rows[index + _SLOTS_AHEAD])
-        row_words[rows[index]] = stamp | np.uint64(row_slots[index])
-    for index in range(ids.size):
+    for index in range(distinct):
+        prefetch(row_words, rows[min(index + ahead, distinct - one)])
+        row_words[np.uint64(rows[index])] = stamp | np.uint64(row_slots[index])
+    for index in range(np.uint64(ids.size)):
         slots[index] = row_slots[slots[index]]
-    sizes[2], sizes[3], sizes[4], sizes[5] = evictions, carries, max(num_free - fetches, 0), first
+    sizes[2], sizes[3], sizes[4], sizes[5] = evictions, np.int64(carries), max(num_free - missing, 0), first
     return True
 
 
