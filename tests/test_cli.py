@@ -922,3 +922,34 @@ def test_replay_reads_data_as_the_profile_did(tmp_path: Path) -> None:
         good(tmp_path, "replay", "plan.json", "clicks.parquet", "--column", "item", "--batch-size", 4, "--json")
     )
     assert small["steps"] == 400 // (16 * 4)
+
+
+def test_replay_looks_lists_up_as_the_profile_counted_them(tmp_path: Path) -> None:
+    """A profile of distinct lists needs no option to say so again."""
+    generator = np.random.default_rng(0)
+    sessions = [generator.integers(0, 1000, 8).tolist() for _ in range(100)]
+    pq.write_table(pa.table({"items": [row for row in sessions for _ in range(8)]}), tmp_path / "log.parquet")
+    good(
+        tmp_path,
+        "profile",
+        "log.parquet",
+        "--column",
+        "items",
+        "--rows",
+        1000,
+        "--distinct-batch",
+        16,
+        "-o",
+        "i.parquet",
+    )
+    good(tmp_path, "job", "i.parquet", "--cluster", "dgx-a100:1", "--batch-size", 16, "--dim", 8, "-o", "job.yaml")
+    good(tmp_path, "plan", "job.yaml", "-o", "plan.json")
+    told, untold = (
+        json.loads(good(tmp_path, "replay", "plan.json", "log.parquet", "--column", "items", *options, "--json"))
+        for options in (("--distinct",), ())
+    )
+    assert told == untold
+    (tmp_path / "job.yaml").write_text(
+        (tmp_path / "job.yaml").read_text().replace("dim: 8", "dim: 8\n  dedup_factor: 8")
+    )
+    assert "counts each distinct list once per 16 rows already" in bad(tmp_path, "plan", "job.yaml", "-o", "x.json")

@@ -12,8 +12,8 @@ import pytest
 
 from flexshard import AccessProfile, Cluster, Plan, Table, explain, pareto, solve
 from flexshard.costmodels import touched_rows
-from flexshard.errors import DataError, JobError, TableError
-from flexshard.profiling import power_law_probabilities
+from flexshard.errors import DataError, JobError, ProfileError, TableError
+from flexshard.profiling import check_same_ids, power_law_probabilities
 from flexshard.tables import combined_dedup_factor, expected_distinct
 
 PROFILE = AccessProfile.from_probabilities(power_law_probabilities(200_000, 80, 0.8))
@@ -118,3 +118,22 @@ def test_a_profile_of_distinct_lists(tmp_path: Path, scalars: bool) -> None:
         AccessProfile.from_parquet(tmp_path, column="f", distinct_batch=4, holdout=0.1)
     with pytest.raises(DataError, match="does not go with sample_key"):
         AccessProfile.from_parquet(tmp_path, column="f", distinct_batch=4, sample_key="f")
+
+
+def test_a_profile_of_distinct_lists_says_so(tmp_path: Path) -> None:
+    """It is not discounted once more, and does not go with one of all lookups."""
+    pq.write_table(pa.table({"f": [[1, 2], [1, 2], [3]]}), tmp_path / "a.parquet")
+    plain, distinct = (
+        AccessProfile.from_parquet(tmp_path / "a.parquet", column="f", num_rows=5, distinct_batch=batch)
+        for batch in (None, 4)
+    )
+    distinct.save(tmp_path / "distinct.parquet")
+    distinct = AccessProfile.load(tmp_path / "distinct.parquet")
+    assert (distinct.distinct_batch, (distinct + distinct).distinct_batch, plain.distinct_batch) == (4, 4, None)
+    with pytest.raises(TableError, match=r"has dedup_factor 2, but its profile counts each distinct list once per 4"):
+        Table("f", 5, 8, distinct, dedup_factor=2.0)
+    assert Table("f", 5, 8, plain, dedup_factor=2.0).dedup_factor == 2
+    with pytest.raises(ProfileError, match="add up where batches are of the same size"):
+        _ = plain + distinct
+    with pytest.raises(ProfileError, match="count all lookups in the older and distinct lists in the newer one"):
+        check_same_ids(plain, distinct)

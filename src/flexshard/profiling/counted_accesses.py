@@ -45,6 +45,7 @@ class CountedAccesses:
         samples: how many samples contain the rows of each count, summed over these rows; shape (K,). None where no
             sample reads a row twice, or where that is not known and taken to be so.
         bursts: the hottest rows of consecutive samples; None where their order is not known.
+        distinct_batch: rows of the file in which each distinct list was counted once; None where every one counts.
 
     Raises:
         ProfileError: the fields contradict each other.
@@ -65,6 +66,7 @@ class CountedAccesses:
     mapping: str | None = None
     samples: IntArray | None = None
     bursts: Bursts | None = field(default=None, repr=False)
+    distinct_batch: int | None = None
 
     def __repr__(self) -> str:
         return (

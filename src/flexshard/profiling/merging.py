@@ -48,6 +48,11 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
         raise ProfileError(f"table {a.table!r}: profiles of values that were mapped otherwise do not add up")
     if a.hash != b.hash:
         raise ProfileError(f"table {a.table!r}: profiles of raw ids and of hashed ones do not add up")
+    if a.distinct_batch != b.distinct_batch:
+        raise ProfileError(
+            f"table {a.table!r}: profiles that count each distinct list once per batch add up where batches are of the"
+            " same size"
+        )
     merged = type(a).from_row_counts(
         RowCounts.dense(counts),
         a.num_samples + b.num_samples if lengths is None else lengths.num_samples,
@@ -61,7 +66,7 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
         sample_keys=keys,
         bursts=None if a.bursts is None or b.bursts is None else a.bursts.merged(b.bursts, counts),
     )
-    return replace(merged, hash=a.hash, mapping=a.mapping)
+    return replace(merged, hash=a.hash, mapping=a.mapping, distinct_batch=a.distinct_batch)
 
 
 def _samples_of_rows(

@@ -247,7 +247,8 @@ class AccessProfile(CountedAccesses):
             table=column if table is None else table,
             progress=progress,
         )
-        return replace(profile, hash=hash, mapping=None if mapping is None else str(Path(mapping).absolute()))
+        mapped = None if mapping is None else str(Path(mapping).absolute())
+        return replace(profile, hash=hash, mapping=mapped, distinct_batch=distinct_batch)
 
     @classmethod
     def from_frame(

@@ -84,6 +84,7 @@ def _metadata(profile: AccessProfile, folder: Path) -> dict[str, Any]:
         "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
         **({} if profile.hash is None else {"hash": profile.hash}),
         **({} if profile.mapping is None else {"mapping": os.path.relpath(profile.mapping, folder)}),
+        **({} if profile.distinct_batch is None else {"distinct_batch": profile.distinct_batch}),
         **({} if profile.bursts is None else {"bursts": profile.bursts.encoded()}),
         "digest": profile.digest,
     }
@@ -130,7 +131,8 @@ def load_profile(path: PathLike) -> AccessProfile:
     mapping = meta["mapping"]
     if mapping is not None:
         mapping = os.path.normpath(Path(name).absolute().parent / mapping)
-    return replace(profile, hash=meta["hash"], mapping=mapping, bursts=_bursts(name, meta))
+    how = {field: meta[field] for field in ("hash", "distinct_batch")}
+    return replace(profile, **how, mapping=mapping, bursts=_bursts(name, meta))
 
 
 def _length_histogram(name: str, meta: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
@@ -254,7 +256,8 @@ def _checked(name: str, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     """What a file says of itself, every field there, None where it does not say."""
     meta = FORMAT.of_metadata(metadata, name)
     numbers = ("num_rows", "num_samples", "num_accesses")
-    optional = ("length_total", "length_total_squares", "length_maximum", "held_out_samples", "held_out_seed")
+    lengths = ("length_total", "length_total_squares", "length_maximum")
+    optional = (*lengths, "held_out_samples", "held_out_seed", "distinct_batch")
     more = ("held_out_share", "length_histogram", "sample_key", "hash", "mapping", "bursts", "digest")
     meta = dict.fromkeys((*optional, *more)) | meta
     for field in (*numbers, *optional):

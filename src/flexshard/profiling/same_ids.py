@@ -1,4 +1,4 @@
-"""Whether two profiles mean the same by an id."""
+"""Whether two profiles mean the same by an id, and by a lookup of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def check_same_ids(older: AccessProfile, newer: AccessProfile, table: str = "") 
         table: its name, for messages; the profiles' own by default.
 
     Raises:
-        ProfileError: ids were hashed in one only, or otherwise, or mapped by two files that differ.
+        ProfileError: ids were hashed in one only, or otherwise, or mapped by two files that differ; or distinct lists
+            count once per batch in one of them only.
     """
     name = table or older.table or newer.table
     if older.hash != newer.hash:
@@ -31,6 +32,12 @@ def check_same_ids(older: AccessProfile, newer: AccessProfile, table: str = "") 
         raise ProfileError(
             f"table {name!r}: the profiles' rows are not the same ids, which went through {hashed[0]} in the older and"
             f" {hashed[1]} in the newer one; profile the newer data with the options of the older"
+        )
+    if (older.distinct_batch is None) != (newer.distinct_batch is None):
+        counted = ["all lookups" if one.distinct_batch is None else "distinct lists" for one in (older, newer)]
+        raise ProfileError(
+            f"table {name!r}: the profiles count {counted[0]} in the older and {counted[1]} in the newer one; profile"
+            " the newer data with the options of the older"
         )
     if older.mapping is None or newer.mapping is None or _same_file(older.mapping, newer.mapping):
         return

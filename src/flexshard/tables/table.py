@@ -106,6 +106,12 @@ class Table:
         if factor < 1:
             raise TableError(f"{where}: dedup_factor must be at least 1 (nothing repeats), found {factor}")
         object.__setattr__(self, "dedup_factor", factor)
+        if factor > 1 and self.profile.distinct_batch is not None:
+            raise TableError(
+                f"{where}: has dedup_factor {factor:g}, but its profile counts each distinct list once per"
+                f" {self.profile.distinct_batch:,} rows already; leave dedup_factor out, or profile without"
+                " --distinct-batch"
+            )
         if self.pooling not in POOLINGS:
             raise TableError(f"{where}: pooling must be one of {', '.join(POOLINGS)}, found {self.pooling!r}")
         if self.profile.num_rows > self.rows:

@@ -46,7 +46,7 @@ def replay_command(
 
     Data are read as each table's profile was: with its sample key, and its hash or mapping. Without a profile ids are
     rows of the table and samples rows of the files. A table that has a dedup_factor looks each list up once per batch
-    of a rank; with --distinct all do, as those have to that were profiled with --distinct-batch.
+    of a rank, as does one that was profiled with --distinct-batch; with --distinct all do.
 
     Example: flexshard replay plan.json clicks.parquet --column item
     """
@@ -72,7 +72,11 @@ def replay_command(
                 samples,
                 world_size=loaded.cluster.world_size,
                 batch_size=size,
-                deduplicated=[name for name, table in loaded.tables.items() if distinct or table.dedup_factor > 1],
+                deduplicated=[
+                    name
+                    for name, table in loaded.tables.items()
+                    if distinct or table.dedup_factor > 1 or _counts_distinct(rankings.get(name))
+                ],
             ),
             rankings,
         )
@@ -90,6 +94,10 @@ def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
         return {}
     how = {"sample_key": profile.sample_key, "hash": profile.hash, "num_rows": table.rows}
     return how if profile.mapping is None else how | {"mapping": profile.mapping}
+
+
+def _counts_distinct(profile: AccessProfile | None) -> bool:
+    return profile is not None and profile.distinct_batch is not None
 
 
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
