@@ -140,8 +140,54 @@ def test_a_mapping_is_used_again(tmp_path: Path) -> None:
         tmp_path / "in.parquet", "x", sample_key="s", mapping=loaded.mapping, num_rows=loaded.num_rows
     )
     assert (ids.tolist(), lengths.tolist()) == ([0, 1, 0], [2, 1])
+    both = profile + AccessProfile.from_parquet(tmp_path / "new.parquet", column="x", sample_key="s", num_rows=2)
+    assert (both.num_accesses, both.mapping, both.encoded_by) == (5, str(mapping), profile.encoded_by)
+    encode(tmp_path / "later.parquet", tmp_path / "anew.parquet", columns=["x"], nulls="drop")
     with pytest.raises(ProfileError, match="mapped otherwise do not add up"):
-        _ = profile + AccessProfile.from_parquet(tmp_path / "new.parquet", column="x", sample_key="s", num_rows=2)
+        _ = profile + AccessProfile.from_parquet(tmp_path / "anew.parquet", column="x", sample_key="s", num_rows=3)
+
+
+def test_encoded_files_say_by_which_mapping(tmp_path: Path) -> None:
+    """Files, profiles and replays of two mappings do not go together: one id is two values."""
+    for name, values in (("monday", ["a", "b", "a"]), ("tuesday", ["b", "a", "b"]), ("again", ["a", "a", "a", "b"])):
+        pq.write_table(pa.table({"x": values, "y": [*values]}), tmp_path / f"{name}.raw.parquet")
+        encode(tmp_path / f"{name}.raw.parquet", tmp_path / f"{name}.parquet", columns=["x"])
+    how: dict[str, Any] = {"column": "x", "num_rows": 2}
+    monday, tuesday, again = (
+        AccessProfile.from_parquet(tmp_path / f"{name}.parquet", **how) for name in ("monday", "tuesday", "again")
+    )
+    assert monday.encoded_by == again.encoded_by  # by what it gives which row, not by how often
+    with pytest.raises(ProfileError, match="not the same values, which two mappings numbered; profile the newer data"):
+        monday.drift(tuesday)
+    monday.save(tmp_path / "saved")
+    assert AccessProfile.load(tmp_path / "saved").drift(again)[-1].kept == 1
+    with pytest.raises(
+        DataError, match=r"tuesday.parquet: ids of column 'x' were encoded by another mapping than .*mon"
+    ):
+        AccessProfile.from_parquet([tmp_path / "monday.parquet", tmp_path / "tuesday.parquet"], **how)
+    together = AccessProfile.from_parquet([tmp_path / "monday.parquet", tmp_path / "again.parquet"], **how)
+    assert (together.num_accesses, together.encoded_by) == (7, monday.encoded_by)
+    with pytest.raises(DataError, match="another mapping than those of the profile"):
+        read_samples(tmp_path / "tuesday.parquet", "x", encoded_by=monday.encoded_by)
+    mapped = AccessProfile.from_parquet(
+        tmp_path / "tuesday.raw.parquet", column="x", mapping=tmp_path / "monday.x.mapping.parquet"
+    )
+    assert (mapped.encoded_by, mapped.counts.tolist()) == (monday.encoded_by, [2, 1])
+    # Another column of an encoded file leaves what was said of the first.
+    encode(tmp_path / "monday.parquet", tmp_path / "more.parquet", columns=["y"])
+    more = [AccessProfile.from_parquet(tmp_path / "more.parquet", column=name, num_rows=2) for name in "xy"]
+    assert [each.encoded_by for each in more] == [monday.encoded_by, monday.encoded_by]
+
+
+@pytest.mark.parametrize("values", [[3, 1, 3], [2.5, 2.5, 1.0], [b"\xff", b"\xff", b""], ["ab", "ab", "c", None]])
+def test_mappings_of_other_types_have_digests(tmp_path: Path, values: list[Any]) -> None:
+    """Each its own, the same whichever file has the values."""
+    digests = []
+    for name, given in (("one", values), ("other", values * 2), ("reversed", [*values[2:], *values[2:] * 3])):
+        pq.write_table(pa.table({"x": given}), tmp_path / "in.parquet")
+        encode(tmp_path / "in.parquet", tmp_path / f"{name}.parquet", columns=["x"], nulls="keep")
+        digests.append(AccessProfile.from_parquet(tmp_path / f"{name}.parquet", column="x").encoded_by)
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_what_cannot_be_encoded(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class CountedAccesses:
         hash: how raw ids were folded into the table; None where ids are rows.
         mapping: file by which values were mapped to rows, as :func:`flexshard.profiling.encode` saves it; None where
             ids are rows.
+        encoded_by: digest of the mapping that numbered the values, if the data say so.
         samples: how many samples contain the rows of each count, summed over these rows; shape (K,). None where no
             sample reads a row twice, or where that is not known and taken to be so.
         bursts: the hottest rows of consecutive samples; None where their order is not known.
@@ -67,6 +68,7 @@ class CountedAccesses:
     samples: IntArray | None = None
     bursts: Bursts | None = field(default=None, repr=False)
     distinct_batch: int | None = None
+    encoded_by: str | None = None
 
     def __repr__(self) -> str:
         return (

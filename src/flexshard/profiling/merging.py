@@ -44,7 +44,8 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
     if keys is not None and holdout is not None:
         holdout = replace(holdout, num_samples=keys.moments()[1].num_samples)
     samples = _samples_of_rows(a, b, counts, keys)
-    if a.mapping != b.mapping:
+    known = None not in (a.encoded_by, b.encoded_by)
+    if a.encoded_by != b.encoded_by if known else a.mapping != b.mapping:
         raise ProfileError(f"table {a.table!r}: profiles of values that were mapped otherwise do not add up")
     if a.hash != b.hash:
         raise ProfileError(f"table {a.table!r}: profiles of raw ids and of hashed ones do not add up")
@@ -66,7 +67,7 @@ def merge(a: AccessProfile, b: AccessProfile) -> AccessProfile:
         sample_keys=keys,
         bursts=None if a.bursts is None or b.bursts is None else a.bursts.merged(b.bursts, counts),
     )
-    return replace(merged, hash=a.hash, mapping=a.mapping, distinct_batch=a.distinct_batch)
+    return replace(merged, hash=a.hash, mapping=a.mapping, distinct_batch=a.distinct_batch, encoded_by=a.encoded_by)
 
 
 def _samples_of_rows(

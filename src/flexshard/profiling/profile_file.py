@@ -84,6 +84,7 @@ def _metadata(profile: AccessProfile, folder: Path) -> dict[str, Any]:
         "held_out_seed": None if profile.holdout is None else profile.holdout.seed,
         **({} if profile.hash is None else {"hash": profile.hash}),
         **({} if profile.mapping is None else {"mapping": os.path.relpath(profile.mapping, folder)}),
+        **({} if profile.encoded_by is None else {"encoded_by": profile.encoded_by}),
         **({} if profile.distinct_batch is None else {"distinct_batch": profile.distinct_batch}),
         **({} if profile.bursts is None else {"bursts": profile.bursts.encoded()}),
         "digest": profile.digest,
@@ -131,7 +132,7 @@ def load_profile(path: PathLike) -> AccessProfile:
     mapping = meta["mapping"]
     if mapping is not None:
         mapping = os.path.normpath(Path(name).absolute().parent / mapping)
-    how = {field: meta[field] for field in ("hash", "distinct_batch")}
+    how = {field: meta[field] for field in ("hash", "distinct_batch", "encoded_by")}
     return replace(profile, **how, mapping=mapping, bursts=_bursts(name, meta))
 
 
@@ -258,14 +259,14 @@ def _checked(name: str, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     numbers = ("num_rows", "num_samples", "num_accesses")
     lengths = ("length_total", "length_total_squares", "length_maximum")
     optional = (*lengths, "held_out_samples", "held_out_seed", "distinct_batch")
-    more = ("held_out_share", "length_histogram", "sample_key", "hash", "mapping", "bursts", "digest")
+    more = ("held_out_share", "length_histogram", "sample_key", "hash", "mapping", "encoded_by", "bursts", "digest")
     meta = dict.fromkeys((*optional, *more)) | meta
     for field in (*numbers, *optional):
         value = meta.get(field)
         known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 126
         if not (known or (field in optional and value is None)):
             raise ProfileError(f"{name}: metadata field {field!r} must be a whole number, found {value!r}")
-    for field in ("sample_key", "mapping", "digest"):
+    for field in ("sample_key", "mapping", "encoded_by", "digest"):
         if not isinstance(meta[field], (str, type(None))):
             raise ProfileError(f"{name}: metadata field {field!r} must be a text, found {meta[field]!r}")
     if meta["hash"] not in (None, *HASHES):

@@ -17,7 +17,7 @@ __all__ = ["check_same_ids"]
 def check_same_ids(older: AccessProfile, newer: AccessProfile, table: str = "") -> None:
     """Whether a row of one profile is that row of the other, as far as they say.
 
-    A profile of a log that was encoded does not know by which mapping, so that one without is taken to be alike.
+    Where one does not know by which mapping its log was encoded, it is taken to be the other's.
 
     Args:
         table: its name, for messages; the profiles' own by default.
@@ -39,12 +39,21 @@ def check_same_ids(older: AccessProfile, newer: AccessProfile, table: str = "") 
             f"table {name!r}: the profiles count {counted[0]} in the older and {counted[1]} in the newer one; profile"
             " the newer data with the options of the older"
         )
-    if older.mapping is None or newer.mapping is None or _same_file(older.mapping, newer.mapping):
+    digests, files = (older.encoded_by, newer.encoded_by), (older.mapping, newer.mapping)
+    if None not in digests:
+        alike = digests[0] == digests[1]
+    else:
+        alike = None in files or _same_file(str(files[0]), str(files[1]))
+    if alike:
         return
+    which, where = "which two mappings numbered", ""
+    if None not in files:
+        names = [Path(str(file)).name for file in files]
+        which = f"which {names[0]} mapped in the older and {names[1]} in the newer one"
+        where = f" ({files[0]}, {files[1]})"
     raise ProfileError(
-        f"table {name!r}: the profiles' rows are not the same values, which {Path(older.mapping).name} mapped in the"
-        f" older and {Path(newer.mapping).name} in the newer one ({older.mapping}, {newer.mapping}); profile the newer"
-        " data with the mapping of the older"
+        f"table {name!r}: the profiles' rows are not the same values, {which}{where}; profile the newer data with the"
+        " mapping of the older (--mapping)"
     )
 
 

@@ -92,7 +92,12 @@ def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
     """How a table's ids are read."""
     if profile is None:
         return {}
-    how = {"sample_key": profile.sample_key, "hash": profile.hash, "num_rows": table.rows}
+    how = {
+        "sample_key": profile.sample_key,
+        "hash": profile.hash,
+        "num_rows": table.rows,
+        "encoded_by": profile.encoded_by,
+    }
     return how if profile.mapping is None else how | {"mapping": profile.mapping}
 
 

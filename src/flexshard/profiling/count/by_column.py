@@ -24,6 +24,7 @@ from flexshard.profiling.count.parquet import (
     chunks_with_progress,
     sample_ids,
 )
+from flexshard.profiling.encoding.encoded_by import encoded_by
 from flexshard.profiling.holdout import Holdout
 from flexshard.profiling.moments import LengthMoments
 from flexshard.profiling.profile import AccessProfile
@@ -93,6 +94,7 @@ def profile_parquet_by(
     """See :meth:`AccessProfile.from_parquet_by`."""
     holdout, seed = check_holdout(holdout, seed)
     sources = checked_sources(paths, column)
+    digest = encoded_by(sources, column)
     key_columns = [by] if sample_key is None else [by, sample_key]
     for name in key_columns:
         check_keys(sources, name)
@@ -133,7 +135,7 @@ def profile_parquet_by(
         del tables[name]
         warnings.warn(f"table {name!r} is left out: all that reads it was held out", stacklevel=3)
     return {
-        name: tables[name].profile(rows, rows_apart, everybody, sample_key, which)
+        name: replace(tables[name].profile(rows, rows_apart, everybody, sample_key, which), encoded_by=digest)
         for name in sorted(tables, key=_natural)
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
 import numpy as np
@@ -18,6 +19,7 @@ from flexshard.profiling.count.burst_counter import BurstCounter
 from flexshard.profiling.count.counter import IdCounter
 from flexshard.profiling.count.id_batches import DistinctBatches, IdBatch, check_column, key_array, key_kind, read_ids
 from flexshard.profiling.count.keyed_lengths import KeyedLengths, held_out
+from flexshard.profiling.encoding.encoded_by import encoded_by as digest_of_sources
 from flexshard.profiling.encoding.encoding import encoded
 from flexshard.profiling.encoding.mapping import load_mapping
 from flexshard.profiling.hashing import check_hash, hash_to_rows
@@ -83,6 +85,7 @@ def profile_parquet(
         if sample_key is not None or holdout:
             raise DataError("distinct_batch counts rows of the file; it does not go with sample_key or holdout")
     sources = checked_sources(paths, column)
+    by = digest_of_sources(sources, column)
     columns = [column] if sample_key in (None, column) else [column, str(sample_key)]
     if sample_key is not None:
         check_keys(sources, sample_key)
@@ -122,7 +125,7 @@ def profile_parquet(
     if keyed is not None:  # a sample may be spread over many rows of the files
         seen, unseen = keyed.moments()
     which = None if held is None else Holdout(unseen.num_samples, np.zeros(0, np.int64), holdout, seed)
-    return counter.profile(
+    profile = counter.profile(
         seen,
         held=held,
         holdout=which,
@@ -130,6 +133,7 @@ def profile_parquet(
         sample_keys=keyed,
         bursts=bursts if sample_key is None else None,
     )
+    return replace(profile, encoded_by=by)
 
 
 def check_holdout(holdout: float, seed: int) -> tuple[float, int]:
@@ -190,6 +194,7 @@ def read_samples(
     hash: str | None = None,
     mapping: PathLike | None = None,
     num_rows: int | None = None,
+    encoded_by: str | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Ids of consecutive samples, and how many each sample has.
 
@@ -197,6 +202,7 @@ def read_samples(
         paths, column, sample_key, hash, mapping, num_rows: as for :meth:`AccessProfile.from_parquet`. Samples by key
             come in the order in which their keys first do, and all of the files is read for them.
         limit: most samples to read.
+        encoded_by: digest of the mapping that ids have to be of, as a profile's; not checked where files do not say.
 
     Returns:
         ids, shape (accesses,), and lengths, shape (samples,).
@@ -207,8 +213,14 @@ def read_samples(
     check_hash(hash, num_rows)
     if mapping is not None:
         with encoded(paths, column, mapping, unknown="drop") as path:
-            return read_samples(path, column, limit=limit, sample_key=sample_key)
+            return read_samples(path, column, limit=limit, sample_key=sample_key, encoded_by=encoded_by)
     sources = checked_sources(paths, column)
+    by = digest_of_sources(sources, column)
+    if None not in (by, encoded_by) and by != encoded_by:
+        raise DataError(
+            f"{sources[0].name}: ids of column {column!r} were encoded by another mapping than those of the profile;"
+            " encode the data with the profile's (flexshard encode --mapping)"
+        )
     if sample_key is not None:
         check_keys(sources, sample_key)
     ids, lengths, keys, number = [], [], [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from flexshard import units
 from flexshard._internal import PathLike, check_bytes, first_repeated, make_folder, replacing_all, sql_name, sql_text
 from flexshard.errors import DataError, OutputError
+from flexshard.profiling.encoding.encoded_by import METADATA_KEY, digest_of, encodings
 from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping
 from flexshard.profiling.encoding.sources import Scan, Values, resolved, scan
 
@@ -117,7 +119,8 @@ def encode(
                 made.append((draft, place))
         draft = Path(scratch) / "data.parquet"
         database.execute(
-            f"COPY ({_query(data, own, wide)}) TO {sql_text(str(draft))} (FORMAT parquet, COMPRESSION zstd)"
+            f"COPY ({_query(data, own, wide)}) TO {sql_text(str(draft))} (FORMAT parquet, COMPRESSION zstd,"
+            f" KV_METADATA {{{sql_name(METADATA_KEY)}: {sql_text(json.dumps(_encodings(data, own)))}}})"
         )
         made.append((draft, target))
         with replacing_all(place for _, place in made) as free:
@@ -197,6 +200,7 @@ class _Column:
     values: Values
     given: Mapping | None
     result: EncodedColumn
+    digest: str = ""
 
     @property
     def table(self) -> str:
@@ -252,6 +256,7 @@ class _Column:
             about = Mapping("", name, rows, nulls if missing else None, separator)
         else:
             column._take(database, given)
+            column.digest = digest_of(given.path)
             lost = database.sql(
                 "SELECT coalesce(sum(c.count), 0)::BIGINT, any_value(c.value)::VARCHAR, count(*)"
                 f" FROM counts_{number} c LEFT JOIN {column.table} m ON c.value IS NOT DISTINCT FROM m.value"
@@ -285,6 +290,7 @@ class _Column:
             f"COPY (SELECT value, row, count FROM {self.table} ORDER BY row) TO {sql_text(str(draft))}"
             f" (FORMAT parquet, KV_METADATA {{flexshard: {sql_text(about.metadata)}}})"
         )
+        self.digest = digest_of(draft)
 
     @property
     def kind(self) -> str:
@@ -308,6 +314,13 @@ def _whole(database: Any, data: Scan, values: Values, each: str) -> tuple[Values
         sql = clean.format(values.sql)
     each = f"SELECT {clean.format('value')} AS value FROM ({each})"
     return replace(values, sql=sql, kind=kind), each
+
+
+def _encodings(data: Scan, columns: Sequence[_Column]) -> dict[str, str]:
+    """Which mappings numbered the columns of what is written: these, and earlier ones where all files say so."""
+    before = [encodings(pq.read_schema(path)) for path in data.files] if data.kind == "parquet" else []
+    shared = set.intersection(*({*said.items()} for said in before)) if before else set()
+    return dict(sorted(shared)) | {column.values.name: column.digest for column in columns}
 
 
 def _check_names(data: Scan, columns: Iterable[str]) -> None:
