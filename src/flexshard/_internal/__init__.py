@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         Chunk as Chunk,
         ParquetSource as ParquetSource,
         expand as expand,
+        files_below as files_below,
         first_line as first_line,
         hidden_part as hidden_part,
         is_list as is_list,
@@ -107,7 +108,7 @@ if TYPE_CHECKING:
         run_layout as run_layout,
         shared_runs as shared_runs,
     )
-    from flexshard._internal.sql import sql_name as sql_name, sql_text as sql_text
+    from flexshard._internal.sql import interrupts as interrupts, sql_name as sql_name, sql_text as sql_text
     from flexshard._internal.streams import (
         SideStream as SideStream,
         continued_on as continued_on,
@@ -168,6 +169,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "ParquetSource",
             "expand",
             "first_line",
+            "files_below",
             "hidden_part",
             "is_list",
             "one_array",
@@ -177,7 +179,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "row_sums": ["NO_SLOT", "sum_by_slot"],
         "runs": ["check_sharing", "run_layout", "shared_runs"],
         "streams": ["SideStream", "continued_on", "current_stream", "used_here"],
-        "sql": ["sql_name", "sql_text"],
+        "sql": ["interrupts", "sql_name", "sql_text"],
         "text_tables": ["UNLIMITED", "Grid", "as_text", "new_grid"],
         "weak_calls": ["weakly"],
         "yaml_documents": ["StrictModel", "load_yaml", "located", "save_yaml"],

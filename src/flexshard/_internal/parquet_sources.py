@@ -149,7 +149,7 @@ def _match_local(text: str) -> list[str]:
     try:
         path = Path(text).expanduser()
         if path.is_dir():
-            found = [file for file in path.rglob("*.parquet") if file.is_file()]
+            found = files_below(path)
             return [str(file) for file in found if _is_data(file.relative_to(path).as_posix())]
         if path.exists() or not _is_glob(text):
             return [str(path)]
@@ -165,6 +165,28 @@ def _is_data(path: str) -> bool:
     a partition's folder has an equals sign in its name.
     """
     return path.endswith(".parquet") and hidden_part(path) is None
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files of a folder and those in it, through links too; a folder that has several names is read by one, its own
+    before a link's.
+    """
+    found: list[Path] = []
+    seen: set[str] = set()
+    waiting = [folder]
+    links: list[Path] = []
+    while waiting or links:
+        here = waiting.pop() if waiting else links.pop(0)
+        real = os.path.realpath(here)
+        if real in seen:
+            continue
+        seen.add(real)
+        for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
+            if entry.is_dir():
+                (links if entry.is_symlink() else waiting).append(Path(entry.path))
+            elif entry.is_file():
+                found.append(Path(entry.path))
+    return found
 
 
 def hidden_part(path: str) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["sql_name", "sql_text"]
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["interrupts", "sql_name", "sql_text"]
 
 
 def sql_name(column: str) -> str:
@@ -13,3 +16,14 @@ def sql_name(column: str) -> str:
 def sql_text(value: str) -> str:
     """A text."""
     return "'" + value.replace("'", "''") + "'"
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Ctrl-C while DuckDB works is a KeyboardInterrupt, as it is elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        if "Query interrupted" not in str(error):
+            raise
+        raise KeyboardInterrupt from error

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from flexshard import planner, plots
-from flexshard._internal import hidden_part
+from flexshard._internal import files_below, hidden_part
 from flexshard.errors import OutputError
 
 __all__ = ["Force", "check_folder", "check_output", "kind_of"]
@@ -57,6 +57,8 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         OutputError: it is one of the inputs, exists and is of another kind, or has a name that it cannot have.
     """
     _check_path(path, "file")
+    with suppress(RuntimeError):  # nobody's home
+        path = path.expanduser()
     try:
         there = path.is_file() and path.stat().st_size > 0
     except OSError as error:
@@ -81,10 +83,8 @@ def _reads(given: Path, path: Path) -> bool:
     with suppress(RuntimeError):  # nobody's home
         given = given.expanduser()
     if given.is_dir():
-        inside = path.resolve()
-        if not inside.is_relative_to(given.resolve()) or not _DATA.search(path.name):
-            return False
-        return hidden_part(inside.relative_to(given.resolve()).as_posix()) is None
+        read = (file for file in files_below(given) if hidden_part(file.relative_to(given).as_posix()) is None)
+        return any(_DATA.search(file.name) and path.samefile(file) for file in read)
     if given.exists():
         return path.samefile(given)
     return any(path.samefile(match) for match in glob.glob(str(given), recursive=True))

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from flexshard import units
-from flexshard._internal import ParquetSource, sql_name, sql_text
+from flexshard._internal import ParquetSource, interrupts, sql_name, sql_text
 from flexshard.errors import DataError, MissingDependencyError, OutputError
 from flexshard.ingestion.sessions.partitions import PARTITION_KEY, partition_sql, stored_width
 from flexshard.ingestion.sessions.row_groups import SHARD, write_shards
@@ -133,7 +133,7 @@ def _database(job: ClusterJob) -> Iterator[Any]:
         settings["memory_limit"] = f"{job.memory_bytes // 1000}KB"
         # Each thread holds blocks that it cannot give back while it sorts.
         settings["threads"] = max(1, min(os.cpu_count() or 1, job.memory_bytes // _THREAD_BYTES))
-    with closing(duckdb.connect(config=settings)) as database, _failing_as(job):
+    with interrupts(), closing(duckdb.connect(config=settings)) as database, _failing_as(job):
         yield database
 
 

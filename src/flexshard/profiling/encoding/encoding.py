@@ -15,11 +15,20 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from flexshard import units
-from flexshard._internal import PathLike, check_bytes, first_repeated, make_folder, replacing_all, sql_name, sql_text
+from flexshard._internal import (
+    PathLike,
+    check_bytes,
+    first_repeated,
+    interrupts,
+    make_folder,
+    replacing_all,
+    sql_name,
+    sql_text,
+)
 from flexshard.errors import DataError, OutputError
 from flexshard.profiling.encoding.encoded_by import METADATA_KEY, digest_of, encodings
 from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping
-from flexshard.profiling.encoding.sources import Scan, Values, resolved, scan
+from flexshard.profiling.encoding.sources import Scan, Values, check_types, resolved, scan
 
 __all__ = ["EncodedColumn", "encode", "encoded"]
 
@@ -99,10 +108,12 @@ def encode(
     _check_outputs(target, [name for name in names if name not in given], [*data.files, *(mappings or {}).values()])
     make_folder(target.parent)
     with (
+        interrupts(),
         tempfile.TemporaryDirectory(prefix=f".{target.name}.draft-", dir=target.parent) as scratch,
         closing(_database(scratch, limit)) as database,
         _failures(target, limit),
     ):
+        data = data.loaded(database)
         stored = data.columns(database)
         _check_names(data, stored if data.kind != "parquet" else pq.read_schema(data.files[0]).names)
         wide = [name for name, kind in stored.items() if kind in _WIDE and name not in names]
@@ -218,7 +229,9 @@ class _Column:
         unknown: str,
         number: int,
     ) -> _Column:
-        values = resolved(database, data, name, separator if given is None else given.separator)
+        separator = separator if given is None else given.separator
+        values = resolved(database, data, name, separator)
+        check_types(database, data, values, separator)
         each = f"SELECT unnest({values.sql}) AS value FROM {data.sql}"
         if not values.is_list:
             each = f"SELECT {values.sql} AS value FROM {data.sql}"

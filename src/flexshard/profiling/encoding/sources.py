@@ -6,15 +6,16 @@ import csv
 import glob
 import os
 import re
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from flexshard._internal import PathLike, hidden_part, sql_name, sql_text, there_are
+from flexshard._internal import PathLike, files_below, hidden_part, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
 
@@ -26,7 +27,13 @@ _KINDS = {
     "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
 }
 _SEPARATORS = ",;\t|"
-_READERS = {"parquet": "read_parquet", "csv": "read_csv", "json": "read_json"}
+# What types values have, and which columns there are, all rows of all files say, not the first ones.
+_READERS = {
+    "parquet": ("read_parquet", "union_by_name = true"),
+    "csv": ("read_csv", "union_by_name = true, sample_size = -1"),
+    "json": ("read_json", "union_by_name = true, sample_size = -1, maximum_sample_files = 1_000_000_000"),
+}
+_EXACT = {"FLOAT": 1 << 24, "DOUBLE": 1 << 53}
 
 
 @dataclass(frozen=True)
@@ -36,21 +43,45 @@ class Scan:
     Attributes:
         kind: "parquet", "csv" or "json".
         files: in order of their names.
+        table: of the database, that holds their rows; or they are read whenever they are asked for.
     """
 
     kind: str
     files: tuple[str, ...]
+    table: str | None = None
 
     @property
     def sql(self) -> str:
         """DuckDB's expression for all rows, in the files' order; folders such as ``day=1`` are columns."""
+        if self.table is not None:
+            return self.table
         listed = ", ".join(sql_text(glob.escape(file)) for file in self.files)
-        return f"{_READERS[self.kind]}([{listed}], hive_partitioning = true)"
+        reader, how = _READERS[self.kind]
+        return f"{reader}([{listed}], hive_partitioning = true, {how})"
 
     @property
     def numbered_sql(self) -> str:
         """The same of Parquet files, with ``file_row_number`` and ``file_index``."""
         return self.sql.removesuffix(")") + ", file_row_number = true)"
+
+    def loaded(self, database: Any) -> Scan:
+        """With CSV and JSON read once, whose types take a whole reading to know, and no cast of a query changes.
+
+        Raises:
+            DataError: a file that cannot be read; says the line, where one is to blame.
+        """
+        import duckdb
+
+        if self.kind == "parquet":
+            return self
+        table = "data_files"
+        try:
+            database.execute(f"CREATE TABLE {table} AS SELECT * FROM {self.sql}")
+        except (duckdb.OutOfMemoryException, duckdb.InterruptException):
+            raise
+        except duckdb.Error as error:
+            raise DataError(f"{_blamed(error, self.files)}: cannot be read: {_cause(error)}") from error
+        return replace(self, table=table)
 
     def columns(self, database: Any) -> dict[str, str]:
         """DuckDB's type of each column, by name.
@@ -81,6 +112,11 @@ def _cause(error: Exception) -> str:
     return f"{place[1].lower().replace(':', '')}: {lines[2]}"
 
 
+def _blamed(error: Exception, files: Sequence[str]) -> str:
+    """The file that DuckDB speaks of, or the first."""
+    return next((file for file in files if file in str(error)), files[0])
+
+
 def scan(paths: PathLike | Sequence[PathLike]) -> Scan:
     """The files that files, globs and folders name, all of one kind, by their names.
 
@@ -100,13 +136,20 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Scan:
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(f"{first} is {one}, but {second} {other}; give files of one kind")
-    return Scan(next(iter(kinds)), tuple(dict.fromkeys(files)))
+    kind, unique = next(iter(kinds)), tuple(dict.fromkeys(files))
+    if kind != "parquet" and len(unique) > 1:
+        full = tuple(file for file in unique if Path(file).stat().st_size)
+        for file in unique if full else ():
+            if file not in full:
+                warnings.warn(f"{file} is empty, and left out", stacklevel=3)
+        unique = full or unique
+    return Scan(kind, unique)
 
 
 def _matches(given: str) -> list[str]:
     path = Path(given).expanduser()
     if path.is_dir():
-        every = [file for file in path.rglob("*") if file.is_file() and not hidden_part(str(file.relative_to(path)))]
+        every = [file for file in files_below(path) if not hidden_part(str(file.relative_to(path)))]
         found = [str(file) for file in every if _kind_or_none(str(file))]
         if not found:
             raise DataError(f"{given}: no Parquet, CSV or JSON files in this folder")
@@ -173,12 +216,65 @@ def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Val
             raise DataError(f"{data.files[0]}: column {name!r} holds {kind}; a separator goes with texts")
         cut = f"list_transform(string_split({sql}, {sql_text(separator)}), lambda part: trim(part))"
         return Values(name, f"list_filter({cut}, lambda part: part <> '')", True, inner, is_column)
-    if inner.startswith(("STRUCT", "MAP", "UNION")) or inner == "JSON":
+    if inner == "JSON":
+        raise DataError(
+            f"{data.files[0]}: column {name!r} holds values of more than one type; write them as one, or name one of"
+            f" their fields, as {name}.FIELD"
+        )
+    if inner.startswith("MAP"):
+        raise DataError(f"{data.files[0]}: column {name!r} holds {kind}; write its keys or its values as lists")
+    if inner.startswith(("STRUCT", "UNION")):
         raise DataError(f"{data.files[0]}: column {name!r} holds {kind}; name one of its fields, as {name}.FIELD")
     if inner.startswith("ENUM"):
         as_text = "VARCHAR[]" if is_list else "VARCHAR"
         return Values(name, f"CAST({sql} AS {as_text})", is_list, "VARCHAR", is_column)
     return Values(name, sql, is_list, inner, is_column)
+
+
+def check_types(database: Any, data: Scan, values: Values, separator: str | None) -> None:
+    """Whether what is read as one type tells apart what the files tell apart.
+
+    Raises:
+        DataError: texts in one file and no texts in another, lists in one only, or whole numbers so large that floats,
+            which others have, do not tell them apart.
+    """
+    first: dict[tuple[bool, str], str] = {}
+    limit = _EXACT.get(values.kind)
+    by_type: dict[str, list[str]] = {}
+    if data.kind == "parquet" and len(data.files) > 1:
+        for file in data.files:
+            by_type.setdefault(str(pq.read_schema(file).remove_metadata()), []).append(file)
+    for files in by_type.values():
+        own = Scan(data.kind, tuple(files))
+        one = resolved(database, own, values.name, separator)
+        if one.kind == '"NULL"':
+            continue
+        first.setdefault((one.is_list, one.kind), files[0])
+        if limit is not None and one.kind not in _EXACT:
+            _check_exact(database, own, one, limit, "and floats in another file; write both as one type")
+    kinds = {("list of " if is_list else "") + kind: file for (is_list, kind), file in first.items()}
+    for what in ("list of ", "VARCHAR"):
+        have = {what in kind: (kind, file) for kind, file in kinds.items()}
+        if len(have) == 2:
+            raise DataError(
+                f"{have[True][1]}: column {values.name!r} holds {have[True][0]}, but {have[False][0]} in"
+                f" {have[False][1]}; write both as one type"
+            )
+    if limit is not None and data.kind != "parquet":
+        _check_exact(database, data, values, limit, "which are read as floats; write them as texts")
+
+
+def _check_exact(database: Any, data: Scan, values: Values, limit: int, why: str) -> None:
+    """Whether floats hold a column's whole numbers; raises DataError."""
+    value = f"unnest({values.sql})" if values.is_list else values.sql
+    found = database.sql(
+        f"SELECT any_value(value)::VARCHAR FROM (SELECT {value} AS value FROM {data.sql})"
+        f" WHERE isfinite(value::DOUBLE) AND (value > {limit} OR value < -{limit}) AND value = floor(value)"
+    ).fetchall()[0][0]
+    if found is not None:
+        raise DataError(
+            f"{data.files[0]}: column {values.name!r} has whole numbers above {limit:,}, such as {found}, {why}"
+        )
 
 
 def _split(database: Any, name: str, columns: dict[str, str], data: Scan) -> tuple[str, list[str]]:

@@ -1,0 +1,169 @@
+"""What type a column has is said by all rows of all files: values that a file tells apart stay apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flexshard import AccessProfile
+from flexshard.errors import DataError
+from flexshard.profiling import encode
+from tests.commands import run
+
+MANY = 30_000  # beyond the rows that DuckDB looks at by default
+
+
+def decoded(folder: Path, files: list[str], **how: Any) -> list[Any]:
+    """The column c, encoded and mapped back, and that the other column is as it was."""
+    encode([folder / file for file in files], folder / "out.parquet", columns=["c"], **how)
+    back = pq.read_table(folder / "out.c.mapping.parquet")["value"].to_pylist()
+    return [back[row] for row in pq.read_table(folder / "out.parquet")["c"].to_pylist()]
+
+
+def lines(kind: str, values: list[Any]) -> str:
+    if kind == "json":
+        return "".join(json.dumps({"c": value, "x": value}) + "\n" for value in values)
+    return "c,x\n" + "".join(f"{value},{value}\n" for value in values)
+
+
+@pytest.mark.parametrize("kind", ["csv", "json"])
+@pytest.mark.parametrize("late", [[1.5, 2.5, 2.49], ["a", "b"], ["007", "7"]])
+def test_values_of_another_type_that_come_late(tmp_path: Path, kind: str, late: list[Any]) -> None:
+    """Beside pandas: what comes after many rows of whole numbers is not rounded."""
+    (tmp_path / f"in.{kind}").write_text(lines(kind, [row % 5 for row in range(MANY)] + late))
+    if kind == "json" and isinstance(late[0], str):
+        with pytest.raises(
+            DataError, match="column 'c' holds values of more than one type; write them"
+        ):
+            decoded(tmp_path, ["in.json"])
+        return
+    found = decoded(tmp_path, [f"in.{kind}"])
+    kept = pq.read_table(tmp_path / "out.parquet")["x"].to_pylist()
+    assert [str(value) for value in found[-len(late) :]] == [str(value) for value in late]
+    assert [str(value).strip('"') for value in kept[-len(late) :]] == [str(value) for value in late]
+    if kind == "csv" and isinstance(late[0], float):
+        assert found == pd.read_csv(tmp_path / "in.csv")["c"].tolist()
+
+
+def test_a_key_that_comes_late(tmp_path: Path) -> None:
+    with (tmp_path / "in.json").open("w") as file:
+        file.writelines(json.dumps({"x": 1}) + "\n" for _ in range(MANY))
+        file.write(json.dumps({"x": 1, "c": 7}) + "\n")
+    assert decoded(tmp_path, ["in.json"], nulls="drop") == [7]
+
+
+def test_files_of_numbers_of_other_types(tmp_path: Path) -> None:
+    """As pandas.concat has them, in either order."""
+    for name, values in (("int", pa.array([1, 2], pa.int32())), ("float", [1.5, 2.4]), ("wide", [1, 2**40])):
+        pq.write_table(pa.table({"c": values, "x": values}), tmp_path / f"{name}.parquet")
+    pq.write_table(pa.table({"c": [3.0, None], "x": [1.7, 2.7]}), tmp_path / "missing.parquet")
+    pq.write_table(pa.table({"c": pa.nulls(2), "x": pa.nulls(2)}), tmp_path / "null.parquet")
+    pq.write_table(pa.table({"c": pa.array([1, 2], pa.int32()), "y": [1, 2]}), tmp_path / "other.parquet")
+    assert decoded(tmp_path, ["int.parquet", "float.parquet"]) == [1.0, 2.0, 1.5, 2.4]
+    assert decoded(tmp_path, ["float.parquet", "int.parquet"]) == [1.5, 2.4, 1.0, 2.0]
+    assert decoded(tmp_path, ["int.parquet", "wide.parquet"]) == [1, 2, 1, 2**40]
+    assert decoded(tmp_path, ["int.parquet", "missing.parquet"], nulls="drop") == [1, 2, 3]
+    assert pq.read_table(tmp_path / "out.parquet")["x"].to_pylist() == [1, 2, 1.7]
+    assert decoded(tmp_path, ["null.parquet", "int.parquet"], nulls="drop") == [1, 2]
+    decoded(tmp_path, ["int.parquet", "other.parquet"])
+    assert pq.read_table(tmp_path / "out.parquet")["y"].to_pylist() == [None, None, 1, 2]
+
+
+def test_times_of_other_units(tmp_path: Path) -> None:
+    for name, unit, values in (("coarse", "s", [1, 2]), ("fine", "ns", [1_000_000_001, 1_000_000_002])):
+        pq.write_table(pa.table({"c": pa.array(values, pa.timestamp(unit))}), tmp_path / f"{name}.parquet")
+    encode([tmp_path / "coarse.parquet", tmp_path / "fine.parquet"], tmp_path / "out.parquet", columns=["c"])
+    assert len(pq.read_table(tmp_path / "out.c.mapping.parquet")) == 4
+
+
+def test_types_that_do_not_go_together(tmp_path: Path) -> None:
+    for name, values in (
+        ("int", [1, 2]),
+        ("text", ["1", "z"]),
+        ("list", [[1], [2]]),
+        ("large", [1, 2**60 + 1]),
+        ("float", [1.5, 2.0]),
+    ):
+        pq.write_table(pa.table({"c": values}), tmp_path / f"{name}.parquet")
+    for files, expected in (
+        (("int", "text"), r"text.parquet: column 'c' holds VARCHAR, but BIGINT in .*int.parquet; write both"),
+        (("int", "list"), r"cannot be read|list.parquet: column 'c' holds list of BIGINT, but BIGINT in .*int.parquet"),
+        (
+            ("large", "float"),
+            r"large.parquet: column 'c' has whole numbers above 9,007,.* such as 1152921504606846977, ",
+        ),
+    ):
+        for order in (files, files[::-1]):
+            with pytest.raises(DataError, match=expected):
+                decoded(tmp_path, [f"{name}.parquet" for name in order])
+    (tmp_path / "large.json").write_text('{"c": 18446744073709551616}\n{"c": 18446744073709551617}\n')
+    with pytest.raises(DataError, match="which are read as floats; write them as texts"):
+        decoded(tmp_path, ["large.json"])
+
+
+def test_csv_files_of_other_types(tmp_path: Path) -> None:
+    """007 is a text in one file, so that it is one in the other, though all values there are numbers."""
+    (tmp_path / "a.csv").write_text("c,x\n007,1\n8,2\n")
+    (tmp_path / "b.csv").write_text("x,c\n1.5,abc\n2,007\n")
+    (tmp_path / "c.csv").write_text("")
+    with pytest.warns(UserWarning, match="c.csv is empty, and left out"):
+        assert decoded(tmp_path, ["a.csv", "b.csv", "c.csv"]) == ["007", "8", "abc", "007"]
+    (tmp_path / "nan.csv").write_text("c,x\n1.0,1\nNaN,2\n2.0,3\n")
+    assert decoded(tmp_path, ["nan.csv"], nulls="drop") == [1, 2]
+
+
+def test_links_to_folders_are_read(tmp_path: Path) -> None:
+    """As pandas reads them; a folder of two names once, and no loop for ever."""
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
+    for folder, value in ((root / "day=1", 1), (elsewhere, 2)):
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"c": [value, value]}), folder / "part.parquet")
+    (root / "day=2").symlink_to(elsewhere)
+    expected = sorted(pd.read_parquet(root)["c"].tolist())
+    (root / "latest").symlink_to(root / "day=1")
+    (root / "loop").symlink_to(root)
+    encode(root, tmp_path / "out.parquet", columns=["c"])
+    assert sorted(pq.read_table(tmp_path / "out.parquet")["day"].to_pylist()) == [1, 1, 2, 2]
+    assert AccessProfile.from_parquet(root, column="c").num_accesses == len(expected) == 4
+    lost = run(root, "encode", ".", "--column", "c", "-o", "day=2/part.parquet")
+    assert (lost.returncode, "is what this command reads" in lost.stderr) == (2, True)
+
+
+def test_an_output_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves --output=~/... as it is; what stands there is looked at before it is written over."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    precious = tmp_path / "home" / "precious.parquet"
+    precious.write_text('{"format": "flexshard.plan"}')
+    (tmp_path / "in.csv").write_text("c\na\n")
+    done = run(tmp_path, "encode", "in.csv", "--column", "c", "--output=~/precious.parquet")
+    assert (done.returncode, "precious.parquet exists and is" in done.stderr) == (2, True), done.stderr
+    assert precious.read_text() == '{"format": "flexshard.plan"}'
+
+
+def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
+    """In a line, as every command; nothing is left of what was begun."""
+    table = pa.table({"c": pa.array(range(3_000_000)).cast(pa.string())})
+    pq.write_table(table, tmp_path / "in.parquet")
+    command = [sys.executable, "-m", "flexshard.cli", "encode", "in.parquet", "--column", "c", "-o", "out.parquet"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".out*")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert "Traceback" not in said
+    assert process.returncode == 130, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet"]
