@@ -43,9 +43,7 @@ def test_values_of_another_type_that_come_late(tmp_path: Path, kind: str, late: 
     """Beside pandas: what comes after many rows of whole numbers is not rounded."""
     (tmp_path / f"in.{kind}").write_text(lines(kind, [row % 5 for row in range(MANY)] + late))
     if kind == "json" and isinstance(late[0], str):
-        with pytest.raises(
-            DataError, match="column 'c' holds values of more than one type; write them"
-        ):
+        with pytest.raises(DataError, match="column 'c' holds values of more than one type; write them"):
             decoded(tmp_path, ["in.json"])
         return
     found = decoded(tmp_path, [f"in.{kind}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
 from flexshard.executors.sharding.translation import Translator
 from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer
-from flexshard.executors.state.logical import LogicalTables
+from flexshard.executors.state.logical import LogicalTables, check_keys
 
 __all__ = ["ShardedRowsModule"]
 
@@ -45,12 +46,15 @@ __all__ = ["ShardedRowsModule"]
 class _TableRows(nn.Module):
     """Stands for a table where parameters are listed: this rank's rows of it.
 
-    What they are loaded from is whole tables, which the collection takes.
+    What is saved and loaded is whole tables, which the collection gives and takes.
     """
 
     def __init__(self, rows: nn.Parameter) -> None:
         super().__init__()
         self.weight = rows
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        pass
 
     def _load_from_state_dict(self, *_: Any) -> None:
         pass
@@ -333,16 +337,13 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     # -- checkpoints
 
-    def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Tables in order of id, as ``DTensor`` of shape (E, D); every rank must call it."""
-        state = {} if destination is None else destination
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._logical.wait_for_all("state_dict()")
         for config in self.configs_of_planned():  # in the unsharded module's order
             index = self.tables.names.index(config.name)
-            state[prefix + self._logical.parameter_name(config.name)] = self._logical.hand_out(index, "weight")
+            destination[prefix + self._logical.parameter_name(config.name)] = self._logical.hand_out(index, "weight")
         for collection in self._torchrec:
-            collection.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
-        return state
+            collection.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(
         self,
@@ -355,18 +356,23 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         Raises:
             CheckpointError: a table is missing (if ``strict``) or has another shape.
         """
-        left = dict(state_dict)
-        missing = self._load_tables(left, "")
-        if missing and strict:
-            raise CheckpointError(
-                f"the checkpoint has no {missing[0]}; load it with strict=False to keep what is there"
-            )
+        left, errors = OrderedDict(state_dict), list[str]()
+        keys = _IncompatibleKeys([], [])
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(left, "", {}, strict, keys.missing_keys, keys.unexpected_keys, errors)
+        keys.missing_keys.extend(self._load_tables(left, ""))
         for collection in self._torchrec:
-            more = collection.load_state_dict(left, strict=strict)
-            return _IncompatibleKeys(missing + more.missing_keys, more.unexpected_keys)
-        if left and strict:
-            raise CheckpointError(f"the checkpoint has {min(left)}, which the model has not; strict=False ignores it")
-        return _IncompatibleKeys(missing, list(left))
+            more = collection.load_state_dict(left, strict=False)
+            keys.missing_keys.extend(more.missing_keys)
+            left = OrderedDict.fromkeys(more.unexpected_keys)
+        keys.unexpected_keys.extend(left)
+        for after in self._load_state_dict_post_hooks.values():
+            after(self, keys)
+        if errors:
+            raise CheckpointError(errors[0])
+        if strict:
+            check_keys(keys.missing_keys, keys.unexpected_keys)
+        return keys
 
     def _load_tables(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Take what is there out of the mapping; which keys were missing."""
@@ -377,17 +383,11 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
                 self._logical.take(index, "weight", state_dict.pop(key))
         return missing
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        _metadata: Any,
-        _strict: bool,
-        missing_keys: list[str],
-        _unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """As part of a plain module's ``load_state_dict``; the tables that TorchRec shards load themselves."""
+        _metadata, _strict, missing_keys, _unexpected_keys, error_msgs = rest
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, *rest)
         try:
             missing_keys += self._load_tables(dict(state_dict), prefix)
         except CheckpointError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from flexshard.executors.state.rows_by_id import block_rows, fill_rows, own_bloc
 from flexshard.executors.state.served_rows import adopt, publish, read_ids, write_ids
 from flexshard.executors.state.served_shards import ServedShard, served_shard
 
-__all__ = ["LaterTable", "LogicalTables", "tables_on_host"]
+__all__ = ["LaterTable", "LogicalTables", "check_keys", "tables_on_host"]
 
 _INSTEAD = (
     "every rank has to call it: take `if rank == 0` away from it and keep it around what writes the file, or call"
@@ -43,6 +43,14 @@ def tables_on_host(*, later: bool = False) -> Iterator[None]:
     finally:
         _on_host.reset(tokens[0])
         _later.reset(tokens[1])
+
+
+def check_keys(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Whether a checkpoint has what a model has; raises CheckpointError."""
+    if missing:
+        raise CheckpointError(f"the checkpoint has no {missing[0]}; load it with strict=False to keep what is there")
+    if unexpected:
+        raise CheckpointError(f"the checkpoint has {min(unexpected)}, which the model has not; strict=False ignores it")
 
 
 @dataclass(frozen=True)
