@@ -168,6 +168,9 @@ def test_batches_there_and_back_are_the_same_bit_for_bit(rows: list[list[tuple[i
     for start, length, first, number in zip(*(each.tolist() for each in of_lists), strict=True):
         assert int(segments.lengths[first : first + number].sum()) == length
         assert not number or int(ends[first] - segments.lengths[first]) == start
+    paths, _ = pytree.tree_flatten_with_path(batch)
+    assert all(leaf is other for (_, leaf), other in zip(paths, pytree.tree_leaves(batch), strict=True))
+    assert len({pytree.keystr(path) for path, _ in paths}) == len(paths)
     for other in (batch.to("cpu"), pytree.tree_map(lambda leaf: leaf, batch), batch.map(lambda jagged: jagged)):
         assert same(other.to_keyed_jagged(), plain)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -20,6 +21,7 @@ Location = Sequence[str | int]
 
 # Pydantic puts the branch of a union that it tried into a field's place.
 _UNION_BRANCHES = ("str", "dict[str,float]", "int", "float")
+_EXPONENT = re.compile(r"([-+]?)(\d+\.?\d*)[eE]([-+]?)(\d+)")
 
 
 class StrictModel(BaseModel):
@@ -59,7 +61,10 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
         raise error_type(f"{path}{line}: not valid YAML: {problem}") from error
     if tree is None or not isinstance(data, dict):
         raise error_type(f"{path}: expected a YAML mapping with 'format: {kind.name}', found {type(data).__name__}")
-    _check_keys(path, tree, error_type)
+    try:
+        _check_keys(path, tree, error_type)
+    except RecursionError as error:
+        raise error_type(f"{path}: not valid YAML: something in it is a part of itself, or too deep") from error
     if data.pop("format", None) != kind.name:
         raise error_type(f"{located(path, tree, ['format'])}: expected 'format: {kind.name}' in this file")
     kind.check_version(data.pop("version", None), located(path, tree, ["version"]))
@@ -77,6 +82,12 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
             message = "this field is unknown" + (f"; do you mean {nearest[0]}?" if nearest else "")
         elif first["type"] == "string_type":
             message = f"expected text, found {first['input']!r}"
+        elif isinstance(first["input"], str) and (number := _EXPONENT.fullmatch(first["input"])):
+            sign, whole, of_power, power = number.groups()
+            message = (
+                f"YAML takes {first['input']} for a text; write {sign}{whole}{'' if '.' in whole else '.0'}"
+                f"e{of_power or '+'}{power}"
+            )
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
 

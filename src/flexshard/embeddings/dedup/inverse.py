@@ -29,6 +29,7 @@ from flexshard.embeddings.dedup.keyed import (
     tensors_of,
     widened,
 )
+from flexshard.embeddings.dedup.pytrees import register
 from flexshard.errors import DataError
 
 __all__ = ["InverseKeyedJaggedTensor"]
@@ -395,6 +396,4 @@ def _unflatten(children: Iterable[Any], context: Any) -> InverseKeyedJaggedTenso
     return batch
 
 
-pytree.register_pytree_node(
-    InverseKeyedJaggedTensor, _flatten, _unflatten, serialized_type_name="flexshard.InverseKeyedJaggedTensor"
-)
+register(InverseKeyedJaggedTensor, _flatten, _unflatten)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.utils._pytree as pytree
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from flexshard.embeddings.dedup.pytrees import register
 from flexshard.embeddings.dedup.selection import jagged_index_select
 
 __all__ = ["DedupedJagged"]
@@ -49,9 +49,11 @@ class DedupedJagged:
         return DedupedJagged(values, self.lengths, self.inverse, self.expanded_length)
 
 
-pytree.register_pytree_node(
+register(
     DedupedJagged,
     lambda lists: ([lists.values, lists.lengths, lists.inverse], lists.expanded_length),
     lambda children, expanded: replace(DedupedJagged(*children), expanded_length=expanded),
-    serialized_type_name="flexshard.DedupedJagged",
+    "values",
+    "lengths",
+    "inverse",
 )

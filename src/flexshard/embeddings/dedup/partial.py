@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from flexshard._internal import JaggedArray, distinct_rows
+from flexshard.embeddings.dedup.pytrees import register
 from flexshard.embeddings.dedup.runs import Runs, found_runs
 from flexshard.embeddings.dedup.selection import run_places
 from flexshard.errors import DataError
@@ -141,9 +141,4 @@ def _unflatten(children: Iterable[Any], expanded: int | None) -> PartialJaggedTe
     return PartialJaggedTensor(values, starts, lengths, inverse, runs, expanded)
 
 
-pytree.register_pytree_node(
-    PartialJaggedTensor,
-    _flatten,
-    _unflatten,
-    serialized_type_name="flexshard.PartialJaggedTensor",
-)
+register(PartialJaggedTensor, _flatten, _unflatten, "values", "starts", "lengths", "inverse", "runs")

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from flexshard._internal import IntArray, JaggedArray, run_layout
+from flexshard.embeddings.dedup.pytrees import register
 
 __all__ = ["Runs", "Segments", "Sequences", "found_runs"]
 
@@ -121,7 +122,7 @@ def _unflatten(children: Iterable[Any], context: _Context) -> Runs:
     return Runs(starts, lengths, *context, held)
 
 
-pytree.register_pytree_node(Runs, _flatten, _unflatten, serialized_type_name="flexshard.Runs")
+register(Runs, _flatten, _unflatten, "starts", "lengths", "held")
 
 
 def _tensor(array: IntArray) -> torch.Tensor:

@@ -290,7 +290,8 @@ class IngestionSpec(_Fields):
         features, weights, dense, groups, partial, newest, max_shift, session, time, whole_sessions, shuffle,
             shuffle_window, seed, lanes, drop_last, pad_last, dense_nulls, read_gap: as for :class:`SessionReader`.
         transforms: what is done to batches, in order; each has ``op`` and its fields.
-        epochs: passes over the dataset.
+        epochs: passes over the dataset that ``flexshard ingest`` makes; a client gives one each time that it is gone
+            through.
         bad_batches: what to do where rows cannot be read: ``raise``, or ``skip``, which gives the rank its last good
             batch again and counts it.
     """
