@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pulp
@@ -12,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError
 from flexshard.planner import Plan, Problem, pareto, solve
+from flexshard.planner.solver import dual_search
 from flexshard.planner.solver.build import build_instance
 from flexshard.planner.solver.dual_search import least_memory, solve_instance, solve_levels
 from flexshard.profiling import AccessProfile
@@ -206,3 +208,22 @@ def test_rows_that_are_never_read_make_nobody_wait() -> None:
     assert found.allocation.tolist() == [[1, 1]]
     assert found.seconds == pytest.approx(brute_force(tables, cluster, 1000, 135.36, 3))
     assert found.lower_bound_seconds <= found.seconds
+
+
+def test_placements_that_cannot_win_are_left_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices of levels and of tables are searched only for as long as one could beat what is known: 39 sums instead of
+    441, for the same plan.
+    """
+    counts = np.clip((1000 / np.arange(1, 201) ** 0.8).astype(np.int64), 1, 1000)
+    profile = AccessProfile.from_counts(counts, num_samples=1000)
+    asked = []
+
+    def sums(*args: Any) -> Any:
+        asked.append(1)
+        return least_of_sums(*args)
+
+    least_of_sums = dual_search._solve_sums
+    monkeypatch.setattr(dual_search, "_solve_sums", sums)
+    plan = solve([Table("t", 200, 512, profile)], Cluster.preset("a100-4x8-roce"), batch_size=4)
+    assert plan.lower_bound_seconds == pytest.approx(plan.predicted.exposed_seconds, rel=1e-9)
+    assert len(asked) < 100

@@ -49,12 +49,19 @@ def least_memory(instance: Instance, levels: IntArray | None = None) -> float:
 
 
 def solve_instance(
-    instance: Instance, budget_bytes: float, max_tiers: int, *, start_price: float | None = None
+    instance: Instance,
+    budget_bytes: float,
+    max_tiers: int,
+    *,
+    start_price: float | None = None,
+    known_seconds: float = np.inf,
 ) -> Solution:
     """The best allocation within a budget that uses at most ``max_tiers`` group sizes.
 
     Args:
         start_price: what the price may be, if known: the search starts there.
+        known_seconds: what a placement of another instance takes, which one of this would have to beat: where none can,
+            any is given, with a bound that says so.
 
     Raises:
         BudgetError: none fits; says the least budget that would.
@@ -67,7 +74,8 @@ def solve_instance(
         latency = instance.latency_seconds(levels)
         if best is not None and latency + _bound(instance, levels, best.price, budget_bytes) >= best.seconds:
             continue
-        candidate = solve_levels(instance, levels, budget_bytes, start_price)
+        known = known_seconds if best is None else min(known_seconds, best.seconds)
+        candidate = solve_levels(instance, levels, budget_bytes, start_price, known)
         if candidate is None:
             continue
         bounds.append(candidate.lower_bound_seconds)
@@ -138,7 +146,11 @@ def cheapest_tables(instance: Instance, levels: IntArray, price: float) -> tuple
 
 
 def solve_levels(
-    instance: Instance, levels: IntArray, budget_bytes: float, start_price: float | None
+    instance: Instance,
+    levels: IntArray,
+    budget_bytes: float,
+    start_price: float | None,
+    known_seconds: float = np.inf,
 ) -> Solution | None:
     """The best placement that uses just these levels (indices); none where no such placement fits.
 
@@ -148,7 +160,10 @@ def solve_levels(
     if instance.gathering is not None:
         limit, prices = memory_limit(budget_bytes), price_range(instance)
         return least_with_excess(
-            instance, lambda limited: solve_gathered(limited, levels, limit, prices), _MOST_TRIES_GATHERED
+            instance,
+            lambda limited: solve_gathered(limited, levels, limit, prices),
+            _MOST_TRIES_GATHERED,
+            known_seconds=known_seconds,
         )
     latest = start_price
 
@@ -158,7 +173,7 @@ def solve_levels(
         latest = latest if found is None else found.price
         return found
 
-    return least_with_excess(instance, solve)
+    return least_with_excess(instance, solve, known_seconds=known_seconds)
 
 
 def _solve_sums(

@@ -55,7 +55,11 @@ class _Interval:
 
 
 def least_with_excess(
-    instance: Instance, solve: Callable[[Instance], Solution | None], most_tries: int = _MOST_TRIES
+    instance: Instance,
+    solve: Callable[[Instance], Solution | None],
+    most_tries: int = _MOST_TRIES,
+    *,
+    known_seconds: float = np.inf,
 ) -> Solution | None:
     """The best solution, with a bound that counts waits.
 
@@ -63,6 +67,7 @@ def least_with_excess(
         instance: without a limit on hot rows.
         solve: the best sum for an instance, whose bound leaves waits out; None if nothing fits.
         most_tries: how often that may be asked.
+        known_seconds: what another placement takes; once no better one is left here, the search ends.
     """
     few = instance.reads.size <= FEW_COUNTS
     tries, close = (_MOST_TRIES, _CLOSE) if few else (_MOST_TRIES_OF_MANY, _CLOSE_OF_MANY)
@@ -78,7 +83,7 @@ def least_with_excess(
         lowest = open_intervals.pop()
         level = lowest.widest
         low, high = float(lowest.least[level]), float(lowest.waits[level])
-        if lowest.bound >= best.seconds * (1 - close) or high <= lowest.longer[level]:
+        if lowest.bound >= min(best.seconds, known_seconds) * (1 - close) or high <= lowest.longer[level]:
             open_intervals.append(lowest)
             break
         split = _split(instance, level, low, high) if few else (max(low, 0.0) + high) / 2
