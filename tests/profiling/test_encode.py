@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +181,28 @@ def test_encoded_files_say_by_which_mapping(tmp_path: Path) -> None:
     assert [each.encoded_by for each in more] == [monday.encoded_by, monday.encoded_by]
 
 
-@pytest.mark.parametrize("values", [[3, 1, 3], [2.5, 2.5, 1.0], [b"\xff", b"\xff", b""], ["ab", "ab", "c", None]])
-def test_mappings_of_other_types_have_digests(tmp_path: Path, values: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3, 1, 3],
+        [2.5, 2.5, 1.0],
+        [b"\xff", b"\xff", b""],
+        ["ab", "ab", "c", None],
+        [True, True, False],
+        [date(2026, 1, 1), date(2026, 1, 1), date(2026, 1, 2)],
+        [Decimal("1.50"), Decimal("1.50"), Decimal(2)],
+        pa.array([b"\xff" * 16, b"\xff" * 16, b"\xfe" * 16], pa.uuid()),
+    ],
+)
+def test_mappings_of_other_types_have_digests(tmp_path: Path, values: Any) -> None:
     """Each its own, the same whichever file has the values."""
     digests = []
-    for name, given in (("one", values), ("other", values * 2), ("reversed", [*values[2:], *values[2:] * 3])):
+    column = values if isinstance(values, pa.Array) else pa.array(values)
+    for name, given in (
+        ("one", column),
+        ("other", pa.chunked_array([column, column])),
+        ("reversed", pa.chunked_array([column[2:]] * 4)),
+    ):
         pq.write_table(pa.table({"x": given}), tmp_path / "in.parquet")
         encode(tmp_path / "in.parquet", tmp_path / f"{name}.parquet", columns=["x"], nulls="keep")
         digests.append(AccessProfile.from_parquet(tmp_path / f"{name}.parquet", column="x").encoded_by)

@@ -23,12 +23,19 @@ def digest_of(mapping: PathLike) -> str:
     lengths, texts = hashlib.sha256(), hashlib.sha256()
     with pq.ParquetFile(mapping) as file:  # its values are in the order of their rows
         for batch in file.iter_batches(columns=["value"]):
-            values = batch.column(0)
-            is_binary = pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
-            values = values.cast(pa.large_binary() if is_binary else pa.large_string()).cast(pa.large_binary())
+            values = _as_bytes(batch.column(0))
             lengths.update(pc.binary_length(values).fill_null(-1).to_numpy().astype("<i8").tobytes())
             texts.update(b"".join(values.drop_null().to_pylist()))
     return hashlib.sha256(lengths.digest() + texts.digest()).hexdigest()[:16]
+
+
+def _as_bytes(values: pa.Array) -> pa.Array:
+    """Values as they are written, in UTF-8; bytes as they are."""
+    if isinstance(values, pa.ExtensionArray):  # UUIDs
+        values = values.storage
+    kind = values.type
+    is_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    return (values if is_bytes else values.cast(pa.large_string())).cast(pa.large_binary())
 
 
 def encodings(schema: pa.Schema) -> dict[str, str]:

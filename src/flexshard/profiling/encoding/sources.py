@@ -80,6 +80,8 @@ class Scan:
         except (duckdb.OutOfMemoryException, duckdb.InterruptException):
             raise
         except duckdb.Error as error:
+            if isinstance(error, duckdb.IOException) and not any(file in str(error) for file in self.files):
+                raise  # not reading, but writing what was read
             raise DataError(f"{_blamed(error, self.files)}: cannot be read: {_cause(error)}") from error
         return replace(self, table=table)
 
@@ -149,7 +151,10 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Scan:
 def _matches(given: str) -> list[str]:
     path = Path(given).expanduser()
     if path.is_dir():
-        every = [file for file in files_below(path) if not hidden_part(str(file.relative_to(path)))]
+        try:
+            every = [file for file in files_below(path) if not hidden_part(str(file.relative_to(path)))]
+        except OSError as error:
+            raise DataError(f"{given}: not a path that can be read: {error.strerror}: {error.filename}") from error
         found = [str(file) for file in every if _kind_or_none(str(file))]
         if not found:
             raise DataError(f"{given}: no Parquet, CSV or JSON files in this folder")
