@@ -165,3 +165,29 @@ def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in said
     assert process.returncode == 130, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.5, 2.0, 2.49], "holds DOUBLE, such as '(1.5|2.49)'; write the column as BIGINT, or encode anew"),
+        (["1", "x"], "holds VARCHAR, such as 'x'"),
+        (["01", "2"], "holds VARCHAR, such as '01'"),
+        ([1.0, 2.0], None),
+        (["1", "2"], None),
+        (pa.array([1, 2], pa.int8()), None),
+    ],
+)
+def test_a_mapping_of_another_type(tmp_path: Path, values: Any, expected: str | None) -> None:
+    """What its type does not hold is not rounded to a value that it has."""
+    pq.write_table(pa.table({"c": [1, 2, 2]}), tmp_path / "one.parquet")
+    encode(tmp_path / "one.parquet", tmp_path / "a.parquet", columns=["c"])
+    pq.write_table(pa.table({"c": values}), tmp_path / "two.parquet")
+    how: dict[str, Any] = {"columns": ["c"], "mappings": {"c": tmp_path / "a.c.mapping.parquet"}, "unknown": "drop"}
+    if expected is None:
+        encode(tmp_path / "two.parquet", tmp_path / "b.parquet", **how)
+        assert pq.read_table(tmp_path / "b.parquet")["c"].to_pylist() == [1, 0]
+        return
+    with pytest.raises(DataError, match=rf"a.c.mapping.parquet: its values are BIGINT, and column 'c' {expected}"):
+        encode(tmp_path / "two.parquet", tmp_path / "b.parquet", **how)
+    assert not (tmp_path / "b.parquet").exists()

@@ -291,6 +291,16 @@ class _Column:
         kind = database.sql(f"DESCRIBE SELECT value FROM read_parquet({path})").fetchall()[0][1]
         own = f"CAST({self.values.sql} AS {kind}{'[]' if self.values.is_list else ''})"
         if kind != self.values.kind:
+            there_and_back = f"TRY_CAST(TRY_CAST(value AS {kind}) AS {self.values.kind})"
+            other = database.sql(
+                f"SELECT any_value(value)::VARCHAR FROM counts_{self.number} WHERE {there_and_back} <> value"
+                f" OR ({there_and_back} IS NULL AND value IS NOT NULL)"
+            ).fetchall()[0][0]
+            if other is not None:
+                raise DataError(
+                    f"{given.path}: its values are {kind}, and column {self.values.name!r} holds {self.values.kind},"
+                    f" such as {other!r}; write the column as {kind}, or encode anew"
+                )
             self.values = replace(self.values, sql=own, kind=kind)
             database.execute(f"ALTER TABLE counts_{self.number} ALTER value TYPE {kind}")
         database.execute(f"CREATE TABLE {self.table} AS SELECT * FROM read_parquet({path})")
