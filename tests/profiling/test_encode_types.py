@@ -154,7 +154,10 @@ def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
     """In a line, as every command; nothing is left of what was begun."""
     table = pa.table({"c": pa.array(range(3_000_000)).cast(pa.string())})
     pq.write_table(table, tmp_path / "in.parquet")
-    command = [sys.executable, "-m", "flexshard.cli", "encode", "in.parquet", "--column", "c", "-o", "out.parquet"]
+    # A shell's background jobs, as tests may be, ignore it.
+    heard = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{heard}; runpy.run_module('flexshard.cli', run_name='__main__')"
+    command = [sys.executable, "-c", program, "encode", "in.parquet", "--column", "c", "-o", "out.parquet"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".out*")) and time.monotonic() < deadline and process.poll() is None:
