@@ -20,7 +20,17 @@ from flexshard._internal.checks import first_repeated
 from flexshard._internal.files import PathLike, checked_path
 from flexshard.errors import DataError, MissingDependencyError
 
-__all__ = ["Chunk", "ParquetSource", "expand", "first_line", "hidden_part", "is_list", "one_array", "read_chunks"]
+__all__ = [
+    "Chunk",
+    "ParquetSource",
+    "expand",
+    "files_below",
+    "first_line",
+    "hidden_part",
+    "is_list",
+    "one_array",
+    "read_chunks",
+]
 
 # A row group whose columns unpack to more than this is streamed in batches instead of read at once.
 _WHOLE_GROUP_BYTES = 64 << 20
@@ -149,8 +159,7 @@ def _match_local(text: str) -> list[str]:
     try:
         path = Path(text).expanduser()
         if path.is_dir():
-            found = files_below(path)
-            return [str(file) for file in found if _is_data(file.relative_to(path).as_posix())]
+            return [str(file) for file in files_below(path) if file.suffix == ".parquet"]
         if path.exists() or not _is_glob(text):
             return [str(path)]
         return [file for file in glob.glob(str(path), recursive=True) if Path(file).is_file()]
@@ -168,8 +177,8 @@ def _is_data(path: str) -> bool:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files of a folder and those in it, through links too; a folder that has several names is read by one, its own
-    before a link's.
+    """The files of a folder and those in it, through links too, but for those that are hidden (:func:`hidden_part`); a
+    folder that has several names is read by one, its own before a link's.
     """
     found: list[Path] = []
     seen: set[str] = set()
@@ -182,6 +191,8 @@ def files_below(folder: Path) -> list[Path]:
             continue
         seen.add(real)
         for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
+            if hidden_part(entry.name) is not None:
+                continue
             if entry.is_dir():
                 (links if entry.is_symlink() else waiting).append(Path(entry.path))
             elif entry.is_file():

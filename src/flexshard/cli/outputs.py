@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from flexshard import planner, plots
-from flexshard._internal import files_below, hidden_part
+from flexshard._internal import files_below
 from flexshard.errors import OutputError
 
 __all__ = ["Force", "check_folder", "check_output", "kind_of"]
@@ -83,8 +83,7 @@ def _reads(given: Path, path: Path) -> bool:
     with suppress(RuntimeError):  # nobody's home
         given = given.expanduser()
     if given.is_dir():
-        read = (file for file in files_below(given) if hidden_part(file.relative_to(given).as_posix()) is None)
-        return any(_DATA.search(file.name) and path.samefile(file) for file in read)
+        return any(_DATA.search(file.name) and path.samefile(file) for file in files_below(given))
     if given.exists():
         return path.samefile(given)
     return any(path.samefile(match) for match in glob.glob(str(given), recursive=True))

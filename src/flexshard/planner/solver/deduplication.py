@@ -215,8 +215,7 @@ class Variants:
 
         def plan(mask: BoolArray) -> None:
             instance = self.of(mask)
-            least = min((one.seconds for _, one in found), default=np.inf)
-            known = least * (1 + _ROUNDED)  # of two that take as long, one is better
+            known = _most_of_best(found)
             try:
                 one = solve_instance(instance, limit_bytes, tiers, start_price=price, known_seconds=known)
                 found.append((instance, one))
@@ -250,7 +249,7 @@ class Variants:
         price = found[0][1].price
         bounds = [bound_at_price(self.of(mask), limit_bytes, tiers, price) for mask in masks]
         for index in np.argsort(bounds, kind="stable").tolist():
-            if bounds[index] > min(one.seconds for _, one in found) * (1 + _ROUNDED):
+            if bounds[index] > _most_of_best(found):
                 return
             yield masks[index]
 
@@ -330,6 +329,11 @@ class Variants:
             seconds, memory, _ = self._cheapest(levels, price)
             bounds.append(seconds + price * (memory - limit) + fixed.latency_seconds(levels))
         return min(bounds)
+
+
+def _most_of_best(found: Sequence[tuple[Instance, Solution]]) -> float:
+    """What the best of these takes, and any other that is as good but for rounding; of such, one may be preferred."""
+    return min((one.seconds for _, one in found), default=np.inf) * (1 + _ROUNDED)
 
 
 def _between(a: BoolArray, b: BoolArray) -> Iterator[BoolArray]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from flexshard import units
 from flexshard._internal import (
     PathLike,
@@ -115,7 +113,7 @@ def encode(
     ):
         data = data.loaded(database)
         stored = data.columns(database)
-        _check_names(data, stored if data.kind != "parquet" else pq.read_schema(data.files[0]).names)
+        _check_names(data, stored if data.kind != "parquet" else data.schemas[0].names)
         wide = [name for name, kind in stored.items() if kind in _WIDE and name not in names]
         own = [
             _Column.of(database, data, name, given.get(name), separator, nulls, unknown, number)
@@ -232,9 +230,7 @@ class _Column:
         separator = separator if given is None else given.separator
         values = resolved(database, data, name, separator)
         check_types(database, data, values, separator)
-        each = f"SELECT unnest({values.sql}) AS value FROM {data.sql}"
-        if not values.is_list:
-            each = f"SELECT {values.sql} AS value FROM {data.sql}"
+        each = values.each(data)
         if values.kind in ("FLOAT", "DOUBLE"):
             values, each = _whole(database, data, values, each)
         if values.kind in _WIDE:  # which Parquet has not: 64 bits, or texts
@@ -341,7 +337,7 @@ def _whole(database: Any, data: Scan, values: Values, each: str) -> tuple[Values
 
 def _encodings(data: Scan, columns: Sequence[_Column]) -> dict[str, str]:
     """Which mappings numbered the columns of what is written: these, and earlier ones where all files say so."""
-    before = [encodings(pq.read_schema(path)) for path in data.files] if data.kind == "parquet" else []
+    before = [encodings(schema) for schema in data.schemas] if data.kind == "parquet" else []
     shared = set.intersection(*({*said.items()} for said in before)) if before else set()
     return dict(sorted(shared)) | {column.values.name: column.digest for column in columns}
 

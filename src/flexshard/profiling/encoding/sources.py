@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexshard._internal import PathLike, files_below, hidden_part, sql_name, sql_text, there_are
+from flexshard._internal import PathLike, files_below, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
 
@@ -58,6 +60,11 @@ class Scan:
         listed = ", ".join(sql_text(glob.escape(file)) for file in self.files)
         reader, how = _READERS[self.kind]
         return f"{reader}([{listed}], hive_partitioning = true, {how})"
+
+    @cached_property
+    def schemas(self) -> tuple[pa.Schema, ...]:
+        """Of Parquet files, in their order."""
+        return tuple(pq.read_schema(file) for file in self.files)
 
     @property
     def numbered_sql(self) -> str:
@@ -152,10 +159,10 @@ def _matches(given: str) -> list[str]:
     path = Path(given).expanduser()
     if path.is_dir():
         try:
-            every = [file for file in files_below(path) if not hidden_part(str(file.relative_to(path)))]
+            every = [str(file) for file in files_below(path)]
         except OSError as error:
             raise DataError(f"{given}: not a path that can be read: {error.strerror}: {error.filename}") from error
-        found = [str(file) for file in every if _kind_or_none(str(file))]
+        found = [file for file in every if _kind_or_none(file)]
         if not found:
             raise DataError(f"{given}: no Parquet, CSV or JSON files in this folder")
         return found
@@ -197,6 +204,10 @@ class Values:
     is_list: bool
     kind: str
     is_column: bool
+
+    def each(self, data: Scan) -> str:
+        """A query for the values of all rows, one by one."""
+        return f"SELECT {f'unnest({self.sql})' if self.is_list else self.sql} AS value FROM {data.sql}"
 
 
 def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Values:
@@ -247,8 +258,8 @@ def check_types(database: Any, data: Scan, values: Values, separator: str | None
     limit = _EXACT.get(values.kind)
     by_type: dict[str, list[str]] = {}
     if data.kind == "parquet" and len(data.files) > 1:
-        for file in data.files:
-            by_type.setdefault(str(pq.read_schema(file).remove_metadata()), []).append(file)
+        for file, schema in zip(data.files, data.schemas, strict=True):
+            by_type.setdefault(str(schema.remove_metadata()), []).append(file)
     for files in by_type.values():
         own = Scan(data.kind, tuple(files))
         one = resolved(database, own, values.name, separator)
@@ -271,9 +282,8 @@ def check_types(database: Any, data: Scan, values: Values, separator: str | None
 
 def _check_exact(database: Any, data: Scan, values: Values, limit: int, why: str) -> None:
     """Whether floats hold a column's whole numbers; raises DataError."""
-    value = f"unnest({values.sql})" if values.is_list else values.sql
     found = database.sql(
-        f"SELECT any_value(value)::VARCHAR FROM (SELECT {value} AS value FROM {data.sql})"
+        f"SELECT any_value(value)::VARCHAR FROM ({values.each(data)})"
         f" WHERE isfinite(value::DOUBLE) AND (value > {limit} OR value < -{limit}) AND value = floor(value)"
     ).fetchall()[0][0]
     if found is not None:
@@ -329,9 +339,9 @@ def _check_once(database: Any, data: Scan, column: str) -> None:
     Raises:
         DataError: several have it.
     """
-    for file in data.files:
+    for number, file in enumerate(data.files):
         if data.kind == "parquet":
-            names = pq.read_schema(file).names
+            names = data.schemas[number].names
         elif data.kind == "csv":
             read = f"read_csv({sql_text(glob.escape(file))}, header = false, all_varchar = true)"
             names = list(database.sql(f"SELECT * FROM {read} LIMIT 1").fetchall()[0])
