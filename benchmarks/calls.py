@@ -89,7 +89,8 @@ def asked_for(plan: Plan, table: TablePlan, profile: AccessProfile, step: Lookup
     for tier in table.tiers:
         offset = position[ids] - tier.first_position
         here, size = (offset >= 0) & (offset < tier.rows), tier.group_size
-        asked = np.bincount(ranks[here] * size + offset[here] % size, minlength=world * size)
+        holder = (offset[here] + tier.first_holder) % size
+        asked = np.bincount(ranks[here] * size + holder, minlength=world * size)
         found[size] = asked.reshape(world, size)
     return found
 

@@ -228,14 +228,14 @@ def plan_of(
 
 
 def with_tiers(plan: Plan, split: dict[str, list[tuple[int, int, str]]]) -> Plan:
-    """The plan with other tiers: (group size, rows, reduction) of each table, hottest first."""
+    """The plan with other tiers: (group size, rows, reduction) of each table, hottest first; each with another rank."""
     placed = {}
-    for name, table in plan.tables.items():
+    for index, (name, table) in enumerate(plan.tables.items()):
         tiers, first = [], 0
         for size, rows, reduction in split[name]:
             if rows:
-                kind = strategy_name(size, plan.cluster.world_size)
-                tiers.append(Tier(kind, size, rows, first, 0.0, None, 0.0, 0.0, 0.0, reduction))
+                kind, holder = strategy_name(size, plan.cluster.world_size), (index + 1) % size
+                tiers.append(Tier(kind, size, rows, first, 0.0, None, 0.0, 0.0, 0.0, reduction, first_holder=holder))
             first += rows
         placed[name] = replace(table, tiers=tuple(tiers))
     return replace(plan, tables=placed)

@@ -61,7 +61,9 @@ def sharded(whose: str, registry: Any = None) -> Any:
         sizes = [(2, ROWS)] if whose == "one tier" else [(1, ROWS // 2), (2, ROWS // 2)]
         tiers, first = [], 0
         for size, rows in sizes:
-            tiers.append(Tier(strategy_name(size, 2), size, rows, first, 0.0, None, 0.0, 0.0, 0.0, "dense"))
+            tiers.append(
+                Tier(strategy_name(size, 2), size, rows, first, 0.0, None, 0.0, 0.0, 0.0, first_holder=size - 1)
+            )
             first += rows
         placed = replace(solved.tables["goods"], tiers=tuple(tiers))
         solved = replace(solved, tables={"goods": placed})

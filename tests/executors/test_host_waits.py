@@ -252,9 +252,20 @@ def test_locations_of_many_tables_at_once(seed: int, large: bool) -> None:
     tiers = {
         name: [
             *([Tier("data_parallel", 1, hot[name], 0, 0.0, None, 0.0, 0.0, 0.0)] if name in hot else []),
-            Tier("row_wise", 4, number - hot.get(name, 0), hot.get(name, 0), 0.0, None, 0.0, 0.0, 0.0),
+            Tier(
+                "row_wise",
+                4,
+                number - hot.get(name, 0),
+                hot.get(name, 0),
+                0.0,
+                None,
+                0.0,
+                0.0,
+                0.0,
+                first_holder=at % 4,
+            ),
         ]
-        for name, number in rows.items()
+        for at, (name, number) in enumerate(rows.items())
     }
     layout = Layout.of(tiers, rows, 4)
     tables = [

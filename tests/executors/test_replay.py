@@ -21,7 +21,7 @@ from flexshard.tables import translation_bytes
 from flexshard.topologies import CollectiveRate, Level
 
 
-def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int]) -> Plan:
+def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int], first_holder: int = 0) -> Plan:
     from dataclasses import replace
 
     cluster = Cluster.preset("a100-4x8-roce", nodes=nodes)
@@ -30,7 +30,8 @@ def plan_for(nodes: int, ranks_per_node: int, rows: int, sizes: dict[int, int]) 
     plan = flexshard.solve([Table("t", rows, 4, profile)], cluster, batch_size=2, index_dedup=False)
     tiers, first = [], 0
     for size, number in sizes.items():
-        tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0))
+        holder = min(first_holder, size - 1)
+        tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0, first_holder=holder))
         first += number
     return replace(plan, tables={"t": replace(plan.tables["t"], tiers=tuple(tiers))})
 
@@ -75,11 +76,34 @@ def test_no_row_is_lost_at_a_thousand_ranks() -> None:
             assert traffic.sent.sum() == traffic.received.sum() > 0
 
 
+def test_tiers_begin_with_the_rank_that_they_say() -> None:
+    # As by hand above; the row-wise rows begin with rank 5, those in every node with local rank 5.
+    plan = plan_for(2, 8, 100, {1: 2, 8: 8, 16: 90}, first_holder=5)
+    step = {"t": Lookups(np.array([0, 3, 12, 10, 21]), np.array([0, 0, 0, 9, 9]))}
+    found = replay(plan, [step], {"t": IndexBijection.identity(100)})
+    flex, everywhere = found.find("embeddings", 8), found.find("embeddings", 16)
+    assert flex is not None
+    assert everywhere is not None
+    row = 4 * 4
+    # Row 3 is second in its node: local rank 6. Row 12 is third (rank 7), 10 first (rank 5), 21 twelfth (rank 0).
+    assert flex.sent[0].tolist() == [0] * 6 + [row] + [0] * 9
+    assert everywhere.sent[0].tolist() == [row, 0, 0, 0, 0, row, 0, row] + [0] * 8
+    assert found.rows_served[0].tolist() == [2, 0, 0, 0, 0, 1, 1, 1] + [0] * 8
+
+
+def test_a_tier_that_begins_with_no_rank_of_its_group_is_refused() -> None:
+    tier = Tier("row_wise", 4, 10, 0, 0.0, None, 0.0, 0.0, 0.0, first_holder=4)
+    message = "table 'a': the tier of group size 4 begins at local rank 4, and a group has 0 to 3; plan again"
+    with pytest.raises(PlanError, match=message):
+        Layout.of({"a": [tier]}, {"a": 10}, 4)
+
+
+@pytest.mark.parametrize("holder", [0, 1, 3])
 @pytest.mark.parametrize("sizes", [{1: 7, 2: 20, 4: 73}, {4: 100}, {2: 3, 1: 97}, {1: 100}, {4: 1, 2: 98, 1: 1}])
-def test_every_row_has_one_slot_per_copy(sizes: dict[int, int]) -> None:
+def test_every_row_has_one_slot_per_copy(sizes: dict[int, int], holder: int) -> None:
     tiers, first = [], 0
     for size, number in sizes.items():
-        tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0))
+        tiers.append(Tier("", size, number, first, 0.0, None, 0.0, 0.0, 0.0, first_holder=min(holder, size - 1)))
         first += number
     layout = Layout.of({"a": tiers, "b": tiers}, {"a": 100, "b": 100}, 4)
     locations = np.concatenate([layout.locations(table, np.arange(100)) for table in (0, 1)])
@@ -192,8 +216,8 @@ def test_rows_without_copies_are_found_by_arithmetic(
     rows, world = 1000, 4
     tiers = [
         Tier("data_parallel", 1, hot // 2, 0, 0.0, None, 0.0, 0.0, 0.0),
-        Tier("flex", 2, hot - hot // 2, hot // 2, 0.0, None, 0.0, 0.0, 0.0),
-        Tier("row_wise", world, rows - hot, hot, 0.0, None, 0.0, 0.0, 0.0),
+        Tier("flex", 2, hot - hot // 2, hot // 2, 0.0, None, 0.0, 0.0, 0.0, first_holder=1),
+        Tier("row_wise", world, rows - hot, hot, 0.0, None, 0.0, 0.0, 0.0, first_holder=3),
     ]
     placed = [tier for tier in tiers if tier.rows]
     large = [Tier("row_wise", world, others, 0, 0.0, None, 0.0, 0.0, 0.0)]

@@ -30,17 +30,18 @@ def cluster() -> Cluster:
     return Cluster("two", 2, 4, 1e9, 0.0, (Level(1, None, slow), Level(4, fast, slow), Level(8, slow, None)))
 
 
-def held(tiers: list[tuple[int, int]], ranking: IndexBijection) -> list[set[int]]:
-    """Ids that each of eight ranks holds, row by row."""
+def held(tiers: list[tuple[int, int]], ranking: IndexBijection, holder: int) -> list[set[int]]:
+    """Ids that each of eight ranks holds, row by row, where tiers begin with rank ``holder`` of their group."""
     ids, first, found = np.asarray(ranking.row_at), 0, [set() for _ in range(8)]  # type: ignore[var-annotated]
     for size, rows in tiers:
         for offset, row in enumerate(ids[first : first + rows].tolist()):
-            for rank in range(offset % size, 8, size):
+            for rank in range((offset + holder) % size, 8, size):
                 found[rank].add(row)
         first += rows
     return found
 
 
+@pytest.mark.parametrize("holders", [(0, 0), (0, 5), (3, 3), (6, 2)])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -51,16 +52,21 @@ def held(tiers: list[tuple[int, int]], ranking: IndexBijection) -> list[set[int]
         ([(1, 300)], [(8, 300)]),
     ],
 )
-def test_moves_row_by_row(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
+def test_moves_row_by_row(
+    before: list[tuple[int, int]], after: list[tuple[int, int]], holders: tuple[int, int]
+) -> None:
     random = np.random.default_rng(0)
     orders = [IndexBijection(random.permutation(300)[:120], 300) for _ in range(2)]
     layouts = []
-    for tiers in (before, after):
+    for tiers, holder in zip((before, after), holders, strict=True):
         firsts = np.cumsum([0, *[rows for _, rows in tiers]])
-        made = [Tier("any", g, rows, int(at), 0, None, 0, 0, 0) for (g, rows), at in zip(tiers, firsts, strict=False)]
+        made = [
+            Tier("any", g, rows, int(at), 0, None, 0, 0, 0, first_holder=holder % g)
+            for (g, rows), at in zip(tiers, firsts, strict=False)
+        ]
         layouts.append(Layout.of({"t": made}, {"t": 300}, 8))
     found = row_moves((layouts[0], 0), (layouts[1], 0), *orders, 5, table="t")
-    was, will = held(before, orders[0]), held(after, orders[1])
+    was, will = (held(*one) for one in zip((before, after), orders, holders, strict=True))
     assert found.moved == sum(len(new - old) for old, new in zip(was, will, strict=True))
     assert found.kept == sum(len(new & old) for old, new in zip(was, will, strict=True))
     assert found.nbytes == 20 * found.moved

@@ -36,6 +36,8 @@ class PlacedRows(Protocol):
     def rows(self) -> int: ...  # noqa: D102 - as a plan has it
     @property
     def reduction(self) -> str: ...  # noqa: D102 - as a plan has it
+    @property
+    def first_holder(self) -> int: ...  # noqa: D102 - as a plan has it
 
 
 class PlacedTable(Protocol):
@@ -89,6 +91,7 @@ class Layout:
         first_position: of each table's tier at each level; shape (T, G).
         rows: of each table at each level; shape (T, G).
         sparse: whether a tier's gradients are gathered row by row instead of reduced whole; shape (T, G).
+        first_holder: local rank that holds each tier's first row, the others' following in turn; shape (T, G).
     """
 
     world_size: int
@@ -98,6 +101,7 @@ class Layout:
     first_position: IntArray
     rows: IntArray
     sparse: npt.NDArray[np.bool_]
+    first_holder: IntArray
 
     first_rank = deprecated_attribute("first_rank", "first_position")
     first_code = deprecated_attribute("first_code", "first_location")
@@ -109,23 +113,31 @@ class Layout:
         """Layout of tables by name, as a plan gives their tiers.
 
         Raises:
-            PlanError: a table's tiers do not hold each of its rows once.
+            PlanError: a table's tiers do not hold each of its rows once, or begin at a rank that there is not.
         """
         sizes = tuple(sorted({tier.group_size for table in tiers.values() for tier in table}))
         shape = len(tiers), len(sizes)
-        first, rows, sparse = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        first, rows, holder = (np.zeros(shape, np.int64) for _ in range(3))
+        sparse = np.zeros(shape, bool)
         for index, (name, table) in enumerate(tiers.items()):
             end = 0
             for tier in sorted(table, key=lambda tier: tier.first_position):
                 level = sizes.index(tier.group_size)
                 if tier.first_position != end or rows[index, level]:
                     raise PlanError(f"table {name!r}: the plan's tiers overlap or leave rows out; plan again")
+                if not 0 <= tier.first_holder < tier.group_size:
+                    raise PlanError(
+                        f"table {name!r}: the tier of group size {tier.group_size} begins at local rank"
+                        f" {tier.first_holder}, and a group has 0 to {tier.group_size - 1}; plan again"
+                    )
                 end += tier.rows
                 first[index, level], rows[index, level] = tier.first_position, tier.rows
+                holder[index, level] = tier.first_holder
                 sparse[index, level] = tier.reduction == "sparse"
             if end != num_rows[name]:
                 raise PlanError(f"table {name!r}: has {num_rows[name]:,} rows, the plan places {end:,}; plan again")
-        return cls(world_size, tuple(tiers), np.array([num_rows[name] for name in tiers]), sizes, first, rows, sparse)
+        every = np.array([num_rows[name] for name in tiers])
+        return cls(world_size, tuple(tiers), every, sizes, first, rows, sparse, holder)
 
     @classmethod
     def of_tables(cls, tables: Mapping[str, PlacedTable], world_size: int) -> Layout:
@@ -155,7 +167,7 @@ class Layout:
             tuple(name for layout in layouts for name in layout.tables),
             np.concatenate([layout.num_rows for layout in layouts]),
             sizes,
-            *(of(name) for name in ("first_position", "rows", "sparse")),
+            *(of(name) for name in ("first_position", "rows", "sparse", "first_holder")),
         )
 
     def shift_into(self, joined: Layout, first_table: int) -> IntArray:
@@ -224,7 +236,8 @@ class Layout:
             start = self.first_bucket[level] * self.num_slots + int(self.first_slot[table, level])
             offset = positions - int(self.first_position[table, level])
             here = (offset >= 0) & (offset < int(self.rows[table, level]))
-            locations += here * (start + offset % size * self.num_slots + offset // size)
+            local_rank = (offset + int(self.first_holder[table, level])) % size
+            locations += here * (start + local_rank * self.num_slots + offset // size)
         return locations
 
     @cached_property
@@ -241,7 +254,8 @@ class Layout:
     def piece(self, table: int, level: int, local_rank: int) -> Piece:
         """Rows of a table at a level that this local rank of each group holds."""
         first, rows = int(self.first_position[table, level]), int(self.rows[table, level])
-        held = range(first + local_rank, first + rows, self.group_sizes[level])
+        size = self.group_sizes[level]
+        held = range(first + (local_rank - int(self.first_holder[table, level])) % size, first + rows, size)
         return Piece(int(self.first_slot[table, level]), held)
 
     def holder(self, table: int, positions: IntArray, asking: int) -> tuple[IntArray, IntArray, IntArray]:

@@ -12,6 +12,7 @@ from flexshard.costmodels import Cost, strategy_name
 from flexshard.errors import BudgetError
 from flexshard.planner.plan import Alternative, TablePlan, Tier
 from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.holders import holders_apart, hottest_rows
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.loads import fullest_rank_bytes
 from flexshard.planner.solver.published import solve_published
@@ -56,7 +57,7 @@ def table_plans(
     alternatives: Sequence[tuple[Alternative, ...]],
 ) -> dict[str, TablePlan]:
     """Tables of a plan by name, in the instance's order; ``sparse`` of shape (T, G)."""
-    reads = instance.tier_reads(allocation)
+    reads, holders = instance.tier_reads(allocation), holders_apart(instance, hottest_rows(instance, allocation))
     return {
         table.name: TablePlan(
             name=table.name,
@@ -71,7 +72,7 @@ def table_plans(
             profile_path=table.profile.path,
             num_samples=table.profile.num_samples,
             avg_length=table.profile.avg_length,
-            tiers=_tiers(instance, index, allocation[index], reads[index], sparse[index]),
+            tiers=_tiers(instance, index, allocation[index], reads[index], sparse[index], holders[index]),
             alternatives=alternatives[index],
             dedup_factor=table.dedup_factor,
             index_dedup=bool(instance.deduplicated[index]),
@@ -86,6 +87,7 @@ def _tiers(
     rows: npt.NDArray[np.int64],
     reads: npt.NDArray[np.float64],
     sparse: npt.NDArray[np.bool_],
+    holders: npt.NDArray[np.int64],
 ) -> tuple[Tier, ...]:
     table, world = instance.tables[index], instance.cluster.world_size
     profile = table.profile
@@ -93,9 +95,8 @@ def _tiers(
     total = float(reads.sum())
     ends = np.cumsum(rows)
     tiers = []
-    for size, end, number, read, gathered in zip(
-        instance.group_sizes.tolist(), ends.tolist(), rows.tolist(), reads.tolist(), sparse.tolist(), strict=True
-    ):
+    levels = (instance.group_sizes, ends, rows, reads, sparse, holders)
+    for size, end, number, read, gathered, holder in zip(*(of.tolist() for of in levels), strict=True):
         if number == 0:
             continue
         first, last = np.searchsorted(cum_rows, [end - number, end - 1], side="right").tolist()
@@ -119,6 +120,7 @@ def _tiers(
                 coldest,
                 "sparse" if gathered else "dense",
                 share,
+                holder,
             )
         )
     return tuple(tiers)

@@ -80,6 +80,9 @@ class Tier:
         reduction: how gradients of its copies are brought together: "dense" (all-reduce of all its rows) or "sparse"
             (all-gather of those that were touched).
         coldest_c: share of samples that contain its last row; None where samples do not repeat it, so that it is p.
+        first_holder: local rank that holds its first row, those of the next ones following in turn: in order of
+            popularity, or of id where the rows have no copies and come last. It differs between tables, lest one rank
+            hold the hottest rows of all.
     """
 
     strategy: str
@@ -93,6 +96,7 @@ class Tier:
     coldest_p: float
     reduction: str = "dense"
     coldest_c: float | None = None
+    first_holder: int = 0
 
     first_rank = deprecated_attribute("first_rank", "first_position")
 

@@ -110,7 +110,8 @@ def _pooled_table(table: Body) -> Body:
 
 def _table_document(table: Body, *, index_dedup: bool) -> Body:
     """As the file has it, where ``index_dedup`` is what its settings say of all tables."""
-    tiers = [_without(with_names(tier, FIELDS), reduction="dense", coldest_c=None) for tier in table["tiers"]]
+    usual: Body = {"reduction": "dense", "coldest_c": None, "first_holder": 0}
+    tiers = [_without(with_names(tier, FIELDS), **usual) for tier in table["tiers"]]
     return _without(table | {"tiers": tiers}, dedup_factor=1.0, undeduplicated=(), index_dedup=index_dedup, cache=None)
 
 

@@ -18,7 +18,8 @@ from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.gathered import gathered_of_tiers
-from flexshard.planner.solver.instance import Instance
+from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
+from flexshard.planner.solver.loads import fullest_rank_bytes
 from flexshard.planner.solving import solve
 from flexshard.profiling import AccessProfile, check_same_ids
 from flexshard.tables import OPTIMIZERS, Table, expected_distinct
@@ -139,7 +140,7 @@ def replan(
         check_same_ids(old[name], profile, name)
     new = old | dict(newer)
     problem = _problem(plan, [_table(table, new[name]) for name, table in plan.tables.items()])
-    after = solve(problem)
+    after = _with_holders_of(plan, solve(problem), problem)
     moves = []
     for name, table in plan.tables.items():
         then = after.tables[name]
@@ -244,18 +245,52 @@ def _ranking(table: TablePlan, profile: AccessProfile, cluster: Cluster) -> Inde
     return IndexBijection(profile.hottest_rows(rows_with_places(table, cluster.world_size)), table.rows)
 
 
-def _under_newer(plan: Plan, problem: Problem, old: Mapping[str, AccessProfile]) -> Cost:
-    """Cost of the plan's placement when rows are read as the problem's profiles say."""
-    mask = np.array([table.index_dedup for table in plan.tables.values()])
-    instance = Variants(problem).of(mask)
+def _with_holders_of(plan: Plan, after: Plan, problem: Problem) -> Plan:
+    """The newer plan with each tier beginning at the rank where it begins now, so that no rows move for that alone;
+    as it is where the fullest rank would not fit so.
+    """
+    tables = {}
+    for name, table in after.tables.items():
+        now = {tier.group_size: tier.first_holder for tier in plan.tables[name].tiers}
+        tiers = (replace(tier, first_holder=now.get(tier.group_size, tier.first_holder)) for tier in table.tiers)
+        tables[name] = replace(table, tiers=tuple(tiers))
+    kept = replace(after, tables=tables)
+    if tables == after.tables or after.predicted.fullest_dynamic_bytes is None:
+        return kept
+    instance, allocation, _ = _as_arrays(after, problem)
+    holders = np.zeros_like(allocation)
     sizes = instance.group_sizes.tolist()
-    shape = len(plan.tables), len(sizes)
-    allocation, reads, hottest = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape)
-    sparse, touched = np.zeros(shape, np.bool_), np.zeros((len(sizes), len(plan.tables), 2))
-    for index, (name, table) in enumerate(plan.tables.items()):
+    for index, table in enumerate(tables.values()):
+        for tier in table.tiers:
+            holders[index, sizes.index(tier.group_size)] = tier.first_holder
+    fullest = fullest_rank_bytes(instance, allocation, in_order=problem.in_order, holders=holders)
+    assert fullest is not None
+    nbytes = after.predicted.static_memory_bytes + fullest
+    if problem.memory == "p99.9" and nbytes > memory_limit(plan.settings.budget_bytes):
+        return after
+    return replace(kept, predicted=replace(after.predicted, fullest_dynamic_bytes=fullest))
+
+
+def _as_arrays(plan: Plan, problem: Problem) -> tuple[Instance, Allocation, npt.NDArray[np.bool_]]:
+    """A plan's placement: the instance of its tables, rows of each tier, and which are gathered; shape (T, G)."""
+    instance = Variants(problem).of(np.array([table.index_dedup for table in plan.tables.values()]))
+    sizes, shape = instance.group_sizes.tolist(), (len(plan.tables), len(instance.group_sizes))
+    allocation, sparse = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+    for index, table in enumerate(plan.tables.values()):
         levels = np.array([sizes.index(tier.group_size) for tier in table.tiers])
         allocation[index, levels] = [tier.rows for tier in table.tiers]
         sparse[index, levels] = [tier.reduction == "sparse" for tier in table.tiers]
+    return instance, allocation, sparse
+
+
+def _under_newer(plan: Plan, problem: Problem, old: Mapping[str, AccessProfile]) -> Cost:
+    """Cost of the plan's placement when rows are read as the problem's profiles say."""
+    instance, allocation, sparse = _as_arrays(plan, problem)
+    sizes = instance.group_sizes.tolist()
+    reads, hottest = np.zeros(allocation.shape), np.zeros(allocation.shape)
+    touched = np.zeros((len(sizes), len(plan.tables), 2))
+    for index, (name, table) in enumerate(plan.tables.items()):
+        levels = np.array([sizes.index(tier.group_size) for tier in table.tiers])
         found = _reads_of_tiers(instance, index, table, _ranking(table, old[name], plan.cluster))
         reads[index, levels], hottest[index, levels], touched[levels, index] = found
     cost = instance.cost_of(allocation, reads, hottest)

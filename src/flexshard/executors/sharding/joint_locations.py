@@ -62,9 +62,9 @@ class JointLocations:
     def __init__(self, tables: Sequence[LocationTable], *, translated: bool) -> None:
         """Of one layout, on one device; one at least. ``translated``: ids will be locations already."""
         self._tables, self._translated = tables, translated
-        # Where ids end, the table, where its first row that is dealt is; and of those that list others: the first
-        # block, whether there are any, the first that is listed.
-        self._facts = np.zeros((len(tables), 6), np.int64)
+        # Where ids end, the table, where its rows that are dealt begin and with which rank; and of those that list
+        # others: the first block, whether there are any, the first that is listed.
+        self._facts = np.zeros((len(tables), 7), np.int64)
         self._facts[:, 0] = [table.num_locations if translated else table.num_rows for table in tables]
         self._facts[:, 1] = np.arange(len(tables))
         self._rests: list[Rest | None] = [None] * len(tables)
@@ -74,7 +74,7 @@ class JointLocations:
     def _list_together(self) -> None:
         tables, device = self._tables, self._tables[0].device
         self._rests = [table.rest for table in tables]
-        self._facts[:, 2] = [rest.start if rest else 0 for rest in self._rests]
+        self._facts[:, 2:4] = [(rest.start, rest.first_holder) if rest else (0, 0) for rest in self._rests]
         sets = {at: table.listed for at, table in enumerate(tables) if table.listed is not None and self._rests[at]}
         # Where all rows are dealt, none is a member, as in the first block.
         words = [torch.zeros(2, dtype=torch.int64, device=device), *(words for words, _ in sets.values())]
@@ -83,7 +83,7 @@ class JointLocations:
         self._words, self._listed = torch.cat(words), torch.cat(listed)
         ends, starts = (np.cumsum([len(part) for part in parts]).tolist() for parts in (words, listed))
         for index, one, two in zip(sets, pairwise(ends), pairwise(starts), strict=True):
-            self._facts[index, 3:] = one[0] // 2, 1, two[0]
+            self._facts[index, 4:] = one[0] // 2, 1, two[0]
             tables[index].hold(self._words[slice(*one)], self._listed[slice(*two)])
 
     def locations(self, lookups: TableIds) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -95,8 +95,8 @@ class JointLocations:
         if not every.numel():
             return [], None
         facts = self._facts[list(lookups.tables)]
-        if not facts[:, 4].any():
-            facts = facts[:, :3]
+        if not facts[:, 5].any():
+            facts = facts[:, :4]
         numbers = to_device(np.vstack([np.cumsum(lengths), facts.T]), every.device)
         of_each = numbers[1:].index_select(1, segment_within(numbers[0], every.numel()))
         inside = (every < of_each[0]) & (every >= 0)
@@ -122,13 +122,13 @@ class JointLocations:
 
     def _dealt_or_listed(self, rest: Rest | None, ids: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
         """Locations of ids, shape (n,), of tables whose rest is as ``rest`` but for where it starts; ``facts`` of each
-        id from there on, shape (1, n) where no table lists any.
+        id from there on, shape (2, n) where no table lists any.
         """
         assert rest is not None
-        if len(facts) == 1:
-            return rest.locations(ids, facts[0]).to(self._listed.dtype)
-        start, block, others, first = facts
+        if len(facts) == 2:
+            return rest.locations(ids, *facts).to(self._listed.dtype)
+        start, holder, block, others, first = facts
         member, before = RowSet(self._words).find_in(block + (ids >> 6) * others, ids)
-        dealt = rest.locations(ids - before, start).to(self._listed.dtype)
+        dealt = rest.locations(ids - before, start, holder).to(self._listed.dtype)
         at = (before + first).clamp(max=self._listed.numel() - 1)
         return torch.where(member, self._listed.index_select(0, at), dealt)

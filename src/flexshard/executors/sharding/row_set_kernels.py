@@ -19,6 +19,7 @@ def locate(
     start: int,
     ranks: int,
     slots: int,
+    first_holder: int,
     locations: npt.NDArray[Any],
 ) -> None:
     """Locations of ids: of members as listed, of the others dealt to the ranks in turn.
@@ -27,9 +28,10 @@ def locate(
         ids: shape (n,).
         words: as of :class:`RowSet`.
         members: location of each member, in order of id.
-        start: location of the first of the other rows.
+        start: location of the first of the other rows, had rank 0 it.
         ranks: that these are dealt to.
         slots: locations between one rank and the next.
+        first_holder: rank that has it.
         locations: to fill; shape (n,).
     """
     divisor = np.uint64(ranks)  # unsigned numbers need neither a negative index's nor a negative quotient's branches
@@ -48,4 +50,7 @@ def locate(
         else:
             other = row - before
             turn = other // divisor
-            locations[index] = start + np.int64(other - turn * divisor) * slots + np.int64(turn)
+            rank = np.int64(other - turn * divisor) + first_holder
+            if rank >= ranks:
+                rank -= ranks
+            locations[index] = start + rank * slots + np.int64(turn)

@@ -15,6 +15,7 @@ from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommC
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from flexshard.costmodels import apart
 from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.servers.embedding_servers import EmbeddingServers
@@ -159,6 +160,7 @@ class _AllRows:
     group_size: int
     first_position: int = 0
     reduction: str = "dense"
+    first_holder: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,9 @@ class _RowWiseTable:
     cache: None = None
 
 
-def _row_wise(config: EmbeddingBagConfig, world_size: int) -> _RowWiseTable:
-    rows = config.num_embeddings
-    return _RowWiseTable(rows, config.embedding_dim, (_AllRows(rows, world_size),))
+def _row_wise(config: EmbeddingBagConfig, world_size: int, number: int) -> _RowWiseTable:
+    rows, holder = config.num_embeddings, apart(number, world_size)
+    return _RowWiseTable(rows, config.embedding_dim, (_AllRows(rows, world_size, first_holder=holder),))
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,10 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                     " pool by sums"
                 )
         device = torch.device("cpu") if device is None else device
-        planned = {name: _RowWise(_row_wise(configs[name], env.world_size), fingerprint) for name in cached}
+        planned = {
+            name: _RowWise(_row_wise(configs[name], env.world_size, sorted(factors).index(name)), fingerprint)
+            for name in cached
+        }
         shared = self._rows.shard(
             planned,
             configs,

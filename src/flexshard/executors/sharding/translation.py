@@ -136,11 +136,12 @@ class LocationTable:
 
             found = torch.empty(ids.numel(), dtype=self._type)
             words = self._set.words.numpy()
-            locate(ids.numpy(), words, self._listed.numpy(), rest.start, rest.ranks, rest.slots, found.numpy())
+            numbers = rest.start, rest.ranks, rest.slots, rest.first_holder
+            locate(ids.numpy(), words, self._listed.numpy(), *numbers, found.numpy())
             return found
         ids = ids.long()
         member, before = self._set.find(ids)
-        dealt = rest.locations(ids - before, rest.start)
+        dealt = rest.locations(ids - before, rest.start, rest.first_holder)
         if not self._listed.numel():
             return dealt.to(self._type)
         listed = self._listed.index_select(0, before.clamp(max=self._listed.numel() - 1))
@@ -153,22 +154,26 @@ class Rest:
 
     Attributes:
         first: position of the first.
-        start: its location.
+        start: where its table's are on every rank: their location, had rank 0 the first.
         ranks: how many.
         slots: locations between one rank and the next.
+        first_holder: rank that has the first.
     """
 
     first: int
     start: int
     ranks: int
     slots: int
+    first_holder: int
 
-    def locations(self, others: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
-        """Of rows by their number among these, shape (n,), int64; ``start`` of each, or of all."""
+    def locations(
+        self, others: torch.Tensor, start: torch.Tensor | int, first_holder: torch.Tensor | int
+    ) -> torch.Tensor:
+        """Of rows by their number among these, shape (n,), int64; the others of each, or of all."""
         if self.ranks == 1:
             return others + start
-        turn = torch.div(others, self.ranks, rounding_mode="floor")
-        return start + (others - turn * self.ranks) * self.slots + turn
+        rank = torch.remainder(others + first_holder, self.ranks)
+        return start + rank * self.slots + torch.div(others, self.ranks, rounding_mode="floor")
 
     @classmethod
     def of(cls, layout: Layout, table: int) -> Rest | None:
@@ -178,7 +183,7 @@ class Rest:
         if layout.group_sizes[level] != layout.world_size or first + rows != int(layout.num_rows[table]) or not rows:
             return None
         start = int(layout.first_bucket[level] * layout.num_slots + layout.first_slot[table, level])
-        return cls(first, start, layout.world_size, layout.num_slots)
+        return cls(first, start, layout.world_size, layout.num_slots, int(layout.first_holder[table, level]))
 
 
 class Translator:

@@ -240,10 +240,14 @@ class _Group:
             size, first = layout.group_sizes[level], int(layout.first_position[index, level])
             here = (position >= first) & (position < first + int(layout.rows[index, level]))
             offset, asks = position[here] - first, asking[here]
-            key = asks.astype(np.int64) * size + offset % size
+            key = asks.astype(np.int64) * size + self._holder(index, level, offset)
             pairs[level] += np.bincount(key, minlength=self.world * size)
             if layout.sparse[index, level] and size < self.world:
                 seen[level].append(np.unique(asks.astype(np.int64) // size * self._span(index, level) + offset))
+
+    def _holder(self, index: int, level: int, offset: npt.NDArray[np.integer[Any]]) -> IntArray:
+        """Local rank of a tier's rows."""
+        return np.asarray((offset + self.layout.first_holder[index, level]) % self.layout.group_sizes[level])
 
     def _span(self, index: int, level: int) -> int:
         return int(self.layout.rows[index, level])
@@ -251,7 +255,7 @@ class _Group:
     def _count_touched(self, index: int, level: int, distinct: IntArray, touched: IntArray) -> None:
         """Each distinct (copy, row) is held by one rank of the copy."""
         size, span = self.layout.group_sizes[level], self._span(index, level)
-        holder = distinct // span * size + distinct % span % size
+        holder = distinct // span * size + self._holder(index, level, distinct % span)
         touched += np.bincount(holder, minlength=self.world)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -19,8 +19,9 @@ from flexshard.costmodels import (
     fullest_bytes,
     lookup_bytes,
 )
+from flexshard.planner.solver.holders import HottestRows, holders_apart, hottest_rows
 from flexshard.planner.solver.instance import Allocation, Instance
-from flexshard.profiling import AccessProfile, LengthMoments, splitmix64
+from flexshard.profiling import AccessProfile, LengthMoments
 from flexshard.tables import Table
 
 __all__ = ["fullest_rank_bytes", "loads_of"]
@@ -29,23 +30,24 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _KNOWN: WeakKeyDictionary[Instance, _Moments] = WeakKeyDictionary()
-_HOT_ROWS = 1 << 16  # looked at one by one, of all tables and levels together
-_MOST_PLACES = 1 << 22
 _BLOCK_COUNTS = 1 << 15
 
 
-def fullest_rank_bytes(instance: Instance, allocation: Allocation, *, in_order: bool) -> float | None:
+def fullest_rank_bytes(
+    instance: Instance, allocation: Allocation, *, in_order: bool, holders: IntArray | None = None
+) -> float | None:
     """Dynamic memory that the fullest rank of a step exceeds in one step of a thousand; None where a table's profile
-    does not know how many ids samples have. Arguments as of :func:`flexshard.costmodels.fullest_bytes`.
+    does not know how many ids samples have. Arguments as of :func:`flexshard.costmodels.fullest_bytes`; ``holders``, by
+    default, as of :func:`holders_apart`.
     """
     if any(table.profile.lengths is None for table in instance.tables):
         return None
-    loads = loads_of(instance, allocation)
+    loads = loads_of(instance, allocation, holders)
     return fullest_bytes(loads, instance.cluster.world_size, QUANTILE, in_order=in_order)
 
 
-def loads_of(instance: Instance, allocation: Allocation) -> Loads:
-    """Lookups of each table, by the level that serves them."""
+def loads_of(instance: Instance, allocation: Allocation, holders: IntArray | None = None) -> Loads:
+    """Lookups of each table, by the level that serves them; ``holders`` as of :func:`holders_apart`."""
     tables = instance.tables
     both = np.array([lookup_bytes(one.row_bytes, one.gradient_bytes) for one in instance.widths])
     per_lookup, per_row = both[instance.table_kind].T
@@ -53,9 +55,9 @@ def loads_of(instance: Instance, allocation: Allocation) -> Loads:
     lookups = np.array([table.lookups(instance.batch_size) for table in tables])
     samples = [table.distinct_samples(instance.batch_size) for table in tables]
     reads, ends = instance.tier_reads(allocation), np.cumsum(allocation, axis=1)
-    levels = np.flatnonzero((instance.group_sizes > 1) & allocation.any(axis=0)).tolist()
-    hot_rows = int(np.clip(_HOT_ROWS // (len(tables) * max(len(levels), 1)), 16, 4096))
     of_counts = _Moments.of(instance)
+    hottest = hottest_rows(instance, allocation)
+    holders = holders_apart(instance, hottest) if holders is None else holders
     return Loads(
         lookups * per_lookup + reads.sum(axis=1) * per_row,
         lookups * (per_lookup + gradient_bytes),
@@ -64,7 +66,10 @@ def loads_of(instance: Instance, allocation: Allocation) -> Loads:
             [_batch_lengths(table.profile.lengths, number) for table, number in zip(tables, samples, strict=True)]
         ),
         np.array([_length(table.profile, number) for table, number in zip(tables, samples, strict=True)]),
-        [_served(instance, of_counts, level, allocation, ends, reads[:, level], hot_rows) for level in levels],
+        [
+            _served(instance, of_counts, level, ends, reads[:, level], of_level.turned(holders[:, level]))
+            for level, of_level in hottest.items()
+        ],
     )
 
 
@@ -192,25 +197,15 @@ def _served(
     instance: Instance,
     of_counts: _Moments,
     level: int,
-    allocation: Allocation,
     ends: IntArray,
     reads: FloatArray,
-    hot_rows: int,
+    hottest: HottestRows,
 ) -> ServedRows:
-    size, rows = int(instance.group_sizes[level]), allocation[:, level]
-    first = ends[:, level] - rows
-    position = first[:, None] + np.arange(hot_rows)
-    there = np.arange(hot_rows) < rows[:, None]
-    group = instance.groups_within(np.where(there, position, 0))
-    group = np.minimum(group, np.diff(instance.starts)[:, None] - 1)
-    hot, variance, third = (np.where(there, values, 0.0) for values in of_counts.of_counts(group))
-    bounds = np.stack([np.minimum(first + hot_rows, ends[:, level]), ends[:, level]], axis=1)
+    size, first, there = hottest.group_size, hottest.first, hottest.there
+    hot, variance, third = (np.where(there, values, 0.0) for values in of_counts.of_counts(hottest.group))
+    bounds = np.stack([np.minimum(first + there.shape[1], ends[:, level]), ends[:, level]], axis=1)
     rest = [np.maximum(np.diff(sums, axis=1)[:, 0], 0.0) for sums in of_counts.of_rows(bounds, instance.groups_within)]
-    last = size == instance.cluster.world_size and level == instance.group_sizes.size - 1
-    holder = (position - first[:, None]) % size
-    if last:
-        holder = _dealt_by_id(instance.tables, position, there, holder, size)
-    bursts = np.zeros((3, rows.size))
+    bursts = np.zeros((3, first.size))
     bursts[2] = 1.0
     for index, table in enumerate(instance.tables):
         if table.profile.bursts is None:
@@ -219,26 +214,7 @@ def _served(
         bursts[:, index] = _burst(table.profile, samples, int(first[index]), int(ends[index, level]))
         if instance.deduplicated[index]:  # each rank asks for a row once
             bursts[:2, index] = np.minimum(bursts[:2, index], (size, 16 * size**2))
-    return ServedRows(size, reads, hot, variance, third, holder, *rest, *bursts)
-
-
-def _dealt_by_id(
-    tables: Sequence[Table], position: IntArray, there: npt.NDArray[np.bool_], holder: IntArray, size: int
-) -> IntArray:
-    """Which of ``size`` ranks hold the rows at these places of each table, dealt by id, shape (T, k); of rows whose ids
-    the profile does not know, any, and of tables without rows there those of ``holder``.
-    """
-    dealt = (splitmix64(position, 1) % np.uint64(size)).astype(np.int64)
-    for index, table in enumerate(tables):
-        profile = table.profile
-        if profile.row_counts is None or not there[index, 0]:
-            continue
-        places, known = int(position[index, 0]), int(there[index].sum())
-        if places + known <= _MOST_PLACES:
-            ids = profile.hottest_rows(places + known)
-            placed, hot = np.sort(ids[:places]), ids[places:]
-            dealt[index, : hot.size] = (hot - np.searchsorted(placed, hot)) % size
-    return np.where(there[:, :1], dealt, holder)
+    return ServedRows(size, reads, hot, variance, third, hottest.holder, *rest, *bursts)
 
 
 def _length(profile: AccessProfile, samples: float) -> float:

@@ -221,7 +221,7 @@ class FlexShardPlanner(ShardingPlanner):
     ) -> tuple[dict[str, FlexShardParameterSharding], set[str]]:
         """Shardings of a collection's tables, and which of the plan's tables they are."""
         shardings, used = {}, set()
-        for config in configs:
+        for number, config in enumerate(configs):
             name = key_of(fqn, config.name, plan.tables)
             if name is None:
                 warnings.warn(
@@ -230,7 +230,7 @@ class FlexShardPlanner(ShardingPlanner):
                     UserWarning,
                     stacklevel=5,
                 )
-                table = row_wise_plan(config, plan)
+                table = row_wise_plan(config, plan, number)
             else:
                 used.add(name)
                 table = plan.tables[name]

@@ -11,6 +11,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from flexshard.costmodels import apart
 from flexshard.errors import PlanError
 from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.pooled_plan import PooledTablePlan
@@ -99,9 +100,12 @@ def check_table(name: str, table: TablePlan | PooledTablePlan, config: BaseEmbed
         )
 
 
-def row_wise_plan(config: EmbeddingConfig, plan: Plan) -> TablePlan:
-    """All rows over all ranks."""
-    tier = Tier("row_wise", plan.cluster.world_size, config.num_embeddings, 0, 1.0, None, 0.0, 0.0, 0.0)
+def row_wise_plan(config: EmbeddingConfig, plan: Plan, number: int) -> TablePlan:
+    """All rows over all ranks, of the ``number``-th table of a collection."""
+    world = plan.cluster.world_size
+    tier = Tier(
+        "row_wise", world, config.num_embeddings, 0, 1.0, None, 0.0, 0.0, 0.0, first_holder=apart(number, world)
+    )
     return TablePlan(
         name=config.name,
         rows=config.num_embeddings,
