@@ -22,7 +22,6 @@ from flexshard._internal import as_text, new_grid
 from flexshard.costmodels import StepWork
 from flexshard.errors import SolverError
 from flexshard.planner import price_choices, torchrec_choices
-from flexshard.profiling import RowCounts
 
 BATCH, DENSE = 1_024, StepWork(5e-3)
 # Pooled tables, sequences, cluster, budget.
@@ -45,8 +44,7 @@ def drawn(pooled: int, sequences: int, seed: int) -> list[Table]:
         length, exponent = float(np.exp(rng.uniform(0, np.log(100)))), rng.uniform(0.9, 1.2)
         popular = np.arange(1, min(rows, 200_000) + 1) ** -exponent
         counts = np.maximum(np.round(popular / popular.sum() * length * 20_000), 1).astype(np.int64)
-        ids = np.random.default_rng([seed, index]).choice(rows, counts.size, replace=False)
-        profile = AccessProfile.from_row_counts(RowCounts(counts, ids), 20_000, num_rows=rows)
+        profile = AccessProfile.from_counts(counts, 20_000, num_rows=rows)
         is_pooled = index < pooled
         dim = int(rng.choice([16, 32, 64, 128, 256])) if is_pooled else 64
         tables.append(Table(f"t{index}", rows, dim, profile, pooling="sum" if is_pooled else "none"))

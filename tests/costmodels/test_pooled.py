@@ -11,7 +11,6 @@ from flexshard import AccessProfile, Cluster, Table
 from flexshard.costmodels import LocalRates, PooledCosts, PooledOption, StepWork, pooled_cost, step_phases
 from flexshard.costmodels.pooled_options import POOLED_LOADS
 from flexshard.costmodels.pooled_shards import column_width
-from flexshard.profiling import RowCounts
 from flexshard.topologies import CollectiveRate, Level
 
 B, L, ROWS, DIM = 100, 3.0, 1_000, 256
@@ -182,39 +181,6 @@ def test_shards_are_cut_as_torchrec_cuts_them() -> None:
             assert [list(size) for size in option.sizes] == [list(map(int, size)) for size in sizes], option.name
             held = [i for i, size in enumerate(sizes) if size[0]]
             assert [list(option.offsets[i]) for i in held] == [list(map(int, offsets[i])) for i in held], option.name
-
-
-def test_blocks_are_looked_up_as_often_as_their_rows_are_read() -> None:
-    """By hand: ten rows over eight ranks, two to a block; row 0 has half of 40 reads, rows 5 and 9 a quarter each."""
-    counts = np.zeros(10, np.int64)
-    counts[[0, 5, 9]] = 20, 10, 10
-    own = Table("t", 10, DIM, AccessProfile.from_counts(counts, 40), pooling="sum", features=("f",))
-    costs = PooledCosts(CLUSTER, B, rates=RATES)
-    by_type = {option.sharding_type: option for option in costs.options(own)}
-    looked_up = U * B * 1.0
-    shares = [0.5, 0.0, 0.25, 0.0, 0.25, 0.0, 0.0, 0.0]
-    row_wise = by_type["row_wise"]
-    assert row_wise.ids.tolist() == pytest.approx([looked_up * share for share in shares])
-    ids = next(nbytes for (_, _, what), nbytes in row_wise.moved.items() if what.endswith("ids"))
-    assert ids.tolist() == pytest.approx([8 * (looked_up * share + U * B) for share in shares])
-    assert row_wise.local_seconds[0].tolist() == pytest.approx(
-        [share * row_wise.local_seconds[0].sum() for share in shares]
-    )
-    # Three rows to a block of a node: rows 0 to 2, 3 to 5, 6 to 8, 9; of half of the columns, twice.
-    assert by_type["table_row_wise"].ids.tolist() == pytest.approx(
-        [0.5 * looked_up, 0.25 * looked_up, 0, 0.25 * looked_up]
-    )
-    grid = by_type["grid_shard"].ids.tolist()
-    assert grid == pytest.approx(2 * by_type["table_row_wise"].ids.tolist())
-    assert by_type["table_wise"].ids.tolist() == by_type["column_wise"].ids.tolist()[:1] == [looked_up]
-    assert by_type["data_parallel"].ids.tolist() == pytest.approx([B * 1.0] * U)
-    # Of which rows are read is known nothing here: all alike, as long as there are any.
-    unknown = AccessProfile.from_histogram(np.array([20, 10]), np.array([1, 2]), 40, 10)
-    alike = costs.options(replace(own, profile=unknown), sharding_types=["row_wise"])[0]
-    assert alike.ids.tolist() == pytest.approx([looked_up * share for share in (*[0.2] * 5, 0, 0, 0)])
-    named = AccessProfile.from_row_counts(RowCounts(np.array([10, 20, 10]), np.array([9, 0, 5])), 40, num_rows=10)
-    again = costs.options(replace(own, profile=named), sharding_types=["row_wise"])[0]
-    assert again.ids.tolist() == row_wise.ids.tolist()
 
 
 @pytest.mark.parametrize("sharing", [1, 2, W])

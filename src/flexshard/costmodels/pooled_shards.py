@@ -110,17 +110,9 @@ class Shards:
 
     @cached_property
     def _ids(self) -> FloatArray:
-        """Ids looked up, of all ranks that ask: as often as the profile has the rows of each block; rows are taken to
-        be read alike where it does not say which they are.
-        """
-        table, counts = self._table, self._table.profile.row_counts
-        shares: FloatArray = self.rows / table.rows
-        block = int(self._cuts[0, 0])
-        if counts is not None and block < table.rows:
-            reads = np.append(counts.in_blocks(block, -(-table.rows // block)), 0)
-            reads_of_cuts = np.where(self.rows > 0, reads[self._cuts[:, 2] // block], 0)
-            shares = reads_of_cuts / max(table.profile.num_accesses, 1)
-        ids: FloatArray = self._asking * table.lookups(self._batch_size) * shares
+        """Ids looked up, of all ranks that ask; rows are taken to be read alike, wherever they are cut."""
+        table = self._table
+        ids: FloatArray = self._asking * table.lookups(self._batch_size) * self.rows / table.rows
         return ids
 
     @cached_property

@@ -84,15 +84,6 @@ class RowCounts:
         ties = np.sort(ties if ties.size <= missing else np.partition(ties, missing)[:missing])
         return np.asarray(np.concatenate([ahead, ties])[:number])
 
-    def in_blocks(self, rows: int, blocks: int) -> IntArray:
-        """Sum of the counts of each block of so many consecutive rows; shape (blocks,)."""
-        if self.rows is not None:
-            return np.bincount(self.rows // rows, weights=self.counts, minlength=blocks).astype(np.int64)
-        found = np.zeros(blocks, np.int64)
-        starts = np.arange(0, self.counts.size, rows)
-        found[: starts.size] = np.add.reduceat(self.counts, starts)
-        return found
-
     def digest(self) -> bytes:
         """A number that says which rows have which counts, in whatever form and order they are held."""
         read = np.flatnonzero(self.counts)
