@@ -142,6 +142,21 @@ def test_a_mapping_is_used_again(tmp_path: Path) -> None:
         tmp_path / "in.parquet", "x", sample_key="s", mapping=loaded.mapping, num_rows=loaded.num_rows
     )
     assert (ids.tolist(), lengths.tolist()) == ([0, 1, 0], [2, 1])
+    # What it has not are lost where that is asked for, and nowhere else.
+    later = {"column": "x", "mapping": mapping, "sample_key": "s"}
+    with pytest.raises(DataError, match=r"later.parquet: column 'x' has 1 values that .* has not, 'c' among them"):
+        AccessProfile.from_parquet(tmp_path / "later.parquet", **later)
+    with pytest.raises(DataError, match=r"later.parquet: column 'x' has 1 values that .* has not, 'c' among them"):
+        read_samples(tmp_path / "later.parquet", "x", mapping=mapping)
+    assert AccessProfile.from_parquet(tmp_path / "later.parquet", unknown="drop", **later).num_accesses == 2
+    ids, lengths = read_samples(tmp_path / "later.parquet", "x", mapping=mapping, unknown="drop")
+    assert (ids.tolist(), lengths.tolist()) == ([1, 0], [1, 1])
+    with pytest.raises(DataError, match="unknown='drop' is of values that a mapping has not; give mapping"):
+        AccessProfile.from_parquet(tmp_path / "new.parquet", column="x", unknown="drop")
+    pq.write_table(pa.table({"x": ["z"]}), tmp_path / "others.parquet")
+    with pytest.raises(DataError, match=r"out.x.mapping.parquet: with its values of column 'x': no rows") as caught:
+        AccessProfile.from_parquet(tmp_path / "others.parquet", column="x", mapping=mapping, unknown="drop")
+    assert "flexshard-" not in str(caught.value), "the name of a file that is gone"
     both = profile + AccessProfile.from_parquet(tmp_path / "new.parquet", column="x", sample_key="s", num_rows=2)
     assert (both.num_accesses, both.mapping, both.encoded_by) == (5, str(mapping), profile.encoded_by)
     encode(tmp_path / "later.parquet", tmp_path / "anew.parquet", columns=["x"], nulls="drop")

@@ -202,6 +202,7 @@ class AccessProfile(CountedAccesses):
         num_rows: int | None = None,
         hash: str | None = None,
         mapping: PathLike | None = None,
+        unknown: str = "error",
         sample_key: str | None = None,
         holdout: float = 0.0,
         seed: int = 0,
@@ -219,7 +220,8 @@ class AccessProfile(CountedAccesses):
             num_rows: rows of the table; by default one above the largest id, which is then found on the way.
             hash: "splitmix64" to fold raw 64-bit ids into ``num_rows``.
             mapping: file that :func:`flexshard.profiling.encode` saved, by which values of any kind are mapped to rows;
-                data may be CSV or JSON then, and values that it has not are left out.
+                data may be CSV or JSON then.
+            unknown: what becomes of values that the mapping has not: "error", or "drop" to leave them out.
             sample_key: column whose distinct values are the samples (a session, a user); by default a sample is a
                 row of the file. Lengths per key are kept in memory while counting.
             holdout: share of the samples to keep unseen, by a hash of their key or row, and to measure on.
@@ -239,6 +241,7 @@ class AccessProfile(CountedAccesses):
             num_rows=num_rows,
             hash=hash,
             mapping=mapping,
+            unknown=unknown,
             sample_key=sample_key,
             holdout=holdout,
             seed=seed,

@@ -6,7 +6,7 @@ import re
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
@@ -34,6 +34,9 @@ def profile_command(
     mapping: Annotated[
         str | None, typer.Option(help="What 'flexshard encode' saved: read DATA, of any values, through it.")
     ] = None,
+    unknown: Annotated[
+        Literal["error", "drop"], typer.Option(help="What becomes of values that the mapping has not.")
+    ] = "error",
     sample_key: Annotated[
         str | None, typer.Option(help="Column whose distinct values are the samples; by default rows of the file.")
     ] = None,
@@ -61,7 +64,7 @@ def profile_command(
     if name is not None:
         check_table_name(name)
     if reuse:
-        if by or column or hash_ or mapping or sample_key or holdout or distinct_batch:
+        if by or column or hash_ or mapping or unknown != "error" or sample_key or holdout or distinct_batch:
             raise DataError("--reuse goes with --rows, --batch and --name alone")
         if len(data) != 1:
             raise DataError(f"--reuse takes one text file, found {len(data)}")
@@ -73,8 +76,8 @@ def profile_command(
     else:
         with counting_progress("reading") as progress:
             if by is not None:
-                if mapping or distinct_batch or name is not None:
-                    raise DataError("--by does not go with --mapping, --distinct-batch or --name")
+                if mapping or unknown != "error" or distinct_batch or name is not None:
+                    raise DataError("--by does not go with --mapping, --unknown, --distinct-batch or --name")
                 tables = profiling.AccessProfile.from_parquet_by(
                     data,
                     column=column,
@@ -95,6 +98,7 @@ def profile_command(
                     num_rows=rows,
                     hash=hash_,
                     mapping=mapping,
+                    unknown=unknown,
                     sample_key=sample_key,
                     holdout=holdout,
                     seed=seed,

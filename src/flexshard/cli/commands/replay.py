@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -40,6 +40,9 @@ def replay_command(
     distinct: Annotated[
         bool, typer.Option("--distinct", help="Look each list up once per batch of a rank, in every table.")
     ] = False,
+    unknown: Annotated[
+        Literal["error", "drop"], typer.Option(help="What becomes of values that a profile's mapping has not.")
+    ] = "error",
     as_json: AsJson = False,
 ) -> None:
     """Count what a plan would move for real batches, on any number of ranks, without running them.
@@ -59,11 +62,15 @@ def replay_command(
         name: profiling.AccessProfile.load(path)
         for name, path in _ranking_files(loaded, plan.parent, profile or []).items()
     }
+    if unknown != "error" and all(one.mapping is None for one in rankings.values()):
+        raise JobError("--unknown is of values that a mapping has not, and no table was profiled with --mapping")
     with working("replaying"):
         size = loaded.settings.batch_size if batch_size is None else batch_size
         limit = steps * loaded.cluster.world_size * size
         samples = {
-            name: profiling.read_samples(data, text, limit=limit, **_reading(loaded.table(name), rankings.get(name)))
+            name: profiling.read_samples(
+                data, text, limit=limit, **_reading(loaded.table(name), rankings.get(name), unknown)
+            )
             for name, text in columns.items()
         }
         result = executors.replay(
@@ -88,7 +95,7 @@ def replay_command(
     emit(_document(result, said), as_json=as_json, text=grid)
 
 
-def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
+def _reading(table: TablePlan, profile: AccessProfile | None, unknown: str) -> dict[str, Any]:
     """How a table's ids are read."""
     if profile is None:
         return {}
@@ -98,7 +105,7 @@ def _reading(table: TablePlan, profile: AccessProfile | None) -> dict[str, Any]:
         "num_rows": table.rows,
         "encoded_by": profile.encoded_by,
     }
-    return how if profile.mapping is None else how | {"mapping": profile.mapping}
+    return how if profile.mapping is None else how | {"mapping": profile.mapping, "unknown": unknown}
 
 
 def _counts_distinct(profile: AccessProfile | None) -> bool:

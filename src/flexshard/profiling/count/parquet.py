@@ -49,6 +49,7 @@ def profile_parquet(
     num_rows: int | None,
     hash: str | None,
     mapping: PathLike | None,
+    unknown: str,
     sample_key: str | None,
     holdout: float,
     seed: int,
@@ -62,13 +63,14 @@ def profile_parquet(
         if hash is not None:
             raise DataError("ids are mapped to rows or hashed to them, not both; leave out mapping or hash")
         rows_of_mapping = load_mapping(mapping).rows
-        with encoded(paths, column, mapping, unknown="drop") as path:
+        with encoded(paths, column, mapping, unknown=unknown) as path:
             return profile_parquet(
                 path,
                 column=column,
                 num_rows=rows_of_mapping if num_rows is None else num_rows,
                 hash=None,
                 mapping=None,
+                unknown="error",
                 sample_key=sample_key,
                 holdout=holdout,
                 seed=seed,
@@ -77,6 +79,7 @@ def profile_parquet(
                 distinct_batch=distinct_batch,
                 progress=progress,
             )
+    _check_unknown(unknown)
     holdout, seed = check_holdout(holdout, seed)
     if workers is not None:
         workers = check_int(workers, "workers", DataError)
@@ -185,6 +188,12 @@ def sample_ids(chunk: Chunk, sample_key: str | None) -> pa.ChunkedArray | npt.ND
     return rows + (np.uint64(zlib.crc32(PurePath(chunk.source.name).name.encode())) << np.uint64(32))
 
 
+def _check_unknown(unknown: str) -> None:
+    """Whether it is left at its default, where there is no mapping."""
+    if unknown != "error":
+        raise DataError(f"unknown={unknown!r} is of values that a mapping has not; give mapping, or leave it out")
+
+
 def read_samples(
     paths: PathLike | Sequence[PathLike],
     column: str,
@@ -193,14 +202,15 @@ def read_samples(
     sample_key: str | None = None,
     hash: str | None = None,
     mapping: PathLike | None = None,
+    unknown: str = "error",
     num_rows: int | None = None,
     encoded_by: str | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Ids of consecutive samples, and how many each sample has.
 
     Args:
-        paths, column, sample_key, hash, mapping, num_rows: as for :meth:`AccessProfile.from_parquet`. Samples by key
-            come in the order in which their keys first do, and all of the files is read for them.
+        paths, column, sample_key, hash, mapping, unknown, num_rows: as for :meth:`AccessProfile.from_parquet`. Samples
+            by key come in the order in which their keys first do, and all of the files is read for them.
         limit: most samples to read.
         encoded_by: digest of the mapping that ids have to be of, as a profile's; not checked where files do not say.
 
@@ -212,8 +222,9 @@ def read_samples(
     """
     check_hash(hash, num_rows)
     if mapping is not None:
-        with encoded(paths, column, mapping, unknown="drop") as path:
+        with encoded(paths, column, mapping, unknown=unknown) as path:
             return read_samples(path, column, limit=limit, sample_key=sample_key, encoded_by=encoded_by)
+    _check_unknown(unknown)
     sources = checked_sources(paths, column)
     by = digest_of_sources(sources, column)
     if None not in (by, encoded_by) and by != encoded_by:

@@ -152,7 +152,10 @@ def encoded(
         known = load_mapping(mapping)
         how: dict[str, Any] = {"separator": known.separator, "nulls": known.nulls or "drop", "unknown": unknown}
         encode(paths, path, columns=[column], mappings={column: mapping}, **how)
-        yield path
+        try:
+            yield path
+        except DataError as error:  # which names the file that is gone with the block
+            raise type(error)(str(error).replace(path, f"{mapping}: with its values of column {column!r}")) from error
 
 
 def _check_outputs(target: Path, columns: list[str], inputs: Sequence[PathLike]) -> None:
