@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flexshard import AccessProfile, Cluster, Problem, Table
-from flexshard.planner.solver import loads
+from flexshard.planner.solver import holders, loads
 from flexshard.planner.solver.bisection import bisect_floats
 from flexshard.planner.solver.build import build_instance
 
@@ -45,7 +45,7 @@ def of_each_row(table: Table, once: bool) -> tuple[np.ndarray, np.ndarray, np.nd
 @pytest.mark.parametrize("once", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("often", [False, True])
 def test_sums_over_rows(often: bool, once: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "_HOT_ROWS", 0)  # of which sums have no part; 16 of each table at least
+    monkeypatch.setattr(holders, "_HOT_ROWS", 0)  # of which sums have no part; 16 of each table at least
     tables = tables_of(3, often)
     if often:
         assert tables[1].profile.counts[0] > 300  # more often than once a sample

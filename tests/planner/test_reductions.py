@@ -114,6 +114,20 @@ def test_the_frontier_gathers_where_that_takes_less() -> None:
     assert gained
 
 
+def test_the_frontier_is_of_mean_memory_whatever_the_budget_bounds() -> None:
+    """It searched within limits of the mean for plans whose fullest rank stays within them, and found none."""
+    lengths = np.random.default_rng(0).poisson(5, 500)
+    ids = np.minimum(np.random.default_rng(1).zipf(1.2, int(lengths.sum())) - 1, 1_999)
+    table = Table("t", 2_000, 16, AccessProfile.from_ids(ids, lengths=lengths, num_rows=2_000))
+    problem = Problem([table], cluster_of(3e9, nodes=2), 16, reduction="auto")
+    curve = pareto(replace(problem, memory="p99.9", budget="+1GiB"))
+    assert curve == pareto(problem)
+    assert len(curve.points) > 1
+    assert curve.mark("row_wise").rows == (0, 0, 2_000)
+    assert curve.mark("full_replication").rows == (2_000, 0, 0)
+    assert curve.mark("memory_neutral").memory_bytes <= curve.neutral_bytes
+
+
 def test_with_pooled_tables() -> None:
     tables = [zipf(), Table("p", 1000, 16, zipf(1.1, 1000).profile, pooling="sum")]
     how = {"batch_size": 16, "budget": "+60000B", "index_dedup": False, "gap": 0.05}

@@ -48,6 +48,7 @@ def pareto(
     **options: Unpack[FrontierOptions],
 ) -> ParetoCurve:
     """The frontier of memory per rank against exposed communication; a problem's budget and method are not looked at.
+    Memory is the mean, whatever the budget bounds.
 
     With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's. Where tables are pooled, or
     may take the host's memory, or gradients of copies may be gathered (``reduction``), the points are plans at a dozen

@@ -39,7 +39,8 @@ class ParetoCurve:
     Attributes:
         group_sizes: g per entry of the points' ``rows``.
         points: the frontier in order of memory; each takes less time than the one before.
-        marked: named points. The first four lie on the frontier.
+        marked: named points. Those whose names are of memory or communication lie on the frontier; "memory_neutral" is
+            there where row-wise fits the cluster.
         neutral_bytes: memory of row-wise.
         title: what was planned, in a few words.
     """

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from flexshard.executors.state.live_tensors import LogicalShard
@@ -68,7 +68,12 @@ def served_shard(value: Any) -> ServedShard | None:
 
 
 class ServedLoadPlanner(DefaultLoadPlanner):
-    """As torch's, with pieces of tables that go on to servers."""
+    """As torch's, with pieces of tables that go on to servers; of checkpoints as torch 2.4 and later write them."""
+
+    def create_local_plan(self) -> LoadPlan:
+        # Torch's tells older checkpoints by keys that are missing, as are those of tables of which a rank has no shard.
+        assert self.metadata is not None
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         shard = self._served(read_item)

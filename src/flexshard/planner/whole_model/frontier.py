@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError
 from flexshard.planner.budget import Limit, Neutral
 from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
@@ -25,7 +24,8 @@ _BASELINES = {"row_wise": "row_wise", "data_parallel": "full_replication", "tabl
 
 
 def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> ParetoCurve:
-    """Plans of least communication; a problem's budget is not looked at, and its time is that of all plans together.
+    """Plans of least communication within mean memory; a problem's budget, what it bounds and its method are not looked
+    at, and its time is that of all plans together.
 
     Args:
         problem: of which everything else counts.
@@ -36,7 +36,9 @@ def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> Pare
     """
     cluster = problem.cluster
     seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + 3)
-    each = replace(problem, objective="communication", step=None, timeout_seconds=seconds)
+    each = replace(
+        problem, objective="communication", step=None, timeout_seconds=seconds, memory="mean", method="optimal"
+    )
 
     def within(nbytes: float) -> Plan:
         return plan_of(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))
@@ -61,8 +63,7 @@ def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> Pare
     marked = [replace(points[0], name="greatest_memory_saving"), replace(points[-1], name="communication_neutral")]
     marked += [replace(fitting[-1], name="memory_neutral")] if fitting else []
     sizes = cluster.group_sizes
-    known = roomy.baselines
-    marked += [_baseline(known[name], mark, sizes) for name, mark in _BASELINES.items() if name in known]
+    marked += [_baseline(roomy, name, mark) for name, mark in _BASELINES.items() if name in roomy.baselines]
     return ParetoCurve(sizes, tuple(points), tuple(marked), neutral, problem.title)
 
 
@@ -80,8 +81,17 @@ def _point(plan: Plan) -> ParetoPoint:
     )
 
 
-def _baseline(cost: Cost, name: str, group_sizes: tuple[int, ...]) -> ParetoPoint:
-    return ParetoPoint(name, cost.memory_bytes, cost.exposed_seconds, (0,) * len(group_sizes))
+def _baseline(plan: Plan, name: str, mark: str) -> ParetoPoint:
+    """All tables alike; whole ones have no rows in groups."""
+    size = {"row_wise": plan.cluster.world_size, "data_parallel": 1}.get(name)
+    rows = sum(table.rows for table in plan.tables.values())
+    return ParetoPoint(
+        mark,
+        plan.baselines[name].memory_bytes,
+        plan.baselines[name].exposed_seconds,
+        tuple(rows if one == size else 0 for one in plan.cluster.group_sizes),
+        pooled=((name, len(plan.pooled)),) if plan.pooled else (),
+    )
 
 
 def _frontier(plans: list[Plan]) -> list[ParetoPoint]:
