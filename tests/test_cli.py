@@ -417,6 +417,8 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"method": "magic"}, "edited.yaml:7: method: Input should be 'optimal' or 'paper'"),
         ({"overlap": {"x@1": 0.5}}, "overlap names 'x@1', which the cluster does not have"),
         ({"colour": "red"}, "colour: this field is unknown"),
+        ({"dim": 3}, "dim: this field is unknown here; it belongs to tables"),
+        ({"table": {"batch_size": 3}}, "tables[0].batch_size: this field is unknown here; it belongs at the top"),
         ({"host_memory": "0B"}, "edited.yaml:15: host_memory is a number of bytes above 0, found '0B'"),
         ({"gap": -1}, "edited.yaml:15: gap must be at least 0"),
         ({"cluster": ""}, "edited.yaml:3: cluster: '' is neither a cluster file nor a preset"),
@@ -786,7 +788,7 @@ def test_options_that_would_do_nothing_are_refused(project: Path) -> None:
     counted = ("profile", "clicks.parquet", "--column", "item", "-o", "again.profile")
     for more, expected in (
         (("--batch", 3), "--batch goes with --reuse"),
-        (("--by", "user", "--name", "t"), "--by does not go with --mapping, --distinct-batch or --name"),
+        (("--by", "user", "--name", "t"), "--by does not go with --mapping, --unknown, --distinct-batch or --name"),
         (("--name", ""), "a table's name is a text of one line, found ''"),
         (("--name", "a\nb"), "a table's name is a text of one line, found 'a\\nb'"),
     ):
@@ -879,6 +881,30 @@ def test_interrupted_while_it_starts_and_without_an_output(project: Path) -> Non
     result = subprocess.run(["bash", "-c", closed], cwd=project, capture_output=True, text=True, check=False)
     expected = "flexshard: error: standard output is closed; send it to a file, or to /dev/null\n"
     assert (result.returncode, result.stderr) == (2, expected)
+
+
+@pytest.mark.parametrize("becomes", ["pass", "raise SystemError('returned a result with an exception set')"])
+def test_an_interrupt_that_compiled_code_swallows_is_heard(project: Path, becomes: str) -> None:
+    """As where Arrow imports pandas in the middle of a command: it went on, or ended with a traceback."""
+    code = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import flexshard.profiling as profiling
+counted = profiling.AccessProfile.from_parquet
+def from_parquet(*args, **how):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        {becomes}
+    return counted(*args, **how)
+profiling.AccessProfile.from_parquet = from_parquet
+sys.argv[1:] = ["profile", "clicks.parquet", "--column", "items", "-o", "new.parquet"]
+from flexshard.cli import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "flexshard: interrupted\n")
+    assert not (project / "new.parquet").exists()
 
 
 def written_copy(path: Path) -> str:

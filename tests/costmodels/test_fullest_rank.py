@@ -41,6 +41,10 @@ def served(reads: np.ndarray, holder: np.ndarray, size: int) -> ServedRows:
     )
 
 
+MEANS = np.array([50.0]), np.array([0.0]), np.array([2.0])
+STEADY = np.zeros(1), np.zeros(1)  # lookups say how many rows a rank asks for
+
+
 @pytest.mark.parametrize("skew", [0.0, 1.0, 1.5])
 @pytest.mark.parametrize("size", [4, 32])
 def test_quantile_of_draws(skew: float, size: int) -> None:
@@ -51,6 +55,7 @@ def test_quantile_of_draws(skew: float, size: int) -> None:
         np.array([1000.0]),
         np.array([0.0]),
         np.array([4.0]),
+        *STEADY,
         np.ones((1, BATCH_SHARES.size)),
         np.ones(1),
         [served(reads, holder, size)],
@@ -66,9 +71,7 @@ def test_quantile_of_draws(skew: float, size: int) -> None:
 def test_nothing_varies_nothing_is_added() -> None:
     still = served(np.full(8, 3.0), np.arange(8) % 4, 4)
     still = ServedRows(**{**vars(still), "hot_variance": np.zeros((1, 8)), "hot_third": np.zeros((1, 8))})
-    loads = Loads(
-        np.array([50.0]), np.array([0.0]), np.array([2.0]), np.ones((1, BATCH_SHARES.size)), np.ones(1), [still]
-    )
+    loads = Loads(*MEANS, *STEADY, np.ones((1, BATCH_SHARES.size)), np.ones(1), [still])
     assert fullest_bytes(loads, 4, 0.999, in_order=False) == pytest.approx(50 + 2 * 4 * 6.0)
 
 
@@ -77,9 +80,7 @@ def test_bursts_fall_to_one_rank() -> None:
     burst = ServedRows(**{**vars(loads), "burst_hottest": np.array([60.0])})
     said = [
         fullest_bytes(
-            Loads(
-                np.array([50.0]), np.array([0.0]), np.array([2.0]), np.ones((1, BATCH_SHARES.size)), np.ones(1), [one]
-            ),
+            Loads(*MEANS, *STEADY, np.ones((1, BATCH_SHARES.size)), np.ones(1), [one]),
             4,
             0.999,
             in_order=True,
@@ -93,7 +94,7 @@ def test_gradients_put_together_may_be_more_than_rows_that_travel() -> None:
     none = np.zeros((1, 8))
     still = ServedRows(**{**vars(served(np.zeros(8), np.arange(8) % 4, 4)), "hot_variance": none, "hot_third": none})
     shares = np.linspace(0.5, 2.0, BATCH_SHARES.size)[None]
-    loads = Loads(np.array([50.0]), np.array([80.0]), np.array([2.0]), shares, np.ones(1), [still])
+    loads = Loads(np.array([50.0]), np.array([80.0]), np.array([2.0]), *STEADY, shares, np.ones(1), [still])
     most = np.interp(1 - 0.0005 / 4, BATCH_SHARES, shares[0])
     assert fullest_bytes(loads, 4, 0.999, in_order=False) == pytest.approx(80 * most, rel=0.03)
 

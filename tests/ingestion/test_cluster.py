@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flexshard._internal import draft_folder
 from flexshard.errors import DataError, OutputError
 from flexshard.ingestion import cluster_sessions
-from flexshard.ingestion.drafts import draft_folder
 from tests.ingestion.data import log, written
 from tests.slow import first
 

@@ -55,6 +55,10 @@ def test_sums_over_rows(often: bool, once: tuple[bool, bool], monkeypatch: pytes
         cuts = [np.sort(random.integers(0, table.rows + 1, 2)) for table in tables]
         allocation = np.array([np.diff([0, *cut, table.rows]) for cut, table in zip(cuts, tables, strict=True)])
         ends, found_loads = np.cumsum(allocation, axis=1), loads.loads_of(instance, allocation)
+        for index, table in enumerate(tables):  # how many rows a rank asks for varies where each is once
+            own = of_each_row(table, True)[1].sum() if once[index] else 0.0
+            assert found_loads.own_variance[index] == pytest.approx(own, rel=1e-6, abs=1e-9)
+            assert found_loads.own_third[index] == pytest.approx(own, rel=1e-6, abs=1e-9)
         levels = np.flatnonzero((instance.group_sizes > 1) & allocation.any(axis=0)).tolist()
         for level, served in zip(levels, found_loads.served, strict=True):
             for index, table in enumerate(tables):

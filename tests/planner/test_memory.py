@@ -86,6 +86,23 @@ def test_a_budget_that_few_placements_keep(budget: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("rows", "batch_size"), [(20, 4), (300, 64), (3_000, 512)])
+def test_distinct_rows_of_samples_that_are_alike_vary(rows: int, batch_size: int) -> None:
+    """Copies of all rows on every rank: nothing is served, and every sample has three ids."""
+    random = np.random.default_rng(0)
+    ids, lengths = random.integers(0, rows, 3 * 8 * 400 * 64), np.full(8 * 400 * 64, 3)
+    profile = AccessProfile.from_ids(ids, lengths=lengths, num_rows=rows)
+    how = {"batch_size": batch_size, "budget": "+1GiB", "index_dedup": True, "sample_order": "shuffled"}
+    plan = solve([Table("t", rows, 4, profile)], Cluster.preset("dgx-h100"), **how)
+    assert [tier.group_size for tier in plan.tables["t"].tiers] == [1]
+    steps = split_by_rank({"t": (ids, lengths)}, world_size=8, batch_size=batch_size)
+    found = replay(plan, steps, {"t": profile}).fullest_memory_bytes.max(axis=1)
+    said = plan.predicted.dynamic_memory_p999_bytes
+    assert said is not None
+    assert (found > said).mean() <= 0.005
+    assert said <= 1.25 * np.quantile(found, 0.999)
+
+
 @pytest.mark.parametrize("world", [2, 8])
 def test_rows_that_the_model_gets_where_few_travel(world: int) -> None:
     random = np.random.default_rng(0)

@@ -151,8 +151,9 @@ def test_an_output_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert precious.read_text() == '{"format": "flexshard.plan"}'
 
 
-def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
-    """In a line, as every command; nothing is left of what was begun."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_so(tmp_path: Path, how: signal.Signals) -> None:
+    """In a line, as every command; nothing is left of what was begun, or the next run removes it."""
     table = pa.table({"c": pa.array(range(3_000_000)).cast(pa.string())})
     pq.write_table(table, tmp_path / "in.parquet")
     # A shell's background jobs, as tests may be, ignore it.
@@ -164,10 +165,15 @@ def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
     while not list(tmp_path.glob(".out*")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
     time.sleep(0.3)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, how)
     _, said = process.communicate(timeout=60)
     assert "Traceback" not in said
-    assert process.returncode == 130, said
+    assert process.returncode == (130 if how is signal.SIGINT else -signal.SIGTERM), said
+    if how is signal.SIGTERM:
+        pq.write_table(pa.table({"c": ["a"]}), tmp_path / "in.parquet")
+        encode(tmp_path / "in.parquet", tmp_path / "out.parquet", columns=["c"])
+        (tmp_path / "out.parquet").unlink()
+        (tmp_path / "out.c.mapping.parquet").unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet"]
 
 

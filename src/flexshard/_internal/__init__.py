@@ -55,6 +55,11 @@ if TYPE_CHECKING:
         with_names as with_names,
         write_json as write_json,
     )
+    from flexshard._internal.drafts import (
+        draft_folder as draft_folder,
+        free_target as free_target,
+        put_in_place as put_in_place,
+    )
     from flexshard._internal.files import (
         PathLike as PathLike,
         checked_path as checked_path,
@@ -157,6 +162,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "to_device",
         ],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
+        "drafts": ["draft_folder", "free_target", "put_in_place"],
         "files": ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "replacing_all", "write_text"],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],
         "keyed_jagged": ["with_flat_lengths", "with_values", "without_weights"],

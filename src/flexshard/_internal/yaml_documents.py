@@ -78,8 +78,7 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
         if first["type"] == "missing":
             message = "this field is required"
         elif first["type"] == "extra_forbidden":
-            nearest = difflib.get_close_matches(str(loc[-1]), sorted(_fields(model)), n=1)
-            message = "this field is unknown" + (f"; do you mean {nearest[0]}?" if nearest else "")
+            message = "this field is unknown" + _hint(model, str(loc[-1]))
         elif first["type"] == "string_type":
             message = f"expected text, found {first['input']!r}"
         elif isinstance(first["input"], str) and (number := _EXPONENT.fullmatch(first["input"])):

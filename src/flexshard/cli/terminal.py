@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -53,6 +54,20 @@ def emit(document: Any, *, as_json: bool, text: RenderableType) -> None:
         say(text)
 
 
+_heard = {"interrupt": False}
+
+
+def _hear(*_: object) -> NoReturn:
+    _heard["interrupt"] = True
+    raise KeyboardInterrupt
+
+
+def _answer() -> None:
+    """Raise an interrupt once more that was lost where it came: compiled code that imports a module may swallow it."""
+    if _heard["interrupt"]:
+        raise KeyboardInterrupt
+
+
 _LEAST_WIDTH = 60
 _INTERRUPTED = 130
 
@@ -83,10 +98,12 @@ def counting_progress(title: str, unit: str = "rows") -> Iterator[Callable[..., 
         start = time.perf_counter()
 
         def update(done: int, total: int, note: str = "") -> None:
+            _answer()
             rate = f"{done / (time.perf_counter() - start):,.0f} {unit}/s"
             progress.update(task, completed=done, total=total, rate=rate, description=note or title)
 
         yield update
+    _answer()
 
 
 @contextmanager
@@ -98,11 +115,13 @@ def working(title: str) -> Iterator[None]:
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
+        _answer()
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(title, total=None)
         yield
+    _answer()
 
 
 def run(app: typer.Typer) -> None:
@@ -123,8 +142,14 @@ def run(app: typer.Typer) -> None:
             others(message, category, filename, *where, **file)
 
     warnings.showwarning = show
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _hear)
     try:
-        code = app(standalone_mode=False)
+        try:
+            code = app(standalone_mode=False)
+        except Exception:
+            _answer()  # whatever it has become
+            raise
         if code == _INTERRUPTED:  # typer makes Ctrl-C a code
             raise KeyboardInterrupt
         sys.stdout.flush()

@@ -85,6 +85,8 @@ class Loads:
         own_bytes: that a rank's own lookups are expected to take while rows travel; shape (T,).
         together_bytes: that they are while features' gradients are put together, when none travel; shape (T,).
         served_bytes: of a row that a rank serves; shape (T,).
+        own_variance, own_third: second and third central moment of how many rows a rank asks for, where its lookups do
+            not say: of ids that are sent once; shape (T,).
         batch_lengths: lookups of a batch as a multiple of the expected, of the shortest batches to the longest: in the
             share of batches that ``BATCH_SHARES`` gives, at most so many; shape (T, Q).
         burst_length: most lookups of a rank's consecutive samples, as a multiple of the expected; shape (T,).
@@ -94,6 +96,8 @@ class Loads:
     own_bytes: FloatArray
     together_bytes: FloatArray
     served_bytes: FloatArray
+    own_variance: FloatArray
+    own_third: FloatArray
     batch_lengths: FloatArray
     burst_length: FloatArray
     served: Sequence[ServedRows]
@@ -159,7 +163,9 @@ def _moments(loads: Loads, world: int) -> tuple[FloatArray, FloatArray, FloatArr
     else differs from step to step, shape (U,) each.
     """
     ranks, bytes_ = np.arange(world), loads.served_bytes
-    variance, third, deviation = np.zeros(world), np.zeros(world), np.zeros(world)
+    deviation = np.zeros(world)
+    variance = np.full(world, float(bytes_**2 @ loads.own_variance))
+    third = np.full(world, float(bytes_**3 @ loads.own_third))
     # Of a rank's own samples, by length: a long sample weighs on its rank and on those that serve it; shape (U, Q).
     own = np.repeat((loads.own_bytes @ loads.batch_lengths)[None], world, axis=0)
     mean = np.zeros(world)

@@ -10,9 +10,19 @@ from typing import Literal
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from flexshard._internal import ParquetSource, PathLike, check_bytes, check_finite, check_int, expand, make_folder
+from flexshard._internal import (
+    ParquetSource,
+    PathLike,
+    check_bytes,
+    check_finite,
+    check_int,
+    draft_folder,
+    expand,
+    free_target,
+    make_folder,
+    put_in_place,
+)
 from flexshard.errors import DataError
-from flexshard.ingestion.drafts import draft_folder, free_target, put_in_place
 from flexshard.ingestion.sessions.checksums import changed_column, checksums
 from flexshard.ingestion.sessions.row_groups import encoded_alike
 from flexshard.ingestion.sessions.schema import common_schema

@@ -21,14 +21,16 @@ from flexshard._internal import (
     PathLike,
     check_bytes,
     check_finite,
+    draft_folder,
     expand,
     first_line,
     first_repeated,
+    free_target,
     hidden_part,
     make_folder,
+    put_in_place,
 )
 from flexshard.errors import DataError, OutputError
-from flexshard.ingestion.drafts import draft_folder, free_target, put_in_place
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
 from flexshard.ingestion.storage.column_order import ReadPattern, best_order, rows_per_group
 from flexshard.ingestion.storage.flat_maps import loosened, map_columns, map_of, note_of, taken_apart

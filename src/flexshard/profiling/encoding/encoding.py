@@ -16,9 +16,9 @@ from flexshard import units
 from flexshard._internal import (
     PathLike,
     check_bytes,
+    draft_folder,
     first_repeated,
     interrupts,
-    make_folder,
     replacing_all,
     sql_name,
     sql_text,
@@ -104,11 +104,10 @@ def encode(
     limit = None if memory is None else round(check_bytes(memory, "memory", DataError))
     data, target = scan(paths), Path(output).expanduser()
     _check_outputs(target, [name for name in names if name not in given], [*data.files, *(mappings or {}).values()])
-    make_folder(target.parent)
     with (
         interrupts(),
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.draft-", dir=target.parent) as scratch,
-        closing(_database(scratch, limit)) as database,
+        draft_folder(target) as scratch,
+        closing(_database(str(scratch), limit)) as database,
         _failures(target, limit),
     ):
         data = data.loaded(database)
@@ -123,10 +122,10 @@ def encode(
         for column in own:
             if column.given is None:
                 place = mapping_path(target, column.values.name)
-                draft = Path(scratch) / f"mapping-{column.number}.parquet"
+                draft = scratch / f"mapping-{column.number}.parquet"
                 column.save(database, draft, place)
                 made.append((draft, place))
-        draft = Path(scratch) / "data.parquet"
+        draft = scratch / "data.parquet"
         database.execute(
             f"COPY ({_query(data, own, wide)}) TO {sql_text(str(draft))} (FORMAT parquet, COMPRESSION zstd,"
             f" KV_METADATA {{{sql_name(METADATA_KEY)}: {sql_text(json.dumps(_encodings(data, own)))}}})"
@@ -198,9 +197,11 @@ def _failures(target: Path, limit: int | None) -> Iterator[None]:
     except duckdb.OutOfMemoryException as error:
         most = "DuckDB's default" if limit is None else units.format_bytes(limit)
         raise OutputError(f"encoding needs more memory than {most}; give it more with --memory") from error
-    except duckdb.IOException as error:
-        raise OutputError(f"cannot write {target}: {str(error).splitlines()[0]}") from error
     except duckdb.Error as error:
+        if "No space left" in str(error):
+            raise OutputError(f"cannot write {target}: its disk is full; free some space, or choose another") from error
+        if isinstance(error, duckdb.IOException):
+            raise OutputError(f"cannot write {target}: {str(error).splitlines()[0]}") from error
         raise DataError(f"the data cannot be encoded: {str(error).splitlines()[0]}") from error
 
 

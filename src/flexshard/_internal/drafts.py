@@ -1,4 +1,4 @@
-"""Datasets that are written beside their place, and take it when they are whole."""
+"""Folders of what is written beside its place, and takes it when it is whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flexshard._internal import PathLike, make_folder
+from flexshard._internal.files import PathLike, make_folder
 from flexshard.errors import OutputError
 
 __all__ = ["draft_folder", "free_target", "put_in_place"]
