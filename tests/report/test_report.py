@@ -8,12 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flexshard import AccessProfile, Cluster, Plan, Table, solve
+from flexshard import AccessProfile, Cluster, Plan, Table, solve, units
 from flexshard.errors import OutputError, PlanError
 from flexshard.executors import Observation
-from flexshard.planner import Problem
+from flexshard.planner import Problem, TableConstraints
 from flexshard.report import write_report
 from tests.commands import run
 
@@ -106,9 +107,34 @@ def test_what_is_on_the_host_is_said(tmp_path: Path) -> None:
     assert "behind a cache with places for" in text
 
 
+def test_memory_is_what_the_budget_bounds(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).poisson(5, 500)
+    ids = np.minimum(np.random.default_rng(1).zipf(1.2, int(lengths.sum())) - 1, 1_999)
+    table = Table("t", 2_000, 16, AccessProfile.from_ids(ids, lengths=lengths, num_rows=2_000))
+    asked = Problem([table], CLUSTER, 256, memory="p99.9")
+    plan = solve(asked)
+    text, _ = page_of(plan, tmp_path / "a.html", problem=asked)
+    needed = plan.predicted.static_memory_bytes + (plan.predicted.fullest_dynamic_bytes or 0.0)
+    assert plan.predicted.memory_bytes < needed <= plan.settings.budget_bytes
+    allowed = units.format_bytes(plan.settings.budget_bytes)
+    assert (
+        f"A GPU needs at most <b>{units.format_bytes(needed)}</b> in 999 of 1,000 steps; the budget (neutral) allows"
+        f" {allowed}." in text
+    )
+    free = CLUSTER.hbm_bytes - CLUSTER.reserve_bytes
+    assert f"Headroom: {units.format_bytes(free - needed)} of" in text
+    assert "row by row" not in text.partition("Beyond the budget:")[2].partition("</p>")[0]
+    assert f"budget neutral = {allowed} per rank (p99.9)," in str(plan)
+
+
 def test_pooled_tables_are_shown_by_rank(tmp_path: Path) -> None:
-    asked = replace(problem(12, pooling="sum"), timeout_seconds=5.0)
-    text, _ = page_of(solve(asked), tmp_path / "a.html")
+    cut = {"t1": TableConstraints(sharding_types=["row_wise"])}
+    plan = solve(replace(problem(12, pooling="sum"), timeout_seconds=5.0, constraints=cut))
+    text, _ = page_of(plan, tmp_path / "a.html")
+    assert plan.pooled_predicted is not None
+    ids = max(plan.predicted.collectives, key=lambda one: one.calls)
+    assert ids.calls > 1
+    assert f">{units.format_bytes(ids.calls * ids.nbytes)}</td>" in text, "of all calls, as its time is"
     assert "rank 15" in text
     assert "others" in text
     assert "pooled:" in text

@@ -98,8 +98,12 @@ def _decided(plan: Plan) -> str:
         f"No plan within the budget takes less than {units.format_seconds(bound)} under the same cost model;"
         f" this one is {above} above that."
     )
-    needed, allowed = (units.format_bytes(n) for n in (plan.predicted.memory_bytes, plan.settings.budget_bytes))
-    said.append(f"A GPU needs <b>{needed}</b>; the budget ({escape(plan.settings.budget)}) allows {allowed}.")
+    sizes = plan.bounded_bytes(plan.predicted), plan.settings.budget_bytes
+    needed, allowed = (units.format_bytes(nbytes) for nbytes in sizes)
+    most, when = ("at most ", " in 999 of 1,000 steps") if plan.settings.memory == "p99.9" else ("", "")
+    said.append(
+        f"A GPU needs {most}<b>{needed}</b>{when}; the budget ({escape(plan.settings.budget)}) allows {allowed}."
+    )
     if plan.next_gib_seconds is not None:
         more = own - plan.next_gib_seconds
         saved = "nothing" if more <= 1e-9 * own else f"{units.format_seconds(more)} per step"
@@ -112,7 +116,7 @@ def _time(plan: Plan) -> str:
     for name, cost in plan.costs.items():
         seconds = plan.objective_seconds(cost)
         given.append(Bar(spoken(name), ((seconds, name),), units.format_seconds(seconds)))
-        if cost.memory_bytes > plan.settings.budget_bytes * (1 + 1e-9):
+        if plan.bounded_bytes(cost) > plan.settings.budget_bytes * (1 + 1e-9):
             over.append(spoken(name))
     note = paragraph(f"Beyond the budget: {escape(', '.join(over))}.") if over else ""
     return bars(given, what="Time per step of this plan and of others") + note
@@ -127,12 +131,13 @@ def _memory(plan: Plan) -> str:
     free = plan.cluster.hbm_bytes - plan.cluster.reserve_bytes
     widest = max(sum(size for size, _ in row.parts) for row in rows)
     limit = (free, f"{units.format_bytes(free)} a GPU has for embeddings") if free < 4 * widest else None
-    head = units.format_bytes(max(free - plan.predicted.memory_bytes, 0.0))
+    head = units.format_bytes(max(free - plan.bounded_bytes(plan.predicted), 0.0))
+    when = " in 999 of 1,000 steps, beyond what is shown" if plan.settings.memory == "p99.9" else ""
     return (
         legend(["static: weights, copies' gradients, optimizer", "dynamic: rows of a batch"])
         + bars(rows, limit=limit, what="Memory per GPU")
         + paragraph(
-            f"Headroom: {head} of the {units.format_bytes(free)} that a GPU has for embeddings.{_on_host(plan)}"
+            f"Headroom: {head} of the {units.format_bytes(free)} that a GPU has for embeddings{when}.{_on_host(plan)}"
         )
     )
 
@@ -214,8 +219,8 @@ def _ranks(plan: Plan) -> str:
 
 def _calls(plan: Plan) -> str:
     rows = [
-        (one.kind.replace("_", "-"), one.content, one.group_size, f"{one.calls:g}", units.format_bytes(one.nbytes),
-         units.format_seconds(one.seconds))
+        (one.kind.replace("_", "-"), one.content, one.group_size, f"{one.calls:g}",
+         units.format_bytes(one.calls * one.nbytes), units.format_seconds(one.seconds))
         for one in plan.predicted.collectives
     ]  # fmt: skip
     head = ["collective", "carries", "in groups of", "calls", "bytes", "time"]

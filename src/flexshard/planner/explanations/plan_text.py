@@ -70,7 +70,7 @@ def _heading(plan: Plan) -> Text:
     budget = f"{s.budget}{_less_reserve(plan)} = {units.format_bytes(s.budget_bytes)}"
     return Text(
         f"{_tables(plan)} on {c.name} ({c.nodes} nodes x {c.ranks_per_node} ranks),"
-        f" batch {s.batch_size:,} per rank, budget {budget} per rank,"
+        f" batch {s.batch_size:,} per rank, budget {budget} per rank{' (p99.9)' if s.memory == 'p99.9' else ''},"
         f" method {s.method}, at most {s.tiers} tiers"
         + _once(plan)
         + (f", overlap {', '.join(f'{n} {v:.0%}' for n, v in s.overlap)}" if s.overlap else "")

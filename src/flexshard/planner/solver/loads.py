@@ -58,15 +58,13 @@ def loads_of(instance: Instance, allocation: Allocation, holders: IntArray | Non
     of_counts = _Moments.of(instance)
     hottest = hottest_rows(instance, allocation)
     holders = holders_apart(instance, hottest) if holders is None else holders
-    own = [
-        np.where(instance.deduplicated, of_all[:, 0], 0.0)
-        for of_all in of_counts.of_rows(ends[:, -1:], instance.groups_within)[:2]
-    ]
+    variance, third, _ = of_counts.of_rows(ends[:, -1:], instance.groups_within)
     return Loads(
         lookups * per_lookup + reads.sum(axis=1) * per_row,
         lookups * (per_lookup + gradient_bytes),
         per_row,
-        *own,
+        np.where(instance.deduplicated, variance[:, 0], 0.0),
+        np.where(instance.deduplicated, third[:, 0], 0.0),
         np.stack(
             [_batch_lengths(table.profile.lengths, number) for table, number in zip(tables, samples, strict=True)]
         ),

@@ -14,6 +14,7 @@ import numpy as np
 from flexshard.errors import BudgetError
 from flexshard.planner.budget import Limit, Neutral
 from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
+from flexshard.planner.methods import Optimal
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
 
@@ -37,7 +38,7 @@ def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> Pare
     cluster = problem.cluster
     seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + 3)
     each = replace(
-        problem, objective="communication", step=None, timeout_seconds=seconds, memory="mean", method="optimal"
+        problem, objective="communication", step=None, timeout_seconds=seconds, memory="mean", method=Optimal()
     )
 
     def within(nbytes: float) -> Plan:
