@@ -73,6 +73,8 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
     except ValidationError as error:
         # A field that is unknown is more often than not the misspelt one that another error misses.
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        # Of what a field may be, the one that it is nearest to: whose own parts are wrong.
+        first = max((one for one in error.errors() if _field(one) == _field(first)), key=lambda one: len(one["loc"]))
         loc = [part for part in first["loc"] if isinstance(part, int) or part not in _UNION_BRANCHES]
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
@@ -89,6 +91,12 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
             )
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
+
+
+def _field(error: Any) -> Any:
+    """Where an error is, up to the first of the branches that the field may be."""
+    loc = error["loc"]
+    return loc[: next((at for at, part in enumerate(loc) if part in _UNION_BRANCHES), len(loc))]
 
 
 def _hint(model: type[BaseModel], name: str) -> str:

@@ -95,6 +95,13 @@ class JobSpec(StrictModel):
     timeout_seconds: float = 60.0
     gap: float = 0.002
 
+    @field_validator("index_dedup", mode="before")
+    @classmethod
+    def _is_a_choice(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and value != "auto":
+            raise ValueError(f"expected true, false or auto, found {value!r}")
+        return value
+
     @field_validator("budget", "host_memory", mode="before")
     @classmethod
     def _has_unit(cls, value: Any) -> Any:
@@ -132,6 +139,9 @@ def load_job(path: PathLike) -> Job:
     cluster = at(["cluster"], lambda: _cluster(folder, spec.cluster))
     at(["overlap"], lambda: overlap_of(spec.overlap, cluster))
     at(["budget"], lambda: parse_budget(spec.budget).limit_bytes(0.0, cluster))
+    host = spec.host_memory
+    if host is not None:
+        at(["host_memory"], lambda: units.parse_bytes(host))
     tables = tuple(at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables))
     options = {
         table.name: tuple(
@@ -149,8 +159,8 @@ def load_job(path: PathLike) -> Job:
     for index, planned in enumerate(tables):
         if planned.name in constraints:
             one = {planned.name: constraints[planned.name]}
-            host = spec.host_memory is not None
-            at(["tables", index, "constraints"], partial(check_constraints, one, tables, cluster, host_memory=host))
+            check = partial(check_constraints, one, tables, cluster, host_memory=host is not None)
+            at(["tables", index, "constraints"], check)
     step = None
     if spec.dense is not None:
         text = spec.dense

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import check_finite, check_int
+from flexshard._internal import check_finite, check_int, first_repeated
 from flexshard.errors import TableError
 from flexshard.profiling import AccessProfile
 from flexshard.tables.data_types import DATA_TYPES
@@ -74,6 +74,11 @@ class Table:
         stray = next((feature for feature in self.features if not isinstance(feature, str)), None)
         if stray is not None:
             raise TableError(f"{where}: features must be a list of names, found {stray!r} in it")
+        if "" in self.features:
+            raise TableError(f"{where}: a feature's name is empty; features need names")
+        twice = first_repeated(self.features)
+        if twice is not None:
+            raise TableError(f"{where}: feature {twice!r} is named twice; name each once")
         object.__setattr__(self, "features", tuple(self.features))
         if isinstance(self.profile, str | os.PathLike):
             object.__setattr__(self, "profile", AccessProfile.load(self.profile))
