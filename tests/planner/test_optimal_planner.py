@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from torchrec.distributed.planner.shard_estimators import (  # noqa: E402
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # noqa: E402
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Stats  # noqa: E402
 from torchrec.distributed.types import CacheParams, ShardingPlan  # noqa: E402
+from torchrec.modules.embedding_configs import PoolingType  # noqa: E402
 from torchrec.modules.embedding_tower import EmbeddingTower  # noqa: E402
 
 from flexshard import OptimalShardingPlanner  # noqa: E402
@@ -577,6 +579,36 @@ def test_stock_torchrec_runs_the_plan_on_every_rank() -> None:
     assert all(result[:3] == results[0][:3] for result in results)
     assert results[0][2] <= 0.01
     assert max(result[3] for result in results) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kinds", "warned"),
+    [
+        (PoolingType.MEAN, ("row_wise", "table_wise"), True),
+        (PoolingType.MEAN, ("row_wise", "row_wise"), False),
+        (PoolingType.MEAN, ("table_wise", "column_wise"), False),
+        (PoolingType.SUM, ("row_wise", "table_wise"), False),
+    ],
+)
+def test_means_that_torchrec_trains_wrongly_are_said(
+    pooling: PoolingType, kinds: tuple[str, str], warned: bool
+) -> None:
+    configs = [
+        EmbeddingBagConfig(
+            name=name, num_embeddings=100_000, embedding_dim=128 * (1 + index), feature_names=[name], pooling=pooling
+        )
+        for index, name in enumerate(("a", "b"))
+    ]
+    asked = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(("a", "b"), kinds, strict=True)}
+    topology = Topology(world_size=4, local_world_size=4, compute_device="cuda", hbm_cap=8 * GIB)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        planner = OptimalShardingPlanner(topology=topology, batch_size=64, constraints=asked)
+        plan = planner.plan(Model(configs, []), SHARDERS)
+    assert {one.sharding_type for one in plan.plan["bags"].values()} == set(kinds)
+    said = [str(one.message) for one in found if "averaged" in str(one.message)]
+    message = "table 'a' of bags is averaged and cut by rows (row_wise) beside tables that are sharded otherwise"
+    assert [one[: len(message)] for one in said] == [message] * warned
 
 
 def fail_on_rank_0(rank: int) -> str:

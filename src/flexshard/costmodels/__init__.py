@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     )
     from flexshard.costmodels.pooled import PooledCosts as PooledCosts
     from flexshard.costmodels.pooled_options import (
+        CUT_BY_ROWS as CUT_BY_ROWS,
         POOLED_KERNELS as POOLED_KERNELS,
         POOLED_LOADS as POOLED_LOADS,
         POOLED_TYPES as POOLED_TYPES,
@@ -159,6 +160,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "placement": ["column_wise_cost", "placement_cost", "strategy_name", "table_wise_cost"],
         "pooled": ["PooledCosts"],
         "pooled_options": [
+            "CUT_BY_ROWS",
             "POOLED_KERNELS",
             "POOLED_LOADS",
             "POOLED_TYPES",

@@ -30,6 +30,7 @@ from flexshard.planner.torchrec.left_to_torchrec import (
     modules_to_shard,
     tables_of_others,
 )
+from flexshard.planner.torchrec.means import warn_of_means
 from flexshard.planner.torchrec.model_tables import check_model, check_table, dtype_of, optimizer_of, row_wise_plan
 from flexshard.planner.torchrec.optimal import OptimalShardingPlanner
 from flexshard.planner.torchrec.parameter_sharding import FLEX_SHARD, FlexShardParameterSharding
@@ -188,7 +189,7 @@ class FlexShardPlanner(ShardingPlanner):
         if rest is not None:
             for fqn, shardings in self._others(rest, sharders, ours).items():
                 result.setdefault(fqn, type(shardings)()).update(shardings)
-        return ShardingPlan(result)
+        return warn_of_means(module, ShardingPlan(result), stacklevel=3)
 
     def _asked(self, name: str, config: BaseEmbeddingConfig) -> TableConstraints | None:
         """What a plan that is made here keeps of a sequence's constraints; None where it could not."""

@@ -30,6 +30,7 @@ from flexshard._internal import on_first_rank
 from flexshard.errors import BudgetError, PlanError
 from flexshard.planner.torchrec.distinct_shards import PricedOption, enumerate_options, priced, priced_in_full
 from flexshard.planner.torchrec.known_plan import AsPlaced, Loaded, Only, Timed, reserved
+from flexshard.planner.torchrec.means import warn_of_means
 from flexshard.planner.torchrec.search_space import menus_of
 from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
 from flexshard.planner.whole_model.menus import Menus
@@ -173,7 +174,8 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
         self._num_proposals = self._num_plans = 0
         loader = self.plan_loader
         if loader is not None and (loaded := loader.load()):
-            return self._as_torchrec(module, sharders, plan_loader=Loaded(loader, loaded))
+            plan = self._as_torchrec(module, sharders, plan_loader=Loaded(loader, loaded))
+            return warn_of_means(module, plan, stacklevel=2)
         topology = self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -214,7 +216,7 @@ class OptimalShardingPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]  #
             self._rating = float(NoopPerfModel(self._topology).rate(self._best_plan))
         self._lower_bound = min(found.lower_bound, self._rating)
         logger.info(self.summary)
-        return plan
+        return warn_of_means(module, plan, stacklevel=2)
 
     def collective_plan(
         self,
