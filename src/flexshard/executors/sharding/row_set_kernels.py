@@ -16,10 +16,7 @@ def locate(
     ids: npt.NDArray[Any],
     words: npt.NDArray[np.int64],
     members: npt.NDArray[Any],
-    start: int,
-    ranks: int,
-    slots: int,
-    first_holder: int,
+    starts: npt.NDArray[np.int64],
     locations: npt.NDArray[Any],
 ) -> None:
     """Locations of ids: of members as listed, of the others dealt to the ranks in turn.
@@ -28,13 +25,12 @@ def locate(
         ids: shape (n,).
         words: as of :class:`RowSet`.
         members: location of each member, in order of id.
-        start: location of the first of the other rows, had rank 0 it.
-        ranks: that these are dealt to.
-        slots: locations between one rank and the next.
-        first_holder: rank that has it.
+        starts: locations of the first others, one for each of the ranks that these are dealt to.
         locations: to fill; shape (n,).
     """
-    divisor = np.uint64(ranks)  # unsigned numbers need neither a negative index's nor a negative quotient's branches
+    divisor = np.uint64(
+        starts.size
+    )  # unsigned numbers need neither a negative index's nor a negative quotient's branches
     for index in range(ids.size):
         row = np.uint64(ids[index])
         block = (row >> np.uint64(6)) << np.uint64(1)
@@ -50,7 +46,4 @@ def locate(
         else:
             other = row - before
             turn = other // divisor
-            rank = np.int64(other - turn * divisor) + first_holder
-            if rank >= ranks:
-                rank -= ranks
-            locations[index] = start + rank * slots + np.int64(turn)
+            locations[index] = starts[other - turn * divisor] + np.int64(turn)

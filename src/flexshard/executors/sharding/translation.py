@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -136,8 +138,7 @@ class LocationTable:
 
             found = torch.empty(ids.numel(), dtype=self._type)
             words = self._set.words.numpy()
-            numbers = rest.start, rest.ranks, rest.slots, rest.first_holder
-            locate(ids.numpy(), words, self._listed.numpy(), *numbers, found.numpy())
+            locate(ids.numpy(), words, self._listed.numpy(), rest.starts, found.numpy())
             return found
         ids = ids.long()
         member, before = self._set.find(ids)
@@ -165,6 +166,11 @@ class Rest:
     ranks: int
     slots: int
     first_holder: int
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Locations of the first of them, one on each rank, in their order; shape (ranks,)."""
+        return self.start + (np.arange(self.ranks) + self.first_holder) % self.ranks * self.slots
 
     def locations(
         self, others: torch.Tensor, start: torch.Tensor | int, first_holder: torch.Tensor | int
