@@ -237,6 +237,7 @@ def test_what_cannot_be_encoded(tmp_path: Path) -> None:
     rows = "".join(f"{i},b\n" for i in range(600))
     for name, text in {"short": f"a,b\n{rows}7\n", "long": f"a,b\n{rows}7,8,9\n", "same": f"a,a\n{rows}"}.items():
         (tmp_path / f"{name}.csv").write_text(text)
+    (tmp_path / "utf16.csv").write_bytes("a,b\n7,caf\xe9\n".encode("utf-16"))
     (tmp_path / "latin.csv").write_bytes(f"a,b\n{rows}7,caf\xe9\n".encode("latin-1"))
     (tmp_path / "nothing.csv").touch()
     (tmp_path / "quoted.csv").write_text('"a,b",c\n1,2\n')
@@ -267,7 +268,8 @@ def test_what_cannot_be_encoded(tmp_path: Path) -> None:
         ("no column 'x'; there are c0, .*, c19 and 40 more$", "wide.parquet", {"columns": ["x"]}),
         ("line 602: Expected Number of Columns: 2 Found: 1", "short.csv", {"columns": ["a"]}),
         ("line 602: Expected Number of Columns: 2 Found: 3", "long.csv", {"columns": ["a"]}),
-        (r"line 602: .*not utf-8", "latin.csv", {"columns": ["b"]}),
+        (r"line 602: it is not utf-8; convert the file", "latin.csv", {"columns": ["b"]}),
+        (r"line 1: it is not utf-8; convert the file", "utf16.csv", {"columns": ["b"]}),
         ("nothing.csv: is empty", "nothing.csv", {"columns": ["a"]}),
         ("no column 'x'; there are a,b, c$", "quoted.csv", {"columns": ["x"]}),
     ):

@@ -28,9 +28,8 @@ def locate(
         starts: locations of the first others, one for each of the ranks that these are dealt to.
         locations: to fill; shape (n,).
     """
-    divisor = np.uint64(
-        starts.size
-    )  # unsigned numbers need neither a negative index's nor a negative quotient's branches
+    # Unsigned numbers need neither a negative index's nor a negative quotient's branches.
+    divisor = np.uint64(starts.size)
     for index in range(ids.size):
         row = np.uint64(ids[index])
         block = (row >> np.uint64(6)) << np.uint64(1)

@@ -118,7 +118,8 @@ def _cause(error: Exception) -> str:
     place = re.search(r"CSV Error on (Line: \d+)", lines[0])
     if place is None or len(lines) < 3:
         return lines[0]
-    return f"{place[1].lower().replace(':', '')}: {lines[2]}"
+    what = "it is not utf-8; convert the file, as with iconv" if "not utf-8" in str(error) else lines[2] or lines[1]
+    return f"{place[1].lower().replace(':', '')}: {what}"
 
 
 def _blamed(error: Exception, files: Sequence[str]) -> str:
