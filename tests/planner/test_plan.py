@@ -337,6 +337,12 @@ def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
     assert found.rows == moved > 0
     assert found.nbytes == moved * table.row_bytes
     assert diff(before, before).moves == ()
+    placed = before.tables["items"]
+    turned = tuple(replace(tier, first_holder=tier.group_size - 1) for tier in placed.tiers)
+    elsewhere = diff(before, replace(before, tables={"items": replace(placed, tiers=turned)}))
+    many = sum(tier.rows for tier in placed.tiers if tier.group_size > 1)
+    assert elsewhere.rows == many > 0  # the same tiers, dealt from another rank on
+    assert all(move.source == move.target for move in elsewhere.moves)
     renamed = solve([replace(table, name="other")], paper_cluster, batch_size=4096)
     assert {m.table: (m.source is None, m.target is None) for m in diff(before, renamed).moves} == {
         "items": (False, True),

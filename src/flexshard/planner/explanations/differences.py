@@ -23,7 +23,7 @@ class Move:
     Attributes:
         table: its name.
         source, target: group sizes; None where only one plan has the rows. The same where numbers of ranks, widths or
-            types of rows are not.
+            types of rows are not, or the tier begins with another rank.
         first_position, rows: which rows, by their order of popularity in their plan's profile.
         nbytes: weights of these rows.
     """
@@ -160,7 +160,9 @@ def _shared(one: PooledShard, other: PooledShard) -> int:
 
 
 def _moves(name: str, before: TablePlan | None, after: TablePlan | None, *, alike: bool) -> list[Move]:
-    """Rows that change their tier; all of them, unless the ranks are ``alike`` and rows are."""
+    """Rows that change their tier, or whose tier begins with another rank; all of them, unless the ranks are ``alike``
+    and rows are.
+    """
     known = after or before
     assert known is not None
     row_bytes = known.row_bytes
@@ -172,13 +174,14 @@ def _moves(name: str, before: TablePlan | None, after: TablePlan | None, *, alik
     )
     moves = []
     for first, last in pairwise(edges):
-        source, target = _group_size(before, first), _group_size(after, first)
-        if source != target or not alike:
+        (source, *others), (target, *then) = _tier(before, first), _tier(after, first)
+        if source != target or others != then or not alike:
             moves.append(Move(name, source, target, first, last - first, (last - first) * row_bytes))
     return moves
 
 
-def _group_size(table: TablePlan | None, position: int) -> int | None:
-    if table is None:
-        return None
-    return next((t.group_size for t in table.tiers if t.first_position <= position < t.first_position + t.rows), None)
+def _tier(table: TablePlan | None, position: int) -> tuple[int | None, int | None]:
+    """Group size of the tier that has a row, and with which rank it begins."""
+    tiers = () if table is None else table.tiers
+    held = (t for t in tiers if t.first_position <= position < t.first_position + t.rows)
+    return next(((tier.group_size, tier.first_holder) for tier in held), (None, None))
