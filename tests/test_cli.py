@@ -424,8 +424,6 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"index_dedup": "true"}, "index_dedup: expected true, false or auto, found 'true'"),
         ({"index_dedup": 1}, "index_dedup: expected true, false or auto, found 1"),
         ({"host_memory": "nan GB"}, "edited.yaml:15: host_memory: 'nan GB' is not a size"),
-        ({"loss_limit": -1}, "edited.yaml:15: loss_limit must be at least 0"),
-        ({"loss_limit": float("nan")}, "edited.yaml:15: loss_limit must be"),
         ({"table": {"features": ["a", "a"]}}, "edited.yaml:9: tables[0]: table 'items': feature 'a' is named twice"),
         ({"table": {"features": [""]}}, "a feature's name is empty"),
         ({"host_memory": "0B"}, "edited.yaml:15: host_memory is a number of bytes above 0, found '0B'"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexshard.costmodels import TTRates
 from flexshard.planner.compression.choosing import plan_compression
-from flexshard.planner.compression.decision import CompressionPlan, TTOption, checked_loss_limit
+from flexshard.planner.compression.decision import CompressionPlan, TTOption
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
 from flexshard.planner.solving import solve
@@ -42,7 +42,7 @@ class Job(Problem):
     ) -> None:
         super().__init__(tables, cluster, batch_size, *how, **named)
         object.__setattr__(self, "options", dict(options or {}))
-        object.__setattr__(self, "loss_limit", checked_loss_limit(loss_limit))
+        object.__setattr__(self, "loss_limit", loss_limit)
 
     def solve(self) -> Plan:
         """The plan; raises as :func:`solve`."""

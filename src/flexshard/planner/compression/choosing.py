@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from flexshard._internal import check_above_0
+from flexshard._internal import check_above_0, check_finite
 from flexshard.costmodels import TTRates
 from flexshard.errors import JobError
-from flexshard.planner.compression.decision import CompressionPlan, TTOption, checked_loss_limit
+from flexshard.planner.compression.decision import CompressionPlan, TTOption
 from flexshard.planner.compression.whole_model import compress_whole
 from flexshard.planner.methods import Optimal
 from flexshard.planner.problem import Problem, ProblemOptions
@@ -61,5 +61,8 @@ def plan_compression(
     if time_limit_seconds is not None:
         seconds = check_above_0(time_limit_seconds, "time_limit_seconds", JobError)
         problem = replace(problem, timeout_seconds=seconds)
-    loss_limit = checked_loss_limit(loss_limit)
+    if loss_limit is not None:
+        loss_limit = check_finite(loss_limit, "loss_limit", JobError)
+        if loss_limit < 0:
+            raise JobError(f"loss_limit must be at least 0, found {loss_limit}")
     return compress_whole(problem, options, rates, loss_limit, hashed=hashed)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexshard._internal import PathLike, bound, check_finite
-from flexshard.errors import JobError, PlanError, TableError
+from flexshard.errors import PlanError, TableError
 from flexshard.planner.plan import Plan
 from flexshard.tables import TTShape
 
-__all__ = ["CompressionPlan", "TTOption", "TableChoice", "TableOption", "checked_loss_limit"]
+__all__ = ["CompressionPlan", "TTOption", "TableChoice", "TableOption"]
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,3 @@ class CompressionPlan:
         """
         decision: CompressionPlan = bound("flexshard.planner", "CompressionPlan.load")(path)
         return decision
-
-
-def checked_loss_limit(loss_limit: float | None) -> float | None:
-    """Most that losses may add up to, None for any; raises JobError."""
-    if loss_limit is None:
-        return None
-    found = check_finite(loss_limit, "loss_limit", JobError)
-    if found < 0:
-        raise JobError(f"loss_limit must be at least 0, found {found:g}")
-    return found
