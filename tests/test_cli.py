@@ -520,8 +520,8 @@ def test_a_full_pipe_and_a_closed_one(project: Path) -> None:
 
 
 def test_clusters_that_do_not_divide(project: Path) -> None:
-    good(project, "clusters", "dgx-a100:2", "-o", "two.yaml")
-    text = (project / "two.yaml").read_text().replace("group_size: 8", "group_size: 3")
+    good(project, "clusters", "dgx-a100:2", "-o", "two_nodes.yaml")
+    text = (project / "two_nodes.yaml").read_text().replace("group_size: 8", "group_size: 3")
     (project / "odd.yaml").write_text(text)
     line = 1 + text[: text.index("group_size: 3")].count("\n")
     assert f"odd.yaml:{line}: levels[1]: group size 3 does not divide the 16 ranks" in bad(
