@@ -795,7 +795,7 @@ def test_options_that_would_do_nothing_are_refused(project: Path) -> None:
     counted = ("profile", "clicks.parquet", "--column", "item", "-o", "again.profile")
     for more, expected in (
         (("--batch", 3), "--batch goes with --reuse"),
-        (("--by", "user", "--name", "t"), "--by does not go with --mapping, --unknown, --distinct-batch or --name"),
+        (("--by", "user", "--name", "t"), "--by does not go with --mapping, --distinct-batch or --name"),
         (("--name", ""), "a table's name is a text of one line, found ''"),
         (("--name", "a\nb"), "a table's name is a text of one line, found 'a\\nb'"),
     ):

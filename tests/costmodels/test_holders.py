@@ -59,6 +59,7 @@ def test_nothing_is_turned_for_nothing() -> None:
 
 
 def test_tables_of_which_nothing_is_known_are_apart() -> None:
-    assert [apart(number, 8) for number in range(9)] == [0, 4, 2, 6, 1, 5, 3, 7, 0]
-    assert [apart(number, 6) for number in range(4)] == [0, 3, 1, 4]
+    assert [apart(number, 8) for number in range(9)] == [0, 5, 2, 7, 4, 1, 6, 3, 0]
+    for ranks in range(1, 100):
+        assert sorted(apart(number, ranks) for number in range(ranks)) == list(range(ranks))
     assert apart(5, 1) == 0

@@ -343,6 +343,8 @@ def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
     many = sum(tier.rows for tier in placed.tiers if tier.group_size > 1)
     assert elsewhere.rows == many > 0  # the same tiers, dealt from another rank on
     assert all(move.source == move.target for move in elsewhere.moves)
+    assert all(move.begins == (0, (move.target or 0) - 1) for move in elsewhere.moves)
+    assert all(move.begins is None for move in found.moves)
     renamed = solve([replace(table, name="other")], paper_cluster, batch_size=4096)
     assert {m.table: (m.source is None, m.target is None) for m in diff(before, renamed).moves} == {
         "items": (False, True),

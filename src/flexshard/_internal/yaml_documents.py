@@ -20,7 +20,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 Location = Sequence[str | int]
 
 # Pydantic puts the branch of a union that it tried into a field's place.
-_UNION_BRANCHES = ("str", "dict[str,float]", "int", "float")
+_UNION_BRANCHES = ("str", "dict[str,float]", "int", "float", "bool")
 _EXPONENT = re.compile(r"([-+]?)(\d+\.?\d*)[eE]([-+]?)(\d+)")
 
 
@@ -80,7 +80,7 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
         if first["type"] == "missing":
             message = "this field is required"
         elif first["type"] == "extra_forbidden":
-            message = "this field is unknown" + _hint(model, str(loc[-1]))
+            message = "this field is unknown" + _hint(model, loc)
         elif first["type"] == "string_type":
             message = f"expected text, found {first['input']!r}"
         elif isinstance(first["input"], str) and (number := _EXPONENT.fullmatch(first["input"])):
@@ -99,24 +99,29 @@ def _field(error: Any) -> Any:
     return loc[: next((at for at, part in enumerate(loc) if part in _UNION_BRANCHES), len(loc))]
 
 
-def _hint(model: type[BaseModel], name: str) -> str:
-    """Where an unknown field would be known, or which one its name is nearest to."""
-    fields = _fields(model)
+def _hint(model: type[BaseModel], loc: Sequence[str | int]) -> str:
+    """Where an unknown field would be known, if at one other place, or which one its name is nearest to."""
+    name, fields = str(loc[-1]), _fields(model)
     if name in fields:
-        return f" here; it belongs {f'to {fields[name]}' if fields[name] else 'at the top'}"
+        owner, *others = fields[name]
+        if others or owner in ({str(part) for part in loc[:-1]} or {""}):
+            return ""
+        return f" here; it belongs {f'to {owner}' if owner else 'at the top'}"
     nearest = difflib.get_close_matches(name, sorted(fields), n=1)
     return f"; do you mean {nearest[0]}?" if nearest else ""
 
 
-def _fields(model: type[BaseModel]) -> dict[str, str]:
-    """Names of a model's fields, and of those of the models in them, as people write them; of which field each is."""
-    names: dict[str, str] = {}
+def _fields(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Names of a model's fields, and of those of the models in them, as people write them; of which fields each is."""
+    names: dict[str, list[str]] = {}
     parts: list[tuple[Any, str]] = [(model, "")]
     while parts:
         part, owner = parts.pop(0)
         if isinstance(part, type) and issubclass(part, BaseModel):
             for name, field in part.model_fields.items():
-                names.setdefault(field.alias or name, owner)
+                owners = names.setdefault(field.alias or name, [])
+                if owner not in owners:
+                    owners.append(owner)
                 parts.append((field.annotation, field.alias or name))
         parts += [(one, owner) for one in get_args(part)]
     return names

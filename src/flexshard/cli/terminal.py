@@ -63,7 +63,7 @@ def _hear(*_: object) -> NoReturn:
 
 
 def _answer() -> None:
-    """Raise an interrupt once more that was lost where it came: compiled code that imports a module may swallow it."""
+    """Raise an interrupt again, if one came: compiled code that imports a module may have swallowed it."""
     if _heard["interrupt"]:
         raise KeyboardInterrupt
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _DIGITS = 9  # of a correlation that count, so that rounding decides nothing
+_GOLDEN = 0.618
 _AT_ONCE = 1 / 8  # of the tables that have been placed, so many more are with one correlation
 
 
@@ -50,10 +53,9 @@ def first_holders(loads: FloatArray) -> IntArray:
 
 
 def apart(number: int, ranks: int) -> int:
-    """A rank for the ``number``-th table, from 0, of those of which nothing is known: far from those of the tables
-    before it (van der Corput's sequence).
+    """A rank for the ``number``-th table, from 0, of those of which nothing is known: each another one until all have
+    one, and those of neighbours far from one another where that may be.
     """
-    share, part = 0.0, 0.5
-    while number:
-        share, number, part = share + part * (number & 1), number >> 1, part / 2
-    return int(share * ranks)
+    middle = round(ranks * _GOLDEN)
+    stride = next(step for away in range(ranks) for step in (middle + away, middle - away) if gcd(step, ranks) == 1)
+    return number * stride % ranks

@@ -39,8 +39,8 @@ class ParetoCurve:
     Attributes:
         group_sizes: g per entry of the points' ``rows``.
         points: the frontier in order of memory; each takes less time than the one before.
-        marked: named points. Those whose names are of memory or communication lie on the frontier; "memory_neutral" is
-            there where row-wise fits the cluster.
+        marked: named points. "greatest_memory_saving", "memory_neutral" (where row-wise fits the cluster) and
+            "communication_neutral" lie on the frontier.
         neutral_bytes: memory of row-wise.
         title: what was planned, in a few words.
     """

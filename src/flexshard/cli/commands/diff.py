@@ -34,6 +34,8 @@ def diff_command(
     for move in changes.moves:
         positions = f"{move.first_position:,} to {move.first_position + move.rows - 1:,}"
         ends = ["-" if size is None else str(size) for size in (move.source, move.target)]
+        if move.begins is not None:
+            ends = [f"{size}, from rank {rank}" for size, rank in zip(ends, move.begins, strict=True)]
         grid.add_row(move.table, *ends, positions, f"{move.rows:,}", units.format_bytes(move.nbytes))
     for pooled in changes.pooled:
         sides = ["-" if side is None else f"{side[0]} on {_ranks(side[1])}" for side in (pooled.source, pooled.target)]

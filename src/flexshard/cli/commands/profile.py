@@ -59,12 +59,14 @@ def profile_command(
 
     Example: flexshard profile clicks.parquet --column item --sample-key user -o item.profile.parquet
     """
+    if unknown != "error" and mapping is None:
+        raise DataError("--unknown is of values that a mapping has not; give --mapping, or leave it out")
     inputs = [*data, *([] if mapping is None else [mapping])]
     check_output(output, "flexshard.profile", inputs=inputs, force=force)
     if name is not None:
         check_table_name(name)
     if reuse:
-        if by or column or hash_ or mapping or unknown != "error" or sample_key or holdout or distinct_batch:
+        if by or column or hash_ or mapping or sample_key or holdout or distinct_batch:
             raise DataError("--reuse goes with --rows, --batch and --name alone")
         if len(data) != 1:
             raise DataError(f"--reuse takes one text file, found {len(data)}")
@@ -76,8 +78,8 @@ def profile_command(
     else:
         with counting_progress("reading") as progress:
             if by is not None:
-                if mapping or unknown != "error" or distinct_batch or name is not None:
-                    raise DataError("--by does not go with --mapping, --unknown, --distinct-batch or --name")
+                if mapping or distinct_batch or name is not None:
+                    raise DataError("--by does not go with --mapping, --distinct-batch or --name")
                 tables = profiling.AccessProfile.from_parquet_by(
                     data,
                     column=column,

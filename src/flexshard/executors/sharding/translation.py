@@ -155,7 +155,7 @@ class Rest:
 
     Attributes:
         first: position of the first.
-        start: where its table's are on every rank: their location, had rank 0 the first.
+        start: location that the first would have on rank 0.
         ranks: how many.
         slots: locations between one rank and the next.
         first_holder: rank that has the first.

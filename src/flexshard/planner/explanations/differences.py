@@ -26,6 +26,7 @@ class Move:
             types of rows are not, or the tier begins with another rank.
         first_position, rows: which rows, by their order of popularity in their plan's profile.
         nbytes: weights of these rows.
+        begins: local ranks with which the tier began and begins, where it is the same tier; None elsewhere.
     """
 
     table: str
@@ -34,6 +35,7 @@ class Move:
     first_position: int
     rows: int
     nbytes: int
+    begins: tuple[int, int] | None = None
 
     first_rank = deprecated_attribute("first_rank", "first_position")
 
@@ -174,14 +176,15 @@ def _moves(name: str, before: TablePlan | None, after: TablePlan | None, *, alik
     )
     moves = []
     for first, last in pairwise(edges):
-        (source, *others), (target, *then) = _tier(before, first), _tier(after, first)
-        if source != target or others != then or not alike:
-            moves.append(Move(name, source, target, first, last - first, (last - first) * row_bytes))
+        (source, began), (target, begins) = _tier(before, first), _tier(after, first)
+        if source != target or began != begins or not alike:
+            turned = (began, begins) if source == target is not None and alike else None
+            moves.append(Move(name, source, target, first, last - first, (last - first) * row_bytes, turned))
     return moves
 
 
-def _tier(table: TablePlan | None, position: int) -> tuple[int | None, int | None]:
-    """Group size of the tier that has a row, and with which rank it begins."""
+def _tier(table: TablePlan | None, position: int) -> tuple[int | None, int]:
+    """Group size of the tier that has a row, None if there is none, and with which local rank it begins."""
     tiers = () if table is None else table.tiers
     held = (t for t in tiers if t.first_position <= position < t.first_position + t.rows)
-    return next(((tier.group_size, tier.first_holder) for tier in held), (None, None))
+    return next(((tier.group_size, tier.first_holder) for tier in held), (None, 0))

@@ -16,7 +16,7 @@ __all__ = ["warn_of_means"]
 
 def warn_of_means(module: nn.Module, plan: ShardingPlan, *, stacklevel: int) -> ShardingPlan:
     """The plan, with a UserWarning if it has a table of means cut by rows beside tables of the same collection that are
-    sharded otherwise: TorchRec 1.8 divides these by the means' lengths, too.
+    sharded otherwise: TorchRec 1.8 divides the sums of those others by their lengths, too.
     """
     for fqn, part in module.named_modules():
         shardings = plan.plan.get(fqn)

@@ -83,15 +83,17 @@ def _point(plan: Plan) -> ParetoPoint:
 
 
 def _baseline(plan: Plan, name: str, mark: str) -> ParetoPoint:
-    """All tables alike; whole ones have no rows in groups."""
-    size = {"row_wise": plan.cluster.world_size, "data_parallel": 1}.get(name)
+    """All tables alike, but for tables of means, which are not cut by rows, and rows in tiers, which are not whole."""
+    size = 1 if name == "data_parallel" else plan.cluster.world_size
     rows = sum(table.rows for table in plan.tables.values())
+    whole = (one.pooling == "mean" and name == "row_wise" for one in plan.pooled.values())
+    kinds = Counter("table_wise" if kept else name for kept in whole)
     return ParetoPoint(
         mark,
         plan.baselines[name].memory_bytes,
         plan.baselines[name].exposed_seconds,
         tuple(rows if one == size else 0 for one in plan.cluster.group_sizes),
-        pooled=((name, len(plan.pooled)),) if plan.pooled else (),
+        pooled=tuple(sorted(kinds.items())),
     )
 
 

@@ -154,7 +154,8 @@ def encoded(
         try:
             yield path
         except DataError as error:  # which names the file that is gone with the block
-            raise type(error)(str(error).replace(path, f"{mapping}: with its values of column {column!r}")) from error
+            read = paths if isinstance(paths, str | os.PathLike) else ", ".join(map(str, paths))
+            raise type(error)(str(error).replace(path, f"{read}, encoded by {mapping}")) from error
 
 
 def _check_outputs(target: Path, columns: list[str], inputs: Sequence[PathLike]) -> None:
