@@ -10,7 +10,16 @@ from pathlib import Path
 
 from flexshard.errors import FlexShardError, OutputError
 
-__all__ = ["PathLike", "checked_path", "make_folder", "read_text", "replacing", "replacing_all", "write_text"]
+__all__ = [
+    "PathLike",
+    "checked_path",
+    "make_folder",
+    "read_text",
+    "reason_of",
+    "replacing",
+    "replacing_all",
+    "write_text",
+]
 
 PathLike = str | os.PathLike[str]
 
@@ -31,7 +40,7 @@ def make_folder(path: PathLike) -> Path:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot make the folder {path}: {_reason(error)}; choose another path with -o") from error
+        raise OutputError(f"cannot make the folder {path}: {reason_of(error)}; choose another path with -o") from error
     return Path(path)
 
 
@@ -49,7 +58,7 @@ def replacing(path: PathLike) -> Iterator[Path]:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
         os.close(handle)
     except OSError as error:
-        raise _unwritable(path, _reason(error)) from error
+        raise _unwritable(path, reason_of(error)) from error
     temporary = Path(name)
     try:
         yield temporary
@@ -60,7 +69,7 @@ def replacing(path: PathLike) -> Iterator[Path]:
     except OSError as error:
         if isinstance(error, OutputError) and temporary.name not in str(error):  # of another file
             raise
-        reason = error.reason if isinstance(error, OutputError) else _reason(error)  # of a draft within a draft
+        reason = error.reason if isinstance(error, OutputError) else reason_of(error)  # of a draft within a draft
         raise OutputError(f"cannot write {path}: {reason}; free some space or choose another path", reason) from error
     finally:
         with suppress(OSError):
@@ -83,7 +92,7 @@ def _target(path: PathLike) -> Path:
     except RuntimeError as error:  # before Python 3.13
         raise _unwritable(path, circle) from error
     except OSError as error:
-        raise _unwritable(path, _reason(error)) from error
+        raise _unwritable(path, reason_of(error)) from error
     if target.is_symlink():
         raise _unwritable(path, circle)
     if is_other:
@@ -114,10 +123,11 @@ def read_text(path: PathLike, error_type: type[FlexShardError]) -> str:
             raise error_type(f"{path}: not a path that can be read: {error}") from error
         raise error_type(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
     except OSError as error:
-        raise error_type(f"{path}: cannot be read: {_reason(error)}") from error
+        raise error_type(f"{path}: cannot be read: {reason_of(error)}") from error
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """What the system says, in lower case."""
     # Arrow wraps the system's error in a sentence of its own and keeps only its number.
     return (os.strerror(error.errno) if error.errno else error.strerror or str(error)).lower()
 

@@ -72,9 +72,10 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
         return model.model_validate(data), tree
     except ValidationError as error:
         # A field that is unknown is more often than not the misspelt one that another error misses.
-        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        errors = error.errors()
+        first = min(errors, key=lambda found: found["type"] != "extra_forbidden")
         # Of what a field may be, the one that it is nearest to: whose own parts are wrong.
-        first = max((one for one in error.errors() if _field(one) == _field(first)), key=lambda one: len(one["loc"]))
+        first = max((one for one in errors if _field(one) == _field(first)), key=lambda one: len(one["loc"]))
         loc = [part for part in first["loc"] if isinstance(part, int) or part not in _UNION_BRANCHES]
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
@@ -89,7 +90,7 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
                 f"YAML takes {first['input']} for a text; write {sign}{whole}{'' if '.' in whole else '.0'}"
                 f"e{of_power or '+'}{power}"
             )
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         fullest_bytes as fullest_bytes,
         lookup_bytes as lookup_bytes,
     )
-    from flexshard.costmodels.holders import apart as apart, first_holders as first_holders
+    from flexshard.costmodels.holders import apart as apart, by_rank as by_rank, first_holders as first_holders
     from flexshard.costmodels.layout import (
         Layout as Layout,
         Piece as Piece,
@@ -141,7 +141,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "fullest_bytes",
             "lookup_bytes",
         ],
-        "holders": ["apart", "first_holders"],
+        "holders": ["apart", "by_rank", "first_holders"],
         "layout": ["Layout", "Piece", "PlacedTable", "rows_with_places"],
         "local_rates": ["LocalRates", "TableRates"],
         "lookahead": [

@@ -16,6 +16,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from flexshard.costmodels.holders import by_rank
+
 __all__ = ["BATCH_SHARES", "Loads", "ServedRows", "batch_lengths", "fullest_bytes", "lookup_bytes"]
 
 FloatArray = npt.NDArray[np.float64]
@@ -71,10 +73,8 @@ class ServedRows:
 
     def by_rank(self, hot: FloatArray, rest: FloatArray) -> FloatArray:
         """Sums over the hot rows that each local rank holds, and its share of the rest; shape (T, g)."""
-        tables, size = hot.shape[0], self.group_size
-        key = np.arange(tables)[:, None] * size + self.holder
-        sums = np.bincount(key.ravel(), weights=hot.ravel(), minlength=tables * size)
-        return np.asarray(sums.reshape(tables, size) + rest[:, None] / size)
+        size = self.group_size
+        return np.asarray(by_rank(hot, self.holder, size) + rest[:, None] / size)
 
 
 @dataclass(frozen=True, eq=False)

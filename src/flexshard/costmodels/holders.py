@@ -7,7 +7,7 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["apart", "first_holders"]
+__all__ = ["apart", "by_rank", "first_holders"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -50,6 +50,14 @@ def first_holders(loads: FloatArray) -> IntArray:
         together += np.take_along_axis(added, turned, axis=1).sum(axis=0)
         placed += len(part)
     return found
+
+
+def by_rank(values: FloatArray, holder: IntArray, ranks: int) -> FloatArray:
+    """Sums of rows' values over those that each rank holds; of shape (T, k) both, the result of shape (T, g)."""
+    tables = len(values)
+    key = np.arange(tables)[:, None] * ranks + holder
+    sums = np.bincount(key.ravel(), weights=values.ravel(), minlength=tables * ranks)
+    return np.asarray(sums.reshape(tables, ranks), np.float64)
 
 
 def apart(number: int, ranks: int) -> int:

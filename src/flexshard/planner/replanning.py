@@ -257,35 +257,32 @@ def _with_holders_of(plan: Plan, after: Plan, problem: Problem) -> Plan:
     kept = replace(after, tables=tables)
     if tables == after.tables or after.predicted.fullest_dynamic_bytes is None:
         return kept
-    instance, allocation, _ = _as_arrays(after, problem)
-    holders = np.zeros_like(allocation)
-    sizes = instance.group_sizes.tolist()
-    for index, table in enumerate(tables.values()):
-        for tier in table.tiers:
-            holders[index, sizes.index(tier.group_size)] = tier.first_holder
+    instance, allocation, _, holders = _as_arrays(kept, problem)
     fullest = fullest_rank_bytes(instance, allocation, in_order=problem.in_order, holders=holders)
-    assert fullest is not None
-    nbytes = after.predicted.static_memory_bytes + fullest
-    if problem.memory == "p99.9" and nbytes > memory_limit(plan.settings.budget_bytes):
+    predicted = replace(after.predicted, fullest_dynamic_bytes=fullest)
+    if problem.memory == "p99.9" and kept.bounded_bytes(predicted) > memory_limit(kept.settings.budget_bytes):
         return after
-    return replace(kept, predicted=replace(after.predicted, fullest_dynamic_bytes=fullest))
+    return replace(kept, predicted=predicted)
 
 
-def _as_arrays(plan: Plan, problem: Problem) -> tuple[Instance, Allocation, npt.NDArray[np.bool_]]:
-    """A plan's placement: the instance of its tables, rows of each tier, and which are gathered; shape (T, G)."""
+def _as_arrays(plan: Plan, problem: Problem) -> tuple[Instance, Allocation, npt.NDArray[np.bool_], IntArray]:
+    """A plan's placement: the instance of its tables, and of each tier its rows, whether it is gathered, and with which
+    local rank it begins; shape (T, G) each.
+    """
     instance = Variants(problem).of(np.array([table.index_dedup for table in plan.tables.values()]))
     sizes, shape = instance.group_sizes.tolist(), (len(plan.tables), len(instance.group_sizes))
-    allocation, sparse = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+    allocation, sparse, holders = np.zeros(shape, np.int64), np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
     for index, table in enumerate(plan.tables.values()):
         levels = np.array([sizes.index(tier.group_size) for tier in table.tiers])
         allocation[index, levels] = [tier.rows for tier in table.tiers]
         sparse[index, levels] = [tier.reduction == "sparse" for tier in table.tiers]
-    return instance, allocation, sparse
+        holders[index, levels] = [tier.first_holder for tier in table.tiers]
+    return instance, allocation, sparse, holders
 
 
 def _under_newer(plan: Plan, problem: Problem, old: Mapping[str, AccessProfile]) -> Cost:
     """Cost of the plan's placement when rows are read as the problem's profiles say."""
-    instance, allocation, sparse = _as_arrays(plan, problem)
+    instance, allocation, sparse, _ = _as_arrays(plan, problem)
     sizes = instance.group_sizes.tolist()
     reads, hottest = np.zeros(allocation.shape), np.zeros(allocation.shape)
     touched = np.zeros((len(sizes), len(plan.tables), 2))

@@ -29,6 +29,7 @@ from flexshard._internal import (
     hidden_part,
     make_folder,
     put_in_place,
+    reason_of,
 )
 from flexshard.errors import DataError, OutputError
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
@@ -259,8 +260,7 @@ def _write(stored: StoredRows, number: int, path: Path, layout: _Layout, rows: i
                 writer.write_table(layout.table(waiting), row_group_size=rows)
                 yield sum(part.num_rows for part in waiting)
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else first_line(error)
-        raise OutputError(f"cannot write the new {path.name}: {reason}; free some space") from error
+        raise OutputError(f"cannot write the new {path.name}: {reason_of(error)}; free some space") from error
     except pa.ArrowException as error:
         raise DataError(f"{stored.sources[number].name}: cannot be rewritten: {first_line(error)}") from error
 

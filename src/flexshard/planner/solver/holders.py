@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.costmodels import first_holders, lookup_bytes
+from flexshard.costmodels import by_rank, first_holders, lookup_bytes
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.profiling import splitmix64
 from flexshard.tables import Table
@@ -70,16 +70,12 @@ def holders_apart(instance: Instance, hottest: Mapping[int, HottestRows]) -> Int
     A level's calls wait for the rank that serves most bytes. Only the hottest rows are looked at: the others are dealt
     evenly in every case.
     """
-    tables = len(instance.tables)
     row_bytes = np.array([lookup_bytes(one.row_bytes, one.gradient_bytes)[1] for one in instance.widths])
-    found = np.zeros((tables, instance.group_sizes.size), np.int64)
+    found = np.zeros((len(instance.tables), instance.group_sizes.size), np.int64)
     for level, of_level in hottest.items():
         reads = np.where(of_level.there, instance.reads[instance.starts[:-1, None] + of_level.group], 0.0)
-        key = np.arange(tables)[:, None] * of_level.group_size + of_level.holder
-        nbytes = (reads * row_bytes[instance.table_kind, None]).ravel()
-        loads = np.bincount(key.ravel(), weights=nbytes, minlength=tables * of_level.group_size)
-        of_ranks = np.asarray(loads, np.float64).reshape(tables, of_level.group_size)
-        found[:, level] = first_holders(of_ranks)
+        nbytes = reads * row_bytes[instance.table_kind, None]
+        found[:, level] = first_holders(by_rank(nbytes, of_level.holder, of_level.group_size))
     return found
 
 
