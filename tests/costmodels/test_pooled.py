@@ -71,7 +71,7 @@ def test_what_travels(sharding_type: str, shards: int, seconds_of_ids: float, se
     option = only(costs, sharding_type)
     assert option.shards == shards
     found = dict(zip(POOLED_LOADS, costs.seconds(option), strict=True))
-    if sharding_type in ("row_wise", "data_parallel"):
+    if sharding_type == "data_parallel":
         expected = {"on all ranks alike": seconds_of_ids + seconds_of_rows}
     else:
         expected = {f"ids {sharding_type}": seconds_of_ids, f"rows {sharding_type}": seconds_of_rows}
@@ -98,7 +98,7 @@ def test_what_travels_without_pooling(
     (option,) = costs.options(sequence, sharding_types=[sharding_type])
     assert option.shards == shards
     found = dict(zip(POOLED_LOADS, costs.seconds(option), strict=True))
-    if sharding_type in ("row_wise", "data_parallel"):
+    if sharding_type == "data_parallel":
         expected = {"on all ranks alike": seconds_of_ids + seconds_of_rows}
     else:
         expected = {
@@ -220,7 +220,37 @@ def test_what_other_work_hides_is_not_waited_for() -> None:
         assert costs.latency(name) == share * plain.latency(name)
     # Half an all-reduce is hidden as one is, and half of the ids.
     ids = (U * B * L * 8 / U + U * B * 2 * 8) / 4e9
-    np.testing.assert_allclose(costs.seconds(only(costs, "row_wise"))[0], ids / 2)
+    of_row_wise = dict(zip(POOLED_LOADS, costs.seconds(only(costs, "row_wise")), strict=True))
+    np.testing.assert_allclose(of_row_wise["ids row_wise"], ids / 2)
+    np.testing.assert_allclose(of_row_wise["rows row_wise"], 0.0)
+
+
+@pytest.mark.parametrize("sharding_type", ["row_wise", "table_row_wise", "grid_shard"])
+def test_blocks_of_rows_are_read_as_the_profile_says(sharding_type: str) -> None:
+    costs = PooledCosts(CLUSTER, B, rates=RATES)
+    counts = np.ones(ROWS, np.int64)
+    counts[[0, 1, ROWS // 2]] = 3_000, 2_000, 500
+    read = AccessProfile.from_counts(counts, 1_000)
+    own = Table("t", ROWS, DIM, read, pooling="sum", features=("f", "g"))
+    (option,) = costs.options(own, sharding_types=[sharding_type])
+    held = np.array(
+        [counts[first : first + rows].sum() for (rows, _), (first, _) in zip(option.sizes, option.offsets, strict=True)]
+    )
+    np.testing.assert_allclose(option.ids, U * B * held / 1_000)
+    assert option.ids.max() > 3 * option.ids.mean()
+    lengths = U * B * 2
+    np.testing.assert_allclose(option.moved["all_to_all", U, "pooled ids"], 8 * (U * B * held / 1_000 + lengths))
+    np.testing.assert_allclose(option.local_seconds[0] / option.ids, option.local_seconds[0, 0] / option.ids[0])
+    # Which rows they are does not matter where a table is not cut by rows, nor where the profile does not know it.
+    unknown = AccessProfile.from_histogram(*np.unique(counts, return_counts=True), 1_000)
+    (alike,) = costs.options(replace(own, profile=unknown), sharding_types=[sharding_type])
+    np.testing.assert_allclose(
+        alike.ids, option.ids.sum() * np.array([one for one, _ in option.sizes]) / sum(one for one, _ in option.sizes)
+    )
+    (whole,), (other,) = (
+        costs.options(one, sharding_types=["table_wise"]) for one in (own, replace(own, profile=unknown))
+    )
+    assert whole.ids == other.ids == option.ids.sum() / (2 if sharding_type == "grid_shard" else 1)
 
 
 def test_on_one_rank_nothing_travels() -> None:

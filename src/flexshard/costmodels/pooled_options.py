@@ -50,7 +50,7 @@ POOLED_KERNELS = ("fused", "dense", "fused_uvm", "fused_uvm_caching")
 # sharded otherwise it divides those by theirs as well: their weights train wrongly, without a word.
 CUT_BY_ROWS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 EVEN, LOOK_UP, UPDATE = "on all ranks alike", "look up", "update"
-UNEVEN = ("table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
+UNEVEN = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard")
 SEQUENCE = "sequence "  # before names of calls and of loads, of tables without pooling
 # Tables that share calls: those of a sharding type, in a module of pooled tables or of others.
 SHARED_CALLS = (*POOLED_TYPES, *(SEQUENCE + kind for kind in SEQUENCE_TYPES))

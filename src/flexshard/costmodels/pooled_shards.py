@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from flexshard.costmodels.local_rates import LocalRates
 from flexshard.costmodels.pooled_options import (
+    CUT_BY_ROWS,
     FLOAT_BYTES,
     SEQUENCE,
     Channel,
@@ -110,9 +111,13 @@ class Shards:
 
     @cached_property
     def _ids(self) -> FloatArray:
-        """Ids looked up, of all ranks that ask; rows are taken to be read alike, wherever they are cut."""
-        table = self._table
-        ids: FloatArray = self._asking * table.lookups(self._batch_size) * self.rows / table.rows
+        """Ids looked up, of all ranks that ask. Rows of a histogram, which knows no ids, are taken to be read alike."""
+        table, shares = self._table, self.rows / self._table.rows
+        if self._type in CUT_BY_ROWS and table.profile.row_counts is not None:
+            block = int(self.rows[0])  # the first is the largest; offsets of those without rows are the table's end
+            read = table.profile.share_in_blocks(block, ceil(table.rows / block) + 1)
+            shares = read[self._cuts[:, 2] // block] * (self.rows > 0)
+        ids: FloatArray = self._asking * table.lookups(self._batch_size) * shares
         return ids
 
     @cached_property

@@ -151,6 +151,12 @@ class CountedAccesses:
         """Access count of every row by id; shape (num_rows,). Raises as :attr:`ranked_rows`."""
         return self._known_rows().to_dense(self.num_rows)
 
+    def share_in_blocks(self, block: int, number: int) -> npt.NDArray[np.float64]:
+        """Share of the accesses that go to each of the first ``number`` blocks of so many consecutive rows; shape
+        (number,). Raises as :attr:`ranked_rows`.
+        """
+        return np.asarray(self._known_rows().in_blocks(block, number) / self.num_accesses)
+
     def _known_rows(self) -> RowCounts:
         if self.row_counts is None:
             raise ProfileError(

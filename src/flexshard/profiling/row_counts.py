@@ -59,6 +59,18 @@ class RowCounts:
             dense[self.rows] = self.counts
         return dense
 
+    def in_blocks(self, block: int, number: int) -> IntArray:
+        """Counts of each of the first ``number`` blocks of so many consecutive rows, added up; shape (number,)."""
+        found = np.zeros(number, np.int64)
+        if self.rows is None:
+            starts = np.arange(0, min(self.counts.size, block * number), block)
+            if starts.size:
+                found[: starts.size] = np.add.reduceat(self.counts[: block * number], starts)
+        else:
+            at = self.rows // block
+            np.add.at(found, at[at < number], self.counts[at < number])
+        return found
+
     def ranked(self) -> tuple[IntArray, IntArray]:
         """Rows that were read and their counts, by descending count, then ascending row."""
         if "ranked" not in self._cache:

@@ -13,10 +13,12 @@ import pytest
 
 from flexshard.errors import BudgetError
 from flexshard.planner.whole_model.annealing import Annealing, flat, held, place, rating
+from flexshard.planner.whole_model.formulation import Bins, ProgramAnswer
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
 from flexshard.planner.whole_model.master import Assignment, assign
 from flexshard.planner.whole_model.menus import Menus, Option, Spread, undominated
-from flexshard.planner.whole_model.program import Bins, ProgramAnswer, solve_menus_program
+from flexshard.planner.whole_model.program import solve_menus_program
+from flexshard.planner.whole_model.watching import watching
 from tests.slow import first
 
 FloatArray = npt.NDArray[np.float64]
@@ -81,6 +83,19 @@ def with_phases(menus: Menus, seed: int, loads: int = 3) -> Menus:
     sharing = tuple(int(rng.choice([1, menus.ranks_per_host])) for _ in range(loads))
     names = list(map(str, range(loads)))
     return replace(menus, options=tuple(split), loads=tuple(names), charges=charges, sharing=sharing)
+
+
+def uneven(menus: Menus, seed: int) -> Menus:
+    """The same where blocks of rows are read more or less than one another, with the averages that bounds watch."""
+    rng = np.random.default_rng(seed)
+
+    def skewed(option: Option) -> Option:
+        if option.spread not in (Spread.EVERY_RANK, Spread.HOST_BLOCKS):
+            return option
+        shares = rng.dirichlet(np.full(option.shards, 0.7)) * option.shards
+        return replace(option, perf=option.perf * shares)
+
+    return watching(menus.with_options([tuple(map(skewed, menu)) for menu in menus.options]))
 
 
 def carried(menus: Menus, option: Option, where: Sequence[int]) -> FloatArray:
@@ -161,13 +176,15 @@ def check(menus: Menus, found: Assignment) -> None:
         assert len({found.ranks[t][0] // menus.ranks_per_host for t in group}) == 1
 
 
-@pytest.mark.parametrize("phases", [False, True])
+@pytest.mark.parametrize("costs", ["one kind", "phases", "uneven"])
 @pytest.mark.parametrize("seed", first(14, range(36)))
-def test_plans_of_small_models_are_the_best_of_all(seed: int, phases: bool) -> None:
+def test_plans_of_small_models_are_the_best_of_all(seed: int, costs: str) -> None:
     tight = (1.05, 1.4, 3.0)[seed % 3]
     menus = random_menus(seed, 3, *((2, 2), (1, 3), (3, 1))[seed // 3 % 3], tight, groups=seed % 4 == 3)
-    if phases:
+    if costs != "one kind":
         menus = with_phases(menus, seed)
+    if costs == "uneven":
+        menus = uneven(menus, seed)
     best = exhaustive(menus)
     if np.isinf(best):
         with pytest.raises(BudgetError):
@@ -200,10 +217,12 @@ def test_plans_of_small_models_are_the_mixed_integer_optimum(seed: int) -> None:
     assert found.lower_bound <= exact.bound * (1 + 2e-6)
 
 
+@pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_bound_is_below_the_best_plan(seed: int) -> None:
+def test_every_bound_is_below_the_best_plan(seed: int, skewed: bool) -> None:
     menus = random_menus(seed, 3, 2, 2, (1.1, 1.6)[seed % 2], groups=seed % 3 == 0)
-    menus = undominated(with_phases(menus, seed) if seed % 4 > 1 else menus)
+    menus = with_phases(menus, seed) if seed % 4 > 1 else menus
+    menus = undominated(uneven(menus, seed) if skewed else menus)
     best = exhaustive(menus)
     assert lagrangian_bound(menus).bound <= best * (1 + 1e-9)
     bounds = []
@@ -214,6 +233,41 @@ def test_every_bound_is_below_the_best_plan(seed: int) -> None:
     assert bounds == sorted(bounds) or np.diff(bounds).min() > -1e-5 * best  # each looks closer than the one before
     if np.isfinite(best):
         assert bounds[-1] == pytest.approx(best, rel=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_averages_that_are_watched_bound_what_a_plan_takes(seed: int) -> None:
+    menus = uneven(with_phases(random_menus(seed, 4, *((2, 2), (1, 4), (4, 1))[seed % 3], 9.0), seed), seed)
+    assert menus.watched is not None
+    assert menus.averages is not None
+    assert menus.alone is not None
+    assert menus.watched.weights.sum(axis=1) == pytest.approx(1.0)
+    of_loads = menus.averages.weights.sum(axis=1) + menus.alone[: len(menus.loads)].sum(axis=1)
+    assert of_loads == pytest.approx(1.0)
+    assert (menus.alone[len(menus.loads) :].sum(axis=1) <= 1 + 1e-9).all()
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        loads, bound = np.zeros((len(menus.loads), menus.ranks)), 0.0
+        averages, paid = np.zeros(len(menus.watched.loads)), set[int]()
+        for table, menu in enumerate(menus.options):
+            option = menu[rng.integers(len(menu))]
+            ways = list(placements(option, menus))
+            loads += carried(menus, option, ways[rng.integers(len(ways))])
+            bound += menus.added_up(table, option) / menus.ranks
+            averages += menus.watched.of(option, menus.ranks_per_host)
+            paid |= {option.charge} - {-1}
+        most = loads.max(axis=1)
+        assert bound <= (most.sum() + sum(menus.charges[one] for one in paid)) * (1 + 1e-9)
+        assert (averages <= most[menus.watched.loads] * (1 + 1e-9)).all()
+
+
+def test_busy_ranks_that_nothing_makes_up_for_are_bounded() -> None:
+    # Ids of two row-wise tables, whose first ranks have most of them: no plan is better than what these have.
+    perf = np.array([[0.0] * 4, [8.0, 1.0, 1.0, 2.0]])
+    options = [(Option("row_wise", Spread.EVERY_RANK, perf, np.ones((1, 4))),)] * 2
+    menus = Menus(("a", "b"), tuple(options), np.full((1, 4), 9.0), ("HBM",), 2, loads=("alike", "ids"))
+    assert lagrangian_bound(menus).bound == pytest.approx(8.0)  # what one of them needs alone
+    assert lagrangian_bound(watching(menus)).bound == pytest.approx(16.0)
 
 
 def test_options_that_another_beats_are_left_out() -> None:

@@ -22,7 +22,7 @@ class Totals:
     """Sums over the shards of each option, one row a table, padded with options of infinite cost.
 
     Attributes:
-        perf: of all kinds of load; shape (tables, options).
+        perf: of all kinds of load, as ``Menus.added_up``; shape (tables, options).
         memory: shape (kinds, tables, options).
         largest: of each kind of load the dearest shard's cost, added up, and the charge; shape (tables, options).
     """
@@ -52,7 +52,7 @@ def totals(menus: Menus) -> Totals:
     memory = np.zeros((len(menus.kinds), tables, most))
     for table, menu in enumerate(menus.options):
         for index, option in enumerate(menu):
-            perf[table, index] = option.perf.sum()
+            perf[table, index] = menus.added_up(table, option)
             largest[table, index] = menus.dearest(option)
             memory[:, table, index] = option.memory.sum(axis=1)
     return Totals(perf, memory, largest)

@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from flexshard._internal import has_numba
 from flexshard.planner.whole_model.annealing import Annealing, State, compile_loops, flat, place, rating
+from flexshard.planner.whole_model.formulation import Bins, ProgramAnswer
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound, priced_options, totals
 from flexshard.planner.whole_model.menus import Menus, undominated
-from flexshard.planner.whole_model.program import Bins, ProgramAnswer, program_columns, solve_menus_program
+from flexshard.planner.whole_model.program import program_columns, solve_menus_program
 from flexshard.planner.whole_model.shortages import budget_error
 
 __all__ = ["Assignment", "assign", "relative_gap"]
@@ -29,7 +30,9 @@ _SAFETY = 1e-6  # what HiGHS may be off by
 # Moves of the first round, of the longest, and between two looks at the clock: compiled, and in Python.
 _MOVES, _PLAIN_MOVES = (30_000, 2_000_000, 20_000), (1_000, 20_000, 200)
 _TINY = 1e-12  # instead of a bound of 0
-_TURNS = 2  # of every schedule at most moves, without a better plan, after which none is expected
+# Turns of every schedule at most moves, without a better plan, after which none is expected: of one kind of load, and of
+# several, where programs find more.
+_TURNS, _PHASE_TURNS = 2, 1
 _AIMS = (1.02, 1.1, 1.3, 2.0, 4.0, 16.0)  # times the bound: asked for in turn until a plan is found
 # Temperatures at the beginning and the end, and steps by which the rating asked for falls, in turn.
 _SCHEDULES = (
@@ -47,7 +50,7 @@ _EXACT = 5 * _SAFETY
 # three seconds at most, and at times finds a plan that is better by nearly the gap.
 _MIDDLE_PROGRAM, _MIDDLE_GAP, _MIDDLE_NODES = 500, 0.001, 200
 # Columns, about, and nodes of programs with hosts or ranks one by one: while annealing goes on, and when it is over.
-_MOST_COLUMNS, _NODES = 1_500, 1_000
+_MOST_COLUMNS, _NODES = 4_000, 1_000
 _LAST_COLUMNS, _LAST_NODES = 6_000, 2_000
 
 
@@ -106,7 +109,8 @@ class _Master:
         self._end = time.monotonic() + seconds
         self._gap, self._seed = gap, seed
         self._menus = undominated(menus)
-        self._schedules = _SCHEDULES if len(menus.loads) == 1 else _PHASE_SCHEDULES
+        single = len(menus.loads) == 1
+        self._schedules, self._turns = (_SCHEDULES, _TURNS) if single else (_PHASE_SCHEDULES, _PHASE_TURNS)
         self._lower, self._rating = 0.0, np.inf
         self._best: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None = None
         self._state: State | None = None
@@ -163,7 +167,7 @@ class _Master:
             idle = 0 if better else idle + 1
             if self._best is None and not programs and number > 2 * len(_AIMS):
                 return
-            if idle >= _TURNS * len(self._schedules) and moves == most and not programs:
+            if idle >= self._turns * len(self._schedules) and moves == most and not programs:
                 # What annealing does not improve, the program with ranks one by one does at times; or it proves more.
                 known = self._rating
                 if last or self._best is None:

@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Menus", "Option", "Spread", "undominated"]
+__all__ = ["Menus", "Option", "Spread", "Watched", "undominated"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -61,6 +61,29 @@ class Option:
         return int(self.perf.shape[1])
 
 
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """Averages of ranks that bound a kind of load from below.
+
+    Attributes:
+        loads: which kind each bounds; shape (n,).
+        weights: of each rank in it, which add up to 1; shape (n, ranks).
+    """
+
+    loads: npt.NDArray[np.int64]
+    weights: FloatArray
+
+    def of(self, option: Option, ranks_per_host: int) -> FloatArray:
+        """What an option brings each average at least, wherever its shards lie; shape (n,)."""
+        perf, weights = option.perf[self.loads], self.weights
+        if option.spread is Spread.EVERY_RANK:
+            return np.asarray((perf * weights).sum(axis=1))
+        if option.spread is Spread.HOST_BLOCKS and weights.shape[1] % ranks_per_host == 0:
+            shape = (len(perf), -1, ranks_per_host)
+            return np.asarray((perf.reshape(shape).sum(axis=1) * weights.reshape(shape).min(axis=1)).sum(axis=1))
+        return np.asarray(perf.sum(axis=1) * weights.min(axis=1))
+
+
 @dataclass(frozen=True)
 class Menus:
     """The options of every table, and the ranks to lay them on.
@@ -79,6 +102,11 @@ class Menus:
         sharing: of each kind of load, how many consecutive ranks of a host carry it together, such as over one link:
             each has the mean of them; 1 by default.
         charges: what is paid once for all options that have it, such as the latency of calls.
+        watched: averages that programs with ranks added up bound loads by, besides those of all ranks alike.
+        averages: of each kind of load in turn, the one that prices bound it by; of all ranks alike by default.
+        alone: of each kind of load and table, by how much what the table's heaviest shard has of it bounds it besides,
+            which makes 1 with the weights of the average; and of each charge, what part of it each table pays that has
+            it, 1 in all. Shape (loads + charges, tables), or (loads, tables); of the first tables, others have none.
     """
 
     tables: tuple[str, ...]
@@ -90,6 +118,9 @@ class Menus:
     loads: tuple[str, ...] = ("cost",)
     charges: tuple[float, ...] = ()
     sharing: tuple[int, ...] = ()
+    watched: Watched | None = None
+    averages: Watched | None = None
+    alone: FloatArray | None = None
 
     def __post_init__(self) -> None:
         if not self.sharing:
@@ -104,6 +135,17 @@ class Menus:
     def hosts(self) -> int:
         """Whole hosts."""
         return self.ranks // self.ranks_per_host
+
+    def added_up(self, table: int, option: Option) -> float:
+        """What an option of a table costs all ranks, of all kinds of load, as prices bound them."""
+        if self.averages is None:
+            return float(option.perf.sum())
+        found = float(self.averages.of(option, self.ranks_per_host).sum())
+        if self.alone is not None and table < self.alone.shape[1]:
+            loads, paid = np.split(self.alone[:, table], [len(self.loads)])
+            found += float(self.heaviest(option) @ loads)
+            found += self.charge(option) * float(paid[option.charge]) if option.charge >= 0 and paid.size else 0.0
+        return self.ranks * found
 
     def pairs(self) -> Iterator[tuple[int, Option]]:
         """(table, option) of all menus, in order."""

@@ -15,6 +15,7 @@ from flexshard.errors import JobError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.solver.instance import memory_limit
 from flexshard.planner.whole_model.menus import Menus, Option, Spread
+from flexshard.planner.whole_model.watching import watching
 from flexshard.tables import Table
 
 __all__ = ["HBM", "HOST", "Choice", "PooledMenus", "pooled_menus", "table_options"]
@@ -152,7 +153,7 @@ def pooled_menus(
         costs,
         tuple(tables),
         tuple(map(tuple, options)),
-        _needed(whole, host=host_bytes is not None),
+        watching(_needed(whole, host=host_bytes is not None)),
         tuple(groups),
         tuple(meant),
         tuple(pinned),
@@ -272,13 +273,27 @@ def _menu_option(
 
 
 def _needed(menus: Menus, *, host: bool) -> Menus:
-    """Without the kinds of load that no option has, and without host memory where there is none."""
-    loads = [
-        load
-        for load in range(len(menus.loads))
-        if load == 0 or any(option.perf[load].any() for _, option in menus.pairs())
-    ]
-    options = tuple(tuple(replace(option, perf=option.perf[loads]) for option in menu) for menu in menus.options)
+    """Without the kinds of load that no option has, and without host memory where there is none. What every option has
+    on all ranks alike is of the first kind, whose busiest rank any is.
+    """
+    of_options = [[one.perf.any(axis=1), _differs(one)] for _, one in menus.pairs()]
+    found = np.any(of_options or np.zeros((1, 2, len(menus.loads))), axis=0)
+    first = np.arange(len(menus.loads)) == 0
+    alike, loads = first | (found[0] & ~found[1]), np.flatnonzero(first | found[1]).tolist()
+
+    def kept(option: Option) -> Option:
+        perf = option.perf[loads]
+        perf[0] = option.perf[alike].sum(axis=0)
+        return replace(option, perf=perf)
+
+    options = tuple(tuple(map(kept, menu)) for menu in menus.options)
     names, sharing = tuple(menus.loads[load] for load in loads), tuple(menus.sharing[load] for load in loads)
     menus = replace(menus, options=options, loads=names, sharing=sharing)
     return menus.with_kinds([kind for kind, name in enumerate(menus.kinds) if host or name != HOST])
+
+
+def _differs(option: Option) -> npt.NDArray[np.bool_]:
+    """Of which kinds of load ranks may have more of an option than others; shape (loads,)."""
+    if option.spread is Spread.EVERY_RANK:
+        return np.asarray(np.ptp(option.perf, axis=1) > 0)
+    return np.asarray(option.perf.any(axis=1))

@@ -80,7 +80,9 @@ class Relaxation:
             tiers: how many there may be.
             weights: under which steps of a plan were bounded, of which the search knows none better.
         """
-        self._menus = undominated(menus, with_kinds=(HBM,))
+        # Charges are paid once for all options; here they are added where it is known which ones there are.
+        alone = None if menus.alone is None else menus.alone[: len(menus.loads)]
+        self._menus = undominated(replace(menus, alone=alone), with_kinds=(HBM,))
         self._sums, self._hbm = totals(self._menus), self._menus.kinds.index(HBM)
         view = _bounding(rows, limit, tiers) if weights is None else weighted_view(rows, weights)
         # Gradients may be gathered in several ways, and tiers may be at several choices of levels.
