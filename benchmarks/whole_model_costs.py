@@ -1,7 +1,9 @@
 """Whole models under our own costs: the plan, its proven gap, and what other plans cost under the same model.
 
-Pooled tables and sequences are drawn as in benchmarks/whole_model.py, ids by power laws; TorchRec's planner is asked
-for its plan of the same tables, which our model prices. All of it is predicted: nothing is run.
+Pooled tables and sequences are drawn as in benchmarks/whole_model.py, ids by power laws and numbered by popularity, as
+``flexshard encode`` does; TorchRec's planner is asked for its plan of the same tables, which our model prices. "Rows
+alike" is the plan that we make where profiles do not say which rows are read how often. All of it is predicted: nothing
+is run.
 
     python -m benchmarks.whole_model_costs [--seeds 3] [--large]
 """
@@ -13,13 +15,14 @@ import logging
 import statistics
 import time
 import warnings
+from dataclasses import replace
 
 import numpy as np
 
 from benchmarks.timing import machine
 from flexshard import AccessProfile, Cluster, Problem, Table, solve
 from flexshard._internal import as_text, new_grid
-from flexshard.costmodels import StepWork
+from flexshard.costmodels import PooledCosts, StepWork, pooled_cost
 from flexshard.errors import SolverError
 from flexshard.planner import price_choices, torchrec_choices
 
@@ -51,6 +54,28 @@ def drawn(pooled: int, sequences: int, seed: int) -> list[Table]:
     return tables
 
 
+def planned_with_rows_alike(problem: Problem) -> float:
+    """Seconds of a step under the plan of the same tables whose profiles are histograms."""
+    tables = []
+    for table in problem.tables:
+        known = table.profile
+        alike = AccessProfile.from_histogram(known.counts, known.rows, known.num_samples, known.num_rows)
+        tables.append(replace(table, profile=alike))
+    plan = solve(replace(problem, tables=tuple(tables)))
+    assert plan.pooled_predicted is not None
+    costs = PooledCosts(problem.cluster, problem.batch_size, problem.hidden, problem.rates)
+    placed = []
+    for table in problem.pooled_tables:
+        own = plan.pooled[table.name]
+        options = costs.options(table, sharding_types=[own.sharding_type])
+        option = next(one for one in options if one.shards == len(own.shards))
+        placed.append((option, [shard.rank for shard in own.shards]))
+    pooled = pooled_cost(costs, placed)
+    return plan.objective_seconds(plan.predicted) + sum(
+        sign * plan.objective_seconds(cost) for sign, cost in ((1, pooled), (-1, plan.pooled_predicted))
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
@@ -62,10 +87,10 @@ def main() -> None:
         f"Our costs, steps with {1e3 * DENSE.dense_seconds:g} ms of dense work, batch {BATCH}; {machine()}\n",
         flush=True,
     )
-    others = ("row_wise", "table_wise", "paper_3_tier", "TorchRec")
+    others = ("row_wise", "table_wise", "paper_3_tier", "TorchRec", "rows alike")
     numbers = ("seed", "seconds", "step", "gap", *others)
     grid = new_grid("Other plans' communication and local work over ours (x: does not fit)", ["model"], numbers)
-    ratios = []
+    ratios, alike = [], []
     runs = [(model, 0) for model in LARGE] if options.large else [(m, s) for m in MODELS for s in range(options.seeds)]
     for (pooled, sequences, name, budget), seed in runs:
         problem = Problem(drawn(pooled, sequences, seed), Cluster.resolve(name), BATCH, budget=budget, step=DENSE)
@@ -80,7 +105,7 @@ def main() -> None:
                 print(f"{pooled} + {sequences}, seed {seed}: {error}")
         step = plan.objective_seconds(plan.predicted)
         cells = []
-        for other in others:
+        for other in others[:-1]:
             if other not in costs:
                 cells.append("-")
                 continue
@@ -89,10 +114,16 @@ def main() -> None:
             cells.append(f"{ratio:.2f}{'' if fits else ' x'}")
             if other == "TorchRec":
                 ratios.append(ratio)
+        if not options.large:
+            alike.append((planned_with_rows_alike(problem) - DENSE.dense_seconds) / (step - DENSE.dense_seconds))
+        cells.append("-" if options.large else f"{alike[-1]:.2f}")
         gap = step / plan.lower_bound_seconds - 1
         model = f"{pooled} pooled, {sequences} not, {name}, {budget}"
         grid.add_row(model, str(seed), f"{seconds:.1f}", f"{1e3 * step:.3f} ms", f"{gap:.2%}", *cells)
     print(as_text(grid))
+    if alike:
+        shown = f"{min(alike):.2f} to {max(alike):.2f}, median {statistics.median(alike):.2f}"
+        print(f"Plans of histograms, which know no ids, over ours: {shown}")
     if ratios:
         shown = f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
         print(f"TorchRec's plans, which are made for its own costs and all of a rank's memory, over ours: {shown}")
