@@ -22,6 +22,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from flexshard.errors import TableError
 from tests.executors import models, ranks
 from tests.slow import crossed
 
@@ -193,6 +194,53 @@ def in_any_order(parallel: Any, rank: int, zeroed: str) -> list[float]:
 )
 def test_learning_rates_count_from_where_torchrecs_do(zeroed: str, optimizer: str) -> None:
     equal_on_both(in_any_order, zeroed, optimizer=optimizer, tolerance=1e-5)
+
+
+def updated_on_the_way(parallel: Any, rank: int) -> list[float]:
+    """TorchRec's wrappers pass these on where an optimizer has them, and say nothing where it has not."""
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.update_hyper_parameters({"lr": 0.3 * 0.5**step})
+        optimizer.set_optimizer_step(step)
+        loss, _ = parallel(models.make_batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with pytest.raises(NotImplementedError, match="hyper-parameter nonsense is not supported"):
+        optimizer.update_hyper_parameters({"nonsense": 1.0})
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_learning_rates_set_past_param_groups(optimizer: str) -> None:
+    equal_on_both(updated_on_the_way, optimizer=optimizer, tolerance=1e-5)
+
+
+def counted_from(rank: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Adam of ours after steps that it was told of, with what it says of a hyper-parameter that cannot change."""
+    parallel = ours("adam")
+    optimizer = CombinedOptimizer([("", parallel.fused_optimizer), ("", dense_of(parallel))])
+    before = state_of(parallel)
+    optimizer.set_optimizer_step(10)
+    train(parallel, optimizer, rank, range(1))
+    after = state_of(parallel)
+    with pytest.raises(TableError, match="eps of tables under a FlexShard plan cannot change while they train"):
+        optimizer.update_hyper_parameters({"eps": 1.0})
+    return [float(value.item()) for name, value in after.items() if name.endswith(".step")], {
+        name: np.abs(after[name] - before[name]) for name in PER_TABLE
+    }
+
+
+def test_steps_that_an_optimizer_is_told_of_count() -> None:
+    for steps, moved in ranks.run(2, 2, counted_from):
+        assert steps
+        assert set(steps) == {11.0}
+        for change in moved.values():
+            # What Adam's eleventh step moves weights by that have had one gradient.
+            share = (1 - 0.9) / (1 - 0.9**11) / np.sqrt((1 - 0.999) / (1 - 0.999**11))
+            assert change.max() == pytest.approx(models.LEARNING_RATE * share, rel=1e-2)
 
 
 def groups_saved(parallel: Any, rank: int) -> list[float]:

@@ -14,6 +14,7 @@ from flexshard.planner.deciding import decide
 from flexshard.planner.digest import job_digest
 from flexshard.planner.plan import Plan, TablePlan
 from flexshard.planner.problem import Problem, ProblemOptions
+from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.whole_model.assembly import plan_whole
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
@@ -39,7 +40,8 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
     if problem.is_whole_model:
         return plan_whole(problem)
     if problem.host_memory is not None:
-        return plan_with_caches(problem)
+        cached = plan_with_caches(problem)
+        return cached if problem.reduction.name == "dense" else _gathered(problem, problem.host_memory, cached)
     decision = decide(problem)
     placed, baselines = decision.table_plans(), decision.baselines()
     if problem.is_deduplicated:
@@ -62,6 +64,21 @@ def solve(tables: Problem | Sequence[Table], cluster: Cluster | None = None, **o
         ),
         job_digest=job_digest(decision.variants.plain.tables, problem.cluster, settings),
     )
+
+
+def _gathered(problem: Problem, host_memory: float, cached: Plan) -> Plan:
+    """The plan, or the one without caches where that takes less, of a problem whose gradients may be gathered, which
+    caches are not chosen for; with a bound that holds for all: no tiers take less behind caches than they do without
+    any in as much more memory.
+    """
+    without, limit = replace(problem, host_memory=None), cached.settings.budget_bytes
+    best = cached
+    with suppress(BudgetError):
+        plain = solve(without)
+        if plain.predicted.exposed_seconds < cached.predicted.exposed_seconds:
+            best = replace(plain, settings=cached.settings, job_digest=cached.job_digest)
+    roomy = problem.method.place(Variants(without), limit + host_memory, problem.tiers)
+    return replace(best, lower_bound_seconds=min(roomy.lower_bound_seconds, best.predicted.exposed_seconds))
 
 
 def _beside(placed: Mapping[str, TablePlan], undeduplicated: Mapping[str, TablePlan]) -> dict[str, TablePlan]:

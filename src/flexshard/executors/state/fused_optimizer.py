@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchrec.optim.fused import FusedOptimizer
 
+from flexshard.errors import TableError
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.logical import LogicalTables
 
 __all__ = ["FlexShardFusedOptimizer"]
+
+_OTHER_PARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")  # that FBGEMM takes on the way
 
 
 class _LogicalState:
@@ -72,6 +76,29 @@ class FlexShardFusedOptimizer(FusedOptimizer):
         """Pass the learning rates of ``param_groups`` on."""
         for group, options in zip(self.tables.groups, self.param_groups, strict=True):
             group.store.set_learning_rate(float(options["lr"]))
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        """Set learning rates, until ``step`` or ``zero_grad`` pass those of ``param_groups`` on, as TorchRec's does.
+
+        Raises:
+            TableError: for the other hyper-parameters that FBGEMM changes.
+            NotImplementedError: for those that it has none of either.
+        """
+        for name in params_dict:
+            if name in _OTHER_PARAMETERS:
+                raise TableError(
+                    f"{name} of tables under a FlexShard plan cannot change while they train; give it in fused_params,"
+                    " and go on from a checkpoint with another"
+                )
+            if name != "lr":
+                raise NotImplementedError(f"Setting hyper-parameter {name} is not supported")
+        if "lr" in params_dict:
+            for group in self.tables.groups:
+                group.store.set_learning_rate(float(params_dict["lr"]))
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Let so many steps have been trained, as optimizers count them that correct for it."""
+        self.tables.steps[0] = step
 
     def zero_grad(self, set_to_none: bool = False) -> None:  # noqa: ARG002 - the base class names it
         """Nothing: gradients do not outlive backward; but learning rates that a scheduler has set count from here."""

@@ -30,8 +30,8 @@ _SAFETY = 1e-6  # what HiGHS may be off by
 # Moves of the first round, of the longest, and between two looks at the clock: compiled, and in Python.
 _MOVES, _PLAIN_MOVES = (30_000, 2_000_000, 20_000), (1_000, 20_000, 200)
 _TINY = 1e-12  # instead of a bound of 0
-# Turns of every schedule at most moves, without a better plan, after which none is expected: of one kind of load, and of
-# several, where programs find more.
+# Turns of every schedule at most moves, without a better plan, after which none is expected: of one kind of load, and
+# of several, where programs find more.
 _TURNS, _PHASE_TURNS = 2, 1
 _AIMS = (1.02, 1.1, 1.3, 2.0, 4.0, 16.0)  # times the bound: asked for in turn until a plan is found
 # Temperatures at the beginning and the end, and steps by which the rating asked for falls, in turn.
@@ -109,8 +109,8 @@ class _Master:
         self._end = time.monotonic() + seconds
         self._gap, self._seed = gap, seed
         self._menus = undominated(menus)
-        single = len(menus.loads) == 1
-        self._schedules, self._turns = (_SCHEDULES, _TURNS) if single else (_PHASE_SCHEDULES, _PHASE_TURNS)
+        self._schedules = _SCHEDULES if len(menus.loads) == 1 else _PHASE_SCHEDULES
+        self._turns = _TURNS if len(menus.loads) == 1 else _PHASE_TURNS
         self._lower, self._rating = 0.0, np.inf
         self._best: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None = None
         self._state: State | None = None
