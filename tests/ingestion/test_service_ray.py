@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +21,13 @@ pytest.importorskip("torchrec")
 
 from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion import IngestionClient, batch_hash
-from flexshard.ingestion.service.ray_backend import Caller, _Master
+from flexshard.ingestion.service import ray_backend
+from flexshard.ingestion.service.ray_actors import Caller, Master
 from tests.ingestion.test_service import expected, folder, spec_of
 
 ray: Any = pytest.importorskip("ray")
+from ray.util import list_named_actors  # noqa: E402 - where Ray is installed
+
 __all__ = ["folder"]
 
 
@@ -53,11 +58,17 @@ def test_actors_give_the_readers_batches_to_every_rank(folder: Path) -> None:
 
 def test_clients_come_again_and_others_in_their_place() -> None:
     """The master's account, without Ray: by rank, of one client each, of the same files, of ranks that there are."""
-    master = _Master(2)
+    master = Master(2)
     first, second = (Caller(rank, 2, f"token {rank}", "files", "job") for rank in range(2))
     assert master.come(first) == master.come(second) == []
     assert master.attach(first, 5, 0) == "done"
+    assert master.ask("lease", first, 0) == ["nobody"]  # there is work, and no worker to do it
+    master.started("other files", 0)
+    assert master.waiting() == [0, 1]
+    master.started("files", 1)
     (lease,) = master.ask("lease", first, 0)
+    assert lease.worker == 1
+    master.started("files", 0)
     assert master.ask("lease", second, 1) == [None]  # it has begun nothing
     again = replace(first, token="started again")
     assert master.come(again) == []
@@ -69,16 +80,51 @@ def test_clients_come_again_and_others_in_their_place() -> None:
     assert master.come(alone) == []
     assert master.clients() == 1  # the second rank will not come again
     master.add_worker(2)
+    assert master.waiting() == [2]
     newer = replace(alone, token="newer", files="other files")
     assert master.come(newer) == [("files", [0, 1, 2])]  # whose workers are over
     assert master.workers() == [0, 1]
     assert master.attach(alone, 5, 0) == "other files"
     assert master.ask("detach", newer, 0) == [None]
     assert master.clients() == 0
-    restarted = _Master(2)  # by Ray, which knows nothing of before
+    restarted = Master(2, again=True)  # by Ray, which knows nothing of before
     assert restarted.ask("lease", newer, 0) is None
     assert restarted.attach(newer, 5, 3) == "done"
     assert restarted.ask("lease", newer, 0)[0].split == 3
+
+
+def test_workers_that_ray_has_no_room_for_are_given_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_backend, "_WARN_SECONDS", 0.0)
+    spec = spec_of(folder)
+    with IngestionClient(spec, workers=5, backend="ray", job="crowded") as client:
+        told = r"[2-5] of 5 workers of job 'crowded' have not started .* cluster has . free"
+        with pytest.warns(UserWarning, match=told):
+            found = [batch_hash(batch) for batch in client]
+        assert found == expected(spec)
+        assert client.stats.restarts == 0
+
+
+def test_a_client_that_is_killed_leaves_nobody(folder: Path, tmp_path: Path) -> None:
+    """Where no other client is meant to find its workers."""
+    (tmp_path / "job.json").write_text(spec_of(folder).model_dump_json())
+    code = (
+        "import sys; from flexshard.ingestion import IngestionClient, IngestionSpec\n"
+        "client = IngestionClient(IngestionSpec.of_json(open(sys.argv[1]).read()), workers=1, backend='ray')\n"
+        "next(iter(client)); print('begun', flush=True); import time; time.sleep(60)"
+    )
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "job.json")], env=environment, stdout=subprocess.PIPE, text=True
+    ) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == "begun\n"
+        there = [one["name"] for one in list_named_actors(all_namespaces=True) if str(killed.pid) in one["name"]]
+        assert len(there) == 2
+        killed.kill()
+    until = time.monotonic() + 60
+    while any(one["name"] in there for one in list_named_actors(all_namespaces=True)):
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 @pytest.mark.slow

@@ -364,12 +364,10 @@ def _here(pool: Callable[[SessionReader, int], WorkerPool], client: IngestionCli
 
 
 def _on_ray(client: IngestionClient, workers: int) -> Made:
-    from flexshard.ingestion.service import ray_backend
+    from flexshard.ingestion.service import ray_actors, ray_backend
 
     files = str(client.reader.state_dict()["dataset"])
-    caller = ray_backend.Caller(
-        client.rank, client.reader.world_size, uuid4().hex, files, client.job or client.job_name
-    )
+    caller = ray_actors.Caller(client.rank, client.reader.world_size, uuid4().hex, files, client.job or client.job_name)
     return ray_backend.connected(client.spec, caller, client.job_name, workers, shared=client.is_shared)
 
 

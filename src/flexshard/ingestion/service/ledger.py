@@ -108,13 +108,18 @@ class SplitLedger:
     def lease(self, client: int) -> Lease | None:
         """The client's next split, and who reads it; None if there is none left, or nobody to read it."""
         account = self._clients[client]
-        if not self._workers or not (account.again or account.next < account.splits):
+        if not self._workers or not self.has_work(client):
             return None
         if account.again:
             split = account.again.popleft()
         else:
             split, account.next = account.next, account.next + 1
         return self._leased(client, split, None)
+
+    def has_work(self, client: int) -> bool:
+        """Whether there are splits that a client has not been given."""
+        account = self._clients[client]
+        return bool(account.again) or account.next < account.splits
 
     def again(self, lease: Lease) -> Lease:
         """The same split once more, by another worker if there is one; also of a lease that is not known here."""

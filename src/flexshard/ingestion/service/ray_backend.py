@@ -6,25 +6,24 @@ ledger alone; where it dies, Ray starts it again, and every client says where it
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flexshard.errors import ChangedDataError, DataError, MissingDependencyError
-from flexshard.ingestion.service.ledger import Lease, SplitLedger
-from flexshard.ingestion.service.readings import Item, Lost, Reading, read_items
+from flexshard.ingestion.service.ledger import Lease
+from flexshard.ingestion.service.ray_actors import NAMESPACE, Caller, MasterActor, Worker
+from flexshard.ingestion.service.readings import Item, Lost, Reading
 from flexshard.ingestion.service.spec import IngestionSpec
 from flexshard.ingestion.splits import Split
 
-__all__ = ["Caller", "RayMaster", "RayPool", "connected"]
+__all__ = ["RayMaster", "RayPool", "connected"]
 
-_NAMESPACE = "flexshard-ingestion"
-_TOGETHER = 4  # batches that are sent as one: what Ray does for each object takes as long as making a batch
 _MASTER_SECONDS = 120.0  # for which a master may be away
+# For which no worker may have started; after which those that have not are told of; and between two looks at them.
+_START_SECONDS, _WARN_SECONDS, _POLL_SECONDS = 300.0, 30.0, 0.05
 
 
 def connected(
@@ -36,31 +35,37 @@ def connected(
 
     Raises:
         MissingDependencyError: Ray is not installed.
+        DataError: it does not answer.
     """
     try:
         import ray
     except ImportError as error:
         raise MissingDependencyError("workers on Ray need it; pip install 'flexshard[ray]'") from error
     if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+        except ConnectionError as error:
+            why = (str(error).splitlines() or ["no answer"])[0]
+            raise DataError(f"workers on Ray could not be started: {why}; is a Ray cluster there?") from error
     how: dict[str, Any] = {
-        "namespace": _NAMESPACE,
+        "namespace": NAMESPACE,
         "get_if_exists": True,
-        "lifetime": "detached",  # a client that dies is no reason to end what others use
+        "lifetime": "detached" if shared else None,  # a client that dies is no reason to end what others use
         "max_restarts": -1,
     }
     # Small enough to be kept with the actor, so that it starts again whoever made it is gone.
     text = spec.model_dump_json(exclude_defaults=True)
-    made = ray.remote(_Master).options(**how, name=f"{job}-master", num_cpus=0).remote(workers)
+    made = ray.remote(MasterActor).options(**how, name=f"{job}-master", num_cpus=0).remote(workers)
     master = RayMaster(ray, made, client)
-    reader = ray.remote(_Worker)
+    reader = ray.remote(Worker)
     for files, numbers in master.come():
         for number in numbers:
             with suppress(ValueError):  # there is none of that name
-                ray.kill(ray.get_actor(_worker_name(job, files, number), _NAMESPACE))
+                ray.kill(ray.get_actor(_worker_name(job, files, number), NAMESPACE))
 
     def actor(worker: int) -> Any:
-        return reader.options(**how, name=_worker_name(job, client.files, worker), num_cpus=1).remote(text)
+        named = reader.options(**how, name=_worker_name(job, client.files, worker), num_cpus=1)
+        return named.remote(text, f"{job}-master", client.files, worker)
 
     pool = RayPool(ray, actor, master, shared=shared)
     if len(pool.actors) != workers:
@@ -72,111 +77,8 @@ def connected(
     return pool, master
 
 
-@dataclass(frozen=True)
-class Caller:
-    """A client, as the master knows it.
-
-    Attributes:
-        rank, world_size: of those that train.
-        token: that no other client has, of the same rank or not.
-        files: fingerprint of the job's files, as it found them.
-        job: by what name it asked for it.
-    """
-
-    rank: int
-    world_size: int
-    token: str
-    files: str
-    job: str
-
-
 def _worker_name(job: str, files: str, number: int) -> str:
     return f"{job}-{files[:16]}-worker-{number}"
-
-
-class _Worker:
-    """An actor that reads splits."""
-
-    def __init__(self, spec: str) -> None:
-        import torch
-
-        torch.set_num_threads(1)
-        self._reader = IngestionSpec.of_json(spec).reader()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def read(self, split: Split) -> Iterator[list[Item]]:
-        together: list[Item] = []
-        for item in read_items(self._reader, split):
-            together.append(item)
-            if len(together) == _TOGETHER:
-                yield together
-                together = []
-        yield together
-
-
-class _Master:
-    """An actor that gives out splits. Its ledger is gone when it dies, and clients attach again."""
-
-    def __init__(self, workers: int) -> None:
-        self._first_workers, self._files = workers, ""
-        self._forget()
-
-    def _forget(self) -> None:
-        """Begin anew, without clients."""
-        self._ledger, self._clients = SplitLedger(), dict[int, Caller]()
-        for worker in range(self._first_workers):
-            self._ledger.add_worker(worker)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def workers(self) -> list[int]:
-        return self._ledger.workers
-
-    def add_worker(self, worker: int) -> None:
-        self._ledger.add_worker(worker)
-
-    def retire_worker(self, worker: int) -> None:
-        self._ledger.retire_worker(worker)
-
-    def clients(self) -> int:
-        return len(self._clients)
-
-    def come(self, client: Caller) -> list[tuple[str, list[int]]]:
-        """A client comes, in place of an earlier one of its rank; which workers, of which files, are over since."""
-        over = []
-        if self._files not in ("", client.files):
-            over.append((self._files, self._ledger.workers))
-            self._forget()
-        if any(other.world_size != client.world_size for other in self._clients.values()):
-            for rank in [rank for rank in self._clients if rank >= client.world_size]:  # which will not come again
-                del self._clients[rank]
-                self._ledger.detach(rank)
-        self._files = client.files
-        self._clients[client.rank] = client
-        self._ledger.attach(client.rank, 0)
-        return over
-
-    def attach(self, client: Caller, splits: int, first: int) -> Literal["done", "other files", "other client"]:
-        """It begins a pass; or why it may not any more."""
-        if self._files not in ("", client.files):
-            return "other files"
-        if self._clients.get(client.rank, client) != client:
-            return "other client"
-        self._files = client.files
-        self._clients[client.rank] = client
-        self._ledger.attach(client.rank, splits, first=first)
-        return "done"
-
-    def ask(self, what: str, client: Caller, argument: Any) -> Any:
-        """One of the ledger's methods, in a list; None where the client is not known, or no longer its rank's."""
-        if self._clients.get(client.rank) != client:
-            return None
-        if what == "detach":
-            del self._clients[client.rank]
-        return [getattr(self._ledger, what)(argument)]
 
 
 class RayMaster:
@@ -185,6 +87,7 @@ class RayMaster:
     def __init__(self, ray: Any, actor: Any, client: Caller) -> None:
         self._ray, self.actor, self._client = ray, actor, client
         self._splits = self._given = 0
+        self._made, self._looked = time.monotonic(), False
         self.was_known = False  # when the client left
 
     def come(self) -> list[tuple[str, list[int]]]:
@@ -199,10 +102,36 @@ class RayMaster:
 
     def lease(self, client: int) -> Lease | None:
         """See the ledger."""
-        lease: Lease | None = self._ask("lease", client)
+        until = time.monotonic() + _START_SECONDS
+        lease: Lease | str | None = self._ask("lease", client)
+        while isinstance(lease, str):  # no worker has started
+            if time.monotonic() > until:
+                raise DataError(
+                    f"job {self._client.job!r} on Ray: no worker has started within {_START_SECONDS:g} s;"
+                    f" {self._free()}"
+                )
+            time.sleep(_POLL_SECONDS)
+            lease = self._ask("lease", client)
         if lease is not None:
             self._given = max(self._given, lease.split + 1)
+        self._warn_of_waiting()
         return lease
+
+    def _warn_of_waiting(self) -> None:
+        """Once, when workers have had time to start."""
+        if not self._looked and time.monotonic() > self._made + _WARN_SECONDS:
+            self._looked = True
+            waiting, workers = self._call(self.actor.waiting), self.workers()
+            if waiting:
+                warnings.warn(
+                    f"{len(waiting)} of {len(workers)} workers of job {self._client.job!r} have not started within"
+                    f" {_WARN_SECONDS:g} s, and are given nothing until they do; {self._free()}",
+                    stacklevel=6,
+                )
+
+    def _free(self) -> str:
+        cpus = self._ray.available_resources().get("CPU", 0.0)
+        return f"each takes a CPU, and the Ray cluster has {cpus:g} free: take fewer workers, or make room"
 
     def again(self, lease: Lease) -> Lease:
         """See the ledger."""
