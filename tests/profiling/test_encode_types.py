@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,35 @@ def test_types_that_do_not_go_together(tmp_path: Path) -> None:
     (tmp_path / "large.json").write_text('{"c": 18446744073709551616}\n{"c": 18446744073709551617}\n')
     with pytest.raises(DataError, match="which are read as floats; write them as texts"):
         decoded(tmp_path, ["large.json"])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_types_that_would_not_stay(tmp_path: Path, nested: bool) -> None:
+    """Columns that are only passed on stay as they are, or nothing is written."""
+    digits = pa.array([Decimal(10) ** 17 + index for index in range(4)], pa.decimal256(40, 0))
+    few = pa.array([Decimal(index) for index in range(4)], pa.decimal256(20, 0))
+    spans = pa.array([1, 2, 3, 4], pa.duration("ms"))
+    keys = pa.array([5, 6, 7, 5])
+
+    def of(values: pa.Array) -> pa.Array:
+        return pa.ListArray.from_arrays(pa.array([0, 1, 2, 3, 4], pa.int32()), values) if nested else values
+
+    pq.write_table(pa.table({"c": of(digits), "x": keys}), tmp_path / "digits.parquet")
+    pq.write_table(pa.table({"c": of(spans), "x": keys}), tmp_path / "spans.parquet")
+    pq.write_table(pa.table({"c": of(few), "x": keys}), tmp_path / "few.parquet")
+    for column in ("c", "x"):
+        for name, expected in (
+            (
+                "digits",
+                "column 'c' holds .*decimal256.* would lose digits as they are read; write them with at most",
+            ),
+            ("spans", "column 'c' holds .*duration.* would be written as plain whole numbers; write them as these"),
+        ):
+            with pytest.raises(DataError, match=rf"{name}.parquet: {expected}"):
+                encode(tmp_path / f"{name}.parquet", tmp_path / "out.parquet", columns=[column])
+    assert not (tmp_path / "out.parquet").exists()
+    encode(tmp_path / "few.parquet", tmp_path / "out.parquet", columns=["x"])
+    assert pq.read_table(tmp_path / "out.parquet")["c"].to_pylist() == of(few).to_pylist()
 
 
 def test_csv_files_of_other_types(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from flexshard._internal import (
 from flexshard.errors import DataError, OutputError
 from flexshard.profiling.encoding.encoded_by import METADATA_KEY, digest_of, encodings
 from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping
-from flexshard.profiling.encoding.sources import Scan, Values, check_types, resolved, scan
+from flexshard.profiling.encoding.sources import Scan, Values, check_kept, check_types, resolved, scan
 
 __all__ = ["EncodedColumn", "encode", "encoded"]
 
@@ -112,6 +112,7 @@ def encode(
     ):
         data = data.loaded(database)
         stored = data.columns(database)
+        check_kept(data)
         _check_names(data, stored if data.kind != "parquet" else data.schemas[0].names)
         wide = [name for name, kind in stored.items() if kind in _WIDE and name not in names]
         own = [

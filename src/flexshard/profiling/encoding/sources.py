@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -35,6 +35,7 @@ _READERS = {
     "csv": ("read_csv", "union_by_name = true, sample_size = -1"),
     "json": ("read_json", "union_by_name = true, sample_size = -1, maximum_sample_files = 1_000_000_000"),
 }
+_DIGITS = 38  # of a decimal, that DuckDB holds
 _EXACT = {"FLOAT": 1 << 24, "DOUBLE": 1 << 53}
 
 
@@ -246,6 +247,35 @@ def resolved(database: Any, data: Scan, name: str, separator: str | None) -> Val
         as_text = "VARCHAR[]" if is_list else "VARCHAR"
         return Values(name, f"CAST({sql} AS {as_text})", is_list, "VARCHAR", is_column)
     return Values(name, sql, is_list, inner, is_column)
+
+
+def check_kept(data: Scan) -> None:
+    """Whether DuckDB reads all columns of Parquet files as what they are.
+
+    Raises:
+        DataError: decimals of more than 38 digits, which it reads as floats; durations, as whole numbers.
+    """
+    if data.kind != "parquet":
+        return
+    for file, schema in zip(data.files, data.schemas, strict=True):
+        for field in schema:
+            for kind in _types_of(field.type):
+                if pa.types.is_decimal256(kind) and kind.precision > _DIGITS:
+                    lost = f"would lose digits as they are read; write them with at most {_DIGITS} digits, or as texts"
+                elif pa.types.is_duration(kind):
+                    lost = "would be written as plain whole numbers; write them as these, or leave the column out"
+                else:
+                    continue
+                raise DataError(f"{file}: column {field.name!r} holds {field.type}, which {lost}")
+
+
+def _types_of(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """A type and those within it."""
+    yield kind
+    if pa.types.is_dictionary(kind):
+        yield from _types_of(kind.value_type)
+    for index in range(kind.num_fields):
+        yield from _types_of(kind.field(index).type)
 
 
 def check_types(database: Any, data: Scan, values: Values, separator: str | None) -> None:
