@@ -36,7 +36,7 @@ def bundles(row_bytes: Sequence[int]) -> list[tuple[int, ...]]:
                 break
         else:
             result.append([index])
-    return [tuple(sorted(bundle)) for bundle in result]
+    return [tuple(bundle) for bundle in result]  # the widest first, which takes least padding
 
 
 @dataclass(frozen=True)
