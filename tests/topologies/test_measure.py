@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -111,6 +113,17 @@ def test_outside_torchrun_it_says_how_to_start_it(tmp_path: Path) -> None:
     [
         ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (), "the environment has no WORLD_SIZE; start"),
         ({"RANK": "x", "LOCAL_RANK": "0"}, (), "the environment's RANK is 'x', not a number; start"),
+        (
+            {"RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+            | {"MASTER_ADDR": "127.0.0.1"},
+            (),
+            "the environment's RANK is 5, of a WORLD_SIZE of 2; start",
+        ),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", "MASTER_PORT": "abc"},
+            (),
+            "the environment's MASTER_PORT is 'abc', not a number; start",
+        ),
         ({}, ("--reserve", "2 nights"), "2 nights"),
         ({}, ("-o", "nowhere/cluster.yaml"), "cannot write nowhere/cluster.yaml: there is no such folder"),
     ],
@@ -129,6 +142,45 @@ def test_what_is_wrong_is_said_before_anything_is_timed(
     result = run(tmp_path, "measure", "-o", "cluster.yaml", "--memory", "1 GB", *arguments)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert message in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_buffers_that_no_rank_has_room_for(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    result = measure(tmp_path, "--memory", "1 GB", "--sizes", "64KiB,900TB", "--repeats", "1", launcher=launcher)
+    assert result.returncode != 0
+    assert "flexshard: error: buffers of 819 TiB do not fit a rank's memory; time smaller sizes" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_a_rank_that_is_killed_is_told_to_the_others(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "flexshard.cli", "measure", "-o", "cluster.yaml", "--memory", "1 GB"]
+    command += ["--sizes", "1MiB,2MiB", "--repeats", "100000"]
+    place = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = os.environ | place | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    time.sleep(12)  # in which they meet
+    both[1].kill()
+    _, errors = both[0].communicate(timeout=100)
+    both[1].communicate()
+    assert both[0].returncode == 2, errors
+    (line,) = [one for one in errors.splitlines() if one.startswith("flexshard: ")]
+    assert "error: another rank has ended, or cannot be reached any more: " in line
     assert not list(tmp_path.iterdir())
 
 

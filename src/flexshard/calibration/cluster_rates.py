@@ -175,8 +175,12 @@ def _timer(device: torch.device, levels: Sequence[int], repeats: int) -> Timer:
         members = dist.get_world_size(group)
         elements = max(nbytes // 4 // members, 1) * members
         even = [elements // members] * members
-        sent = torch.zeros(elements, dtype=torch.float32, device=device)
-        received, part = torch.empty_like(sent), torch.empty(elements // members, dtype=sent.dtype, device=device)
+        try:
+            sent = torch.zeros(elements, dtype=torch.float32, device=device)
+            received, part = torch.empty_like(sent), torch.empty(elements // members, dtype=sent.dtype, device=device)
+        except (MemoryError, RuntimeError) as error:
+            size = units.format_bytes(nbytes)
+            raise ClusterError(f"buffers of {size} do not fit a rank's memory; time smaller sizes") from error
         calls: dict[str, Callable[[], object]] = {
             "all_to_all": lambda: all_to_all(received, sent, even, even, group).wait(),
             "torchrec_all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flexshard.errors import ClusterError, MissingDependencyError
+from flexshard.errors import ClusterError, FlexShardError, MissingDependencyError
 
 __all__ = ["Place", "process_group"]
 
-_NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+_NUMBERS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_PORT")
+_ENDED = ("gloo", "nccl", "connection", "broken pipe")  # words of errors of ranks that are not there
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def process_group() -> Iterator[Place]:
     """Join the job's default process group (NCCL where there are GPUs, else gloo), and leave it at the end.
 
     Raises:
-        ClusterError: not started by torchrun.
+        ClusterError: not started by torchrun; ranks that do not meet, or one that ends before the others.
         MissingDependencyError: torch is not installed.
     """
     try:
@@ -58,17 +59,33 @@ def process_group() -> Iterator[Place]:
     torchrun = (
         "start this under torchrun, such as 'torchrun --nproc-per-node 8 --no-python flexshard measure -o c.yaml'"
     )
-    for name in (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT"):
+    for name in (*_NUMBERS, "MASTER_ADDR"):
         if name not in os.environ:
             raise ClusterError(f"the environment has no {name}; {torchrun}")
         if name in _NUMBERS and not os.environ[name].isdecimal():
             raise ClusterError(f"the environment's {name} is {os.environ[name]!r}, not a number; {torchrun}")
-    place = Place(*(int(os.environ[name]) for name in _NUMBERS[:3]))
+    place, world = Place(*(int(os.environ[name]) for name in _NUMBERS[:3])), int(os.environ["WORLD_SIZE"])
+    if place.rank >= world:
+        raise ClusterError(f"the environment's RANK is {place.rank}, of a WORLD_SIZE of {world}; {torchrun}")
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ClusterError(f"the {world} ranks did not meet at {where}: {_first_line(error)}") from error
     try:
         yield place
+    except RuntimeError as error:
+        if isinstance(error, FlexShardError) or not any(word in str(error).lower() for word in _ENDED):
+            raise
+        raise ClusterError(
+            f"another rank has ended, or cannot be reached any more: {_first_line(error)}; start all of them again"
+        ) from error
     finally:
         dist.destroy_process_group()
         gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

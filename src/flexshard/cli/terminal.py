@@ -171,6 +171,8 @@ def run(app: typer.Typer) -> None:
     except OSError as error:
         if error.filename is not None:
             _fail(f"{error.filename}: {error.strerror}")
+        if isinstance(error, ConnectionError):
+            _fail(str(error) or type(error).__name__)
         _silence_stdout()
         _fail(f"cannot write to standard output: {error.strerror or error}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
