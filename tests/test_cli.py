@@ -249,6 +249,11 @@ def test_tables_are_compressed_to_a_budget(tmp_path: Path) -> None:
     assert "ads" in good(tmp_path, "explain", "plan.json")
     assert "there is no table 'x'" in bad(tmp_path, "explain", "d.json", "x")
     assert "no choice of tensor trains and tiers fits" in bad(tmp_path, *arguments[:-1], "e.json", "--budget", "-1GB")
+    for places in (("-o", "nowhere/e.json"), ("-o", "e.json", "--plan", "nowhere/p.json")):
+        nowhere = bad(tmp_path, "compress", "job.yaml", "--rates", "rates.yaml", *places)
+        assert "there is no such folder; choose another path with -o" in nowhere
+        assert not (tmp_path / "e.json").exists()
+    assert "there is no such folder" in bad(tmp_path, "calibrate", "job.yaml", "-o", "nowhere/rates.yaml")
     assert "none.yaml: cannot be read" in bad(tmp_path, "compress", "job.yaml", "--rates", "none.yaml", "-o", "e.json")
     assert "'tpu' is not one of 'cpu', 'cuda'; see '" in bad(
         tmp_path, "calibrate", "job.yaml", "-o", "r.yaml", "--device", "tpu"

@@ -15,7 +15,7 @@ from flexshard import planner, plots
 from flexshard._internal import files_below
 from flexshard.errors import OutputError
 
-__all__ = ["Force", "check_folder", "check_output", "kind_of"]
+__all__ = ["Force", "check_folder", "check_output", "check_place", "kind_of"]
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of another kind.")]
 
@@ -101,6 +101,14 @@ def check_folder(path: Path | None) -> None:
     """Whether a command may write a folder of this name; raises OutputError."""
     if path is not None:
         _check_path(path, "folder")
+
+
+def check_place(path: Path) -> None:
+    """Whether a file's folder is there, which is to be known before minutes of work; raises OutputError."""
+    with suppress(RuntimeError):  # nobody's home
+        path = path.expanduser()
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"cannot write {path}: there is no such folder; choose another path with -o")
 
 
 def _check_path(path: Path, what: str) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from flexshard import calibration, planner
 from flexshard.cli.app import AsJson, JobFile, app, written
-from flexshard.cli.outputs import Force, check_output
+from flexshard.cli.outputs import Force, check_output, check_place
 from flexshard.cli.terminal import counting_progress
 
 
@@ -27,6 +27,7 @@ def calibrate_command(
     Example: flexshard calibrate job.yaml -o rates.yaml
     """
     check_output(output, "flexshard.rates", inputs=[job], force=force)
+    check_place(output)
     spec = planner.load_job(job)
     length_of = {table.name: table.profile.avg_length for table in spec.tables}
     shapes = [option.shape for options in spec.options.values() for option in options]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexshard import costmodels, planner, units
-from flexshard._internal import new_grid
+from flexshard._internal import new_grid, replacing_all
 from flexshard.cli.app import AsJson, JobFile, app
-from flexshard.cli.outputs import Force, check_output
+from flexshard.cli.outputs import Force, check_output, check_place
 from flexshard.cli.terminal import emit, say, working
 from flexshard.errors import JobError
 
@@ -38,8 +38,10 @@ def compress_command(
     if plan is not None and plan.resolve() == output.resolve():
         raise JobError(f"{plan}: the decision and the plan are two files; give two names")
     check_output(output, "flexshard.compression", inputs=[job, rates], force=force)
+    check_place(output)
     if plan is not None:
         check_output(plan, "flexshard.plan", inputs=[job, rates], force=force)
+        check_place(plan)
     spec = planner.load_job(job)
     if budget is not None:
         spec = replace(spec, budget=planner.parse_budget(budget))
@@ -47,9 +49,12 @@ def compress_command(
         decision = spec.compress(costmodels.TTRates.load(rates), hashed=hashed)
     if plan is not None and decision.plan is None:
         raise JobError(f"{plan}: every table is compressed, so there is no plan to write; leave --plan out")
-    if plan is not None and decision.plan is not None:
-        decision.plan.save(plan)
-    decision.save(output)
+    if plan is None or decision.plan is None:
+        decision.save(output)
+    else:
+        with replacing_all([output, plan]) as (of_decision, of_plan):
+            decision.save(of_decision)
+            decision.plan.save(of_plan)
     emit(decision.document(), as_json=as_json, text=_grid(decision))
     if not as_json:
         say(f"written to {output}" + (f" and {plan}" if plan is not None else ""))
@@ -68,9 +73,10 @@ def _grid(decision: CompressionPlan) -> Grid:
         grid.add_row(table.name, option.name, units.format_bytes(option.memory_bytes), *times, loss, smaller)
     gap = decision.step_seconds - decision.lower_bound_seconds
     grid.caption = (
-        f"{units.format_bytes(decision.memory_bytes)} of {units.format_bytes(decision.budget_bytes)} per rank; a step"
-        f" of lookups and communication takes {units.format_seconds(decision.step_seconds)}, and no choice within the"
-        f" budget takes {units.format_seconds(gap)} less.\nTimes of tables are an average rank's, without what calls"
-        " take to start; a step waits for the busiest rank."
+        f"{units.format_bytes(decision.memory_bytes)} of {units.format_bytes(decision.budget_bytes)} per rank, with"
+        " what it receives of sharded tables; a step of lookups, communication and the job's dense work takes"
+        f" {units.format_seconds(decision.step_seconds)}, and no choice within the budget takes"
+        f" {units.format_seconds(gap)} less.\nTimes of tables are an average rank's, without what calls take to start;"
+        " a step waits for the busiest rank."
     )
     return grid

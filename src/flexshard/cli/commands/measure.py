@@ -10,9 +10,8 @@ import typer
 from flexshard import calibration, topologies, units
 from flexshard.cli.app import AsJson, app
 from flexshard.cli.cluster_grid import cluster_grid
-from flexshard.cli.outputs import Force, check_output
+from flexshard.cli.outputs import Force, check_output, check_place
 from flexshard.cli.terminal import emit
-from flexshard.errors import OutputError
 
 
 @app.command("measure")
@@ -40,8 +39,7 @@ def measure_command(
     Example: torchrun --nproc-per-node 8 --no-python flexshard measure -o cluster.yaml
     """
     check_output(output, "flexshard.cluster", force=force)
-    if not output.absolute().parent.is_dir():  # before minutes of work on every rank
-        raise OutputError(f"cannot write {output}: there is no such folder; choose another path with -o")
+    check_place(output)
     held = None if memory is None else units.parse_bytes(memory)
     kept = units.parse_bytes(reserve)
     timed = None if sizes is None else [int(units.parse_bytes(size)) for size in sizes.split(",")]

@@ -100,7 +100,7 @@ class CompressionPlan:
         plan: of the tables that stay as they are; None if all are compressed.
         budget_bytes: per rank, for all tables.
         memory_bytes: what all tables need.
-        step_seconds: predicted time of lookups and of exposed communication per iteration.
+        step_seconds: predicted time of lookups, exposed communication and the problem's dense work per iteration.
         lower_bound_seconds: no choice within the budget takes less.
         memory_price_seconds_per_gib: what one more GiB would save at the margin.
         loss, loss_limit: of all chosen options together, and the most that was allowed (None: any).
