@@ -80,7 +80,8 @@ class BudgetError(FlexShardError, ValueError):
     """No placement fits the memory budget.
 
     Attributes:
-        least_bytes: the least memory per rank, in bytes, that some placement needs.
+        least_bytes: the least memory per rank, in bytes, that some placement needs; of whole models what each needs at
+            least, which may be too little, since shards that fit all ranks together need not fit them one by one.
         by_sums: whether the memory of all ranks together is too small; otherwise what fits in sum does not fit ranks.
     """
 

@@ -400,6 +400,25 @@ def test_memory_that_apart_needs_is_found_out() -> None:
     assert pareto(problem).points  # although "neutral" may not be enough
 
 
+def test_what_ranks_receive_is_said_where_nothing_fits() -> None:
+    """A budget of the bytes that an error names is not refused with the same words."""
+    alone = Cluster("alone", 1, 1, 1e12, 0.0, (Level(1, None, None),))
+    sizes = (("a", 17, 3), ("b", 5, 8))
+    tables = [
+        Table(name, rows, dim, AccessProfile.from_counts(np.arange(rows, 0, -1), 100), pooling="sum")
+        for name, rows, dim in sizes
+    ]
+    received = 16 * (3 + 8) * 4
+    least = []
+    for budget in (1, 661, 1_500):
+        with pytest.raises(BudgetError, match=f"besides {received} B that every rank receives") as error:
+            solve(tables, alone, batch_size=16, budget=f"{budget} B")
+        least.append(error.value.least_bytes)
+        assert least[-1] > budget
+    plan = solve(tables, alone, batch_size=16, budget=f"{1.02 * max(least)} B")
+    assert plan.predicted.memory_bytes >= max(least)
+
+
 def test_least_bytes_are_of_a_ranks_own_memory() -> None:
     cached = TableConstraints(compute_kernels=["fused_uvm_caching"], sharding_types=["table_wise", "row_wise"])
     given = tables(11, 4, 0)

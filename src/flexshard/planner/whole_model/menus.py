@@ -102,6 +102,8 @@ class Menus:
         sharing: of each kind of load, how many consecutive ranks of a host carry it together, such as over one link:
             each has the mean of them; 1 by default.
         charges: what is paid once for all options that have it, such as the latency of calls.
+        received: bytes of HBM that every rank has besides, whatever the plan, which ``capacity`` is without; and by how
+            many that alone is too much.
         watched: averages that programs with ranks added up bound loads by, besides those of all ranks alike.
         averages: of each kind of load in turn, the one that prices bound it by; of all ranks alike by default.
         alone: of each kind of load and table, by how much what the table's heaviest shard has of it bounds it besides,
@@ -118,6 +120,7 @@ class Menus:
     loads: tuple[str, ...] = ("cost",)
     charges: tuple[float, ...] = ()
     sharing: tuple[int, ...] = ()
+    received: tuple[float, float] = (0.0, 0.0)
     watched: Watched | None = None
     averages: Watched | None = None
     alone: FloatArray | None = None

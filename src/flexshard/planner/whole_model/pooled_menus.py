@@ -130,7 +130,8 @@ def pooled_menus(
             tuple(_menu_option(costs, each, pinned[-1], marks, number, loss_limit) for number, each in enumerate(kept))
         )
     world = costs.cluster.world_size
-    left = memory_limit(hbm_bytes) - sum(costs.received_bytes(table) for table in tables)
+    received = sum(costs.received_bytes(table) for table in tables)
+    left = memory_limit(hbm_bytes) - received
     room = [left, 0.0 if host_bytes is None else host_bytes, *[1.0] * len(apart)]
     # As if memory of its own kind, of which an option takes as much from every rank: all ranks have the same of it.
     room += [] if loss_limit is None else [_ALL_LOSS]
@@ -148,6 +149,7 @@ def pooled_menus(
         loads=POOLED_LOADS,
         sharing=tuple(costs.sharing(load) for load in POOLED_LOADS),
         charges=tuple(costs.latency(one) for one in SHARED_CALLS),
+        received=(received, max(-left, 0.0)),
     )
     return PooledMenus(
         costs,
