@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,17 @@ pytest.importorskip("torchrec")
 import torch
 import yaml
 
-from flexshard.calibration import DenseShape, calibrate
+from flexshard.calibration import DenseShape, calibrate, lookup_rates
 from flexshard.calibration.batches import sample_batches
 from flexshard.calibration.dense_tables import dense_table
-from flexshard.costmodels import LocalRates, TableRates, TTRates, TTReads
+from flexshard.costmodels import LocalRates, TableRates, TTRates, TTReads, fit_rates
 from flexshard.errors import DataError, JobError
 from flexshard.executors import MemoryStore
 from flexshard.executors.stores.updates import OptimizerSpec
 from flexshard.profiling import AccessProfile
 from flexshard.tables import OPTIMIZERS, StepOptions, Table, TTShape
+
+pytestmark = pytest.mark.filterwarnings("ignore:times of ")  # machines that run tests are busy
 
 
 def table(rows: int, dim: int, length: float, **kernel: Any) -> Table:
@@ -79,6 +83,32 @@ def test_batches_have_the_length_of_the_table() -> None:
 def test_tables_that_there_are_not(shape: Any, says: str) -> None:
     with pytest.raises(JobError, match=says):
         calibrate([], tables=[shape])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        ([1e-3, 1e-3, 1e-3], "do not grow with the ids; was the machine busy?"),
+        ([1e-3, 40e-3, 4e-3], r"are up to \d+\.\d times off their fit; was the machine busy?"),
+        ([1.1e-3, 2e-3, 3.8e-3], None),
+    ],
+)
+def test_times_that_make_no_line_are_told(
+    seconds: list[float], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = DenseShape(1_000, 16, 20.0)
+
+    def measured(*_: Any) -> tuple[TableRates, list[list[float]], list[float]]:
+        work = [[1.0, ids, ids * 16] for ids in (1e3, 2e3, 4e3)]
+        rates = fit_rates([one[:2] for one in work], seconds)
+        zero = (0.0, 0.0, 0.0)
+        return TableRates(1_000, 16, rates, zero, zero, 20.0, "float32", "sgd"), work, seconds
+
+    monkeypatch.setattr(lookup_rates, "measure_dense", measured)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        calibrate([], tables=[shape])
+    assert [bool(re.search(says or "", str(one.message))) for one in told] == ([True] if says else [])
 
 
 def test_nothing_to_calibrate() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from flexshard.errors import JobError
 from flexshard.tables import DATA_TYPES, OPTIMIZERS, TTShape
 
 __all__ = ["calibrate", "train_step"]
+
+_FAR_OFF = 2.0  # times, of a fit
 
 Progress = Callable[[int, int], None]
 Step = Callable[[], object]
@@ -85,7 +88,9 @@ def calibrate(
         work = [TTWork.of(shape, TTReads.of(ids, bags, shape)).array for ids, bags in batches]
         seconds = least_seconds([train_step(shape, ids, bags, device) for ids, bags in batches], rounds, device)
         tick()
-        shape_rates.append(ShapeRates(shape.row_factors, shape.dim_factors, shape.tt_ranks, fit_rates(work, seconds)))
+        step = fit_rates(work, seconds)
+        _warn_of_fit(f"a tensor train of {shape}", work, seconds, step)
+        shape_rates.append(ShapeRates(shape.row_factors, shape.dim_factors, shape.tt_ranks, step))
         all_work += work
         all_seconds += seconds
     dense_work: list[Any] = []
@@ -93,6 +98,7 @@ def calibrate(
     table_rates: list[TableRates] = []
     for table in dense:
         own, numbers, seconds = measure_dense(table, batch_size, rounds, seed, device)
+        _warn_of_fit(f"a table of {own.rows:,} rows of {own.dim}", [one[:2] for one in numbers], seconds, own.pooled)
         table_rates.append(own)
         dense_work += numbers
         dense_seconds += seconds
@@ -101,6 +107,20 @@ def calibrate(
     machine += datetime.date.today().isoformat()
     step = fit_rates(all_work, all_seconds) if all_work else ()
     return TTRates(machine, step, fit_rates(dense_work, dense_seconds), tuple(shape_rates), tuple(table_rates))
+
+
+def _warn_of_fit(what: str, work: Sequence[Any], seconds: Sequence[float], rates: Sequence[float]) -> None:
+    """Say it where times are far from what the rates make of the work, or do not grow with it."""
+    times, ratio = np.asarray(seconds), np.asarray(work) @ np.asarray(rates) / np.asarray(seconds)
+    off = float(np.maximum(ratio, 1 / np.maximum(ratio, 1e-9)).max())
+    grows = times.size < 2 or any(rates[1:])
+    if off > _FAR_OFF or not grows:
+        why = f"are up to {off:.1f} times off their fit" if grows else "do not grow with the ids"
+        warnings.warn(
+            f"times of {what} {why}; was the machine busy? calibrate again, with more rounds",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _rounded(shape: DenseShape) -> DenseShape:
