@@ -57,6 +57,19 @@ def test_a_sessions_rows_are_adjacent_and_in_order_of_time(tmp_path: Path) -> No
     assert list(tmp_path.glob(".*")) == []  # no drafts
 
 
+def test_what_folders_say_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    table = log()
+    for day in ("1", "2"):
+        (tmp_path / "in" / f"day={day}").mkdir(parents=True)
+        pq.write_table(table, tmp_path / "in" / f"day={day}" / "a.parquet")
+    with pytest.warns(UserWarning, match=r"a.parquet: what folders say of their rows \(day\) is not in the files, and"):
+        cluster_sessions(tmp_path / "in", tmp_path / "out", session="session", time="time")
+    assert pq.read_schema(next((tmp_path / "out").glob("*.parquet"))).remove_metadata() == table.schema
+    for path in (tmp_path / "in").rglob("*.parquet"):
+        pq.write_table(table.append_column("day", pa.array([1] * table.num_rows)), path)
+    cluster_sessions(tmp_path / "in", tmp_path / "with", session="session", time="time")  # and no warning
+
+
 def test_what_order_spares_is_told_from_what_the_encoding_does(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     lists = pa.array([generator.integers(0, 1 << 40, 30).tolist() for _ in range(500)] * 4)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
+from pathlib import PurePath
 
 import pyarrow as pa
 import pyarrow.types as pt
@@ -14,12 +17,27 @@ from flexshard.ingestion.sessions.sorting import RESERVED
 
 __all__ = ["common_schema"]
 
+_FOLDER_KEY = re.compile(r"([^=]+)=[^=]*")  # as Hive and Spark name folders
+
 
 def common_schema(
     sources: Sequence[ParquetSource], session: str, time: str, partition: str | float | None
 ) -> pa.Schema:
     """The schema that all files share, with what clustering does in its metadata."""
     first = sources[0]
+    folders = {
+        found[1]
+        for source in sources
+        for part in PurePath(source.name).parts[:-1]
+        if (found := _FOLDER_KEY.fullmatch(part)) and found[1] not in source.schema.names
+    }
+    if folders:
+        warnings.warn(
+            f"{first.name}: what folders say of their rows ({', '.join(sorted(folders))}) is not in the files, and"
+            " will not be in what is written; write it as columns first if it is wanted",
+            UserWarning,
+            stacklevel=3,
+        )
     for source in sources:
         _check_names(source)
         for column in (session, time):
