@@ -184,20 +184,14 @@ def plans_of(model: Model, cluster: Cluster, rates: LocalRates) -> dict[str, Pla
         f", {name} " + " ".join(f"{tier.group_size}:{tier.rows}" for tier in table.tiers)
         for name, table in plan.tables.items()
     )
-    chosen = [
-        TorchRecChoice(
+    chosen = {
+        name: TorchRecChoice(
             one.sharding_type, (), one.compute_kernel, tuple(s.rank for s in one.shards), one.shards[0].columns
         )
-        for one in plan.pooled.values()
-    ]
-    pooled = replace(problem, tables=problem.pooled_tables)
-    even = evenly(pooled, price_choices(pooled, chosen), chosen)
-    assert plan.pooled_predicted is not None
-    cost = replace(
-        plan.predicted,
-        look_up_seconds=plan.predicted.look_up_seconds - plan.pooled_predicted.look_up_seconds + even.look_up_seconds,
-        update_seconds=plan.predicted.update_seconds - plan.pooled_predicted.update_seconds + even.update_seconds,
-    )
+        for name, one in plan.pooled.items()
+    }
+    in_tiers = TorchRecChoice("row_wise")  # of which every rank has as much local work as it asks for
+    cost = evenly(problem, plan.predicted, [chosen.get(table.name, in_tiers) for table in problem.tables])
     return found | {"ours": Planned(cost, planner.collective_plan(network, ours), ours, words)}
 
 
@@ -208,7 +202,8 @@ def decided(problem: Problem) -> tuple[Plan, dict[str, list[TorchRecChoice]]]:
         "table-wise": whole_tables(problem),
         "row-wise": [_everywhere(problem) if t.is_pooled else TorchRecChoice("row_wise") for t in problem.tables],
     }
-    return solve(problem), choices
+    # Local work is the same whichever rank has it, since ranks share processors; see ``evenly``.
+    return solve(replace(problem, step=StepWork(0.0))), choices
 
 
 def on_first_rank(work: Callable[[], Any]) -> Any:

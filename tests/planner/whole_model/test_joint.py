@@ -400,6 +400,34 @@ def test_memory_that_apart_needs_is_found_out() -> None:
     assert pareto(problem).points  # although "neutral" may not be enough
 
 
+def test_rows_that_are_read_most_are_priced_where_they_lie() -> None:
+    """Of tables whose ids are numbered by popularity: what is planned, priced and explained is the busiest rank's."""
+    counts = np.maximum(200_000 // np.arange(1, 4_001), 1)
+    known = AccessProfile.from_counts(counts, 10_000)
+    unknown = AccessProfile.from_histogram(*np.unique(counts, return_counts=True), 10_000)
+    asked = {"p": TableConstraints(sharding_types=["row_wise"])}
+    plans = [
+        solve(
+            [Table("p", 4_000, 16, profile, pooling="sum")],
+            cluster(),
+            batch_size=64,
+            constraints=asked,
+            budget="100MiB",
+        )
+        for profile in (known, unknown)
+    ]
+    ranks = cluster().world_size
+    share = counts[: 4_000 // ranks].sum() / counts.sum()
+    for plan, most in zip(plans, (share * ranks, 1.0), strict=True):
+        (ids,) = (one for one in plan.predicted.collectives if one.content == "pooled ids")
+        assert plan.predicted.rows_read == pytest.approx(plan.predicted.input_ids * most)
+        assert ids.excess_bytes * ids.calls == pytest.approx(8 * plan.predicted.input_ids * (most - 1), abs=1e-6)
+    assert plans[0].predicted.exposed_seconds > plans[1].predicted.exposed_seconds
+    block = f"That is the one of rows 0 to {4_000 // ranks - 1:,}, "
+    assert block in explain(plans[0], "p").text
+    assert "its rows are read most" not in explain(plans[1], "p").text
+
+
 def test_what_ranks_receive_is_said_where_nothing_fits() -> None:
     """A budget of the bytes that an error names is not refused with the same words."""
     alone = Cluster("alone", 1, 1, 1e12, 0.0, (Level(1, None, None),))

@@ -13,6 +13,7 @@ from flexshard.planner.pooled_plan import PooledAlternative, PooledTablePlan
 __all__ = ["PooledExplanation", "asked_of", "explain_pooled", "pooled_grid", "ranks_in_words"]
 
 _MOST_TABLES, _RANKS_NAMED = 40, 6
+_UNEVEN = 1.2  # times the mean, of shards
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
             f" {units.format_bytes(max(shard.memory_bytes for shard in table.shards))} of its memory"
             f"{_host(max(shard.host_bytes for shard in table.shards))}."
         ),
+        *_uneven(table),
         *_company(plan, table),
         "",
     ]
@@ -102,6 +104,17 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
     )
     lines += asked_of(plan, table.name)
     return PooledExplanation(table, price, "\n".join(lines))
+
+
+def _uneven(table: PooledTablePlan) -> list[str]:
+    """That some of its shards are read more than others, where they are."""
+    seconds = [shard.seconds for shard in table.shards]
+    mean, most = sum(seconds) / len(seconds), max(seconds)
+    if most <= _UNEVEN * mean:
+        return []
+    first, rows = table.shards[seconds.index(most)].first_row, table.shards[seconds.index(most)].rows
+    words = f"{most / mean:.1f} times the mean of them: its rows are read most"
+    return [f"  That is the one of rows {first:,} to {first + rows - 1:,}, {words}."]
 
 
 def asked_of(plan: Plan, table: str) -> list[str]:
