@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -160,22 +159,24 @@ def test_a_rank_that_is_killed_is_told_to_the_others(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "flexshard.cli", "measure", "-o", "cluster.yaml", "--memory", "1 GB"]
-    command += ["--sizes", "1MiB,2MiB", "--repeats", "100000"]
+    arguments = ["measure", "-o", "cluster.yaml", "--memory", "1 GB", "--sizes", "1MiB,2MiB", "--repeats", "100000"]
+    killed = (
+        "import os, runpy, signal, sys; from flexshard.calibration import cluster_rates;"
+        " cluster_rates._timer = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"  # when the ranks have met
+        " runpy.run_module('flexshard.cli', run_name='__main__')"
+    )
     place = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = os.environ | place | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     both = [
         subprocess.Popen(
-            command,
+            [sys.executable, *how, *arguments],
             cwd=tmp_path,
             stderr=subprocess.PIPE,
             text=True,
             env=environment | {"RANK": rank, "LOCAL_RANK": rank},
         )
-        for rank in ("0", "1")
+        for rank, how in (("0", ("-m", "flexshard.cli")), ("1", ("-c", killed)))
     ]
-    time.sleep(12)  # in which they meet
-    both[1].kill()
     _, errors = both[0].communicate(timeout=100)
     both[1].communicate()
     assert both[0].returncode == 2, errors
