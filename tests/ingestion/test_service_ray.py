@@ -127,6 +127,26 @@ def test_a_client_that_is_killed_leaves_nobody(folder: Path, tmp_path: Path) -> 
         time.sleep(0.2)
 
 
+def test_workers_start_when_they_start() -> None:
+    """The master's account of workers that start before it knows of what files, or with another's number."""
+    client = Caller(0, 1, "token", "files", "job")
+    master = Master(1, again=True)
+    master.add_worker(1)
+    master.started("files", 1)
+    master.started("other files", 0)
+    assert master.attach(client, 4, 0) == "done"
+    assert master.waiting() == []
+    master.retire_worker(1)
+    master.add_worker(1)  # a new one, of the same number
+    assert master.waiting() == [1]
+    (lease,) = master.ask("lease", client, 0)
+    assert lease.worker == 0
+    master.retire_worker(0)
+    assert master.ask("again", client, lease) == ["nobody"]
+    master.started("files", 1)
+    assert master.ask("again", client, lease)[0].worker == 1
+
+
 @pytest.mark.slow
 def test_two_clients_of_one_rank_are_told(folder: Path) -> None:
     spec = spec_of(folder)

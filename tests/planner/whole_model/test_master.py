@@ -270,6 +270,22 @@ def test_busy_ranks_that_nothing_makes_up_for_are_bounded() -> None:
     assert lagrangian_bound(watching(menus)).bound == pytest.approx(16.0)
 
 
+def test_plans_far_above_the_bound_are_found() -> None:
+    """Slow kernels that bounds count for nothing, since some average leaves their ranks out."""
+    memory = np.full((1, 4), 0.0)
+    menu = [(Option("row_wise", Spread.EVERY_RANK, np.array([[0.0] * 4, [8.0, 1.0, 1.0, 1.0]]), memory),)]
+    for _ in range(6):
+        fast = Option("fast", Spread.ANY_RANK, np.array([[0.0], [0.001]]), np.array([[60.0]]), 0)
+        slow = Option("slow", Spread.ANY_RANK, np.array([[0.0], [3_000.0]]), np.array([[0.0]]), 1)
+        menu.append((fast, slow))
+    tiny = Option("tiny", Spread.ANY_RANK, np.array([[0.0], [1e-9]]), np.array([[0.0]]))
+    menu += [(tiny,)] * 1_400
+    names = tuple(f"t{index}" for index in range(len(menu)))
+    menus = Menus(names, tuple(menu), np.full((1, 4), 100.0), ("HBM",), 2, loads=("alike", "ids"))
+    plain, watched = (assign(one, seconds=1.0) for one in (menus, watching(menus)))
+    assert watched.rating == pytest.approx(plain.rating, rel=0.01)
+
+
 def test_options_that_another_beats_are_left_out() -> None:
     def option(name: str, spread: Spread, perf: list[float], memory: list[float]) -> Option:
         return Option(name, spread, np.array(perf), np.array([memory]))

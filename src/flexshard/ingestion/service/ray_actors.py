@@ -69,16 +69,28 @@ class Master:
     """
 
     def __init__(self, workers: int, *, again: bool = False) -> None:
-        self._first_workers, self._files = workers, ""
+        self._first_workers, self._files, self._again = workers, "", again
+        self._started: set[tuple[str, int]] = set()  # workers of a job of which files
         self._forget()
-        if again:  # started again by Ray: workers that have started will not say so once more
-            for worker in self._workers:
-                self.started("", worker)
 
     def _forget(self) -> None:
         """Begin anew, without clients."""
         self._ledger, self._clients = SplitLedger(), dict[int, Caller]()
-        self._workers, self._started = list(range(self._first_workers)), set[int]()
+        self._workers = list(range(self._first_workers))
+
+    def _is_of(self, files: str) -> None:
+        """Of a job of these files."""
+        self._files = files
+        if self._again:  # started again by Ray: workers that have started will not say so once more
+            self._started |= {(files, worker) for worker in self._workers}
+            self._again = False
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let workers that have started be given splits."""
+        for worker in self._workers:
+            if (self._files, worker) in self._started:
+                self._ledger.add_worker(worker)
 
     def pid(self) -> int:
         """Of the actor's process."""
@@ -86,10 +98,8 @@ class Master:
 
     def started(self, files: str, worker: int) -> None:
         """A worker of a job of these files is there."""
-        if files == self._files:
-            self._started.add(worker)
-            if worker in self._workers:
-                self._ledger.add_worker(worker)
+        self._started.add((files, worker))
+        self._admit()
 
     def workers(self) -> list[int]:
         """All that there are to be."""
@@ -97,19 +107,19 @@ class Master:
 
     def waiting(self) -> list[int]:
         """Workers that have not started."""
-        return [worker for worker in self._workers if worker not in self._started]
+        return [worker for worker in self._workers if (self._files, worker) not in self._started]
 
     def add_worker(self, worker: int) -> None:
         """One more, which is given splits once it has started."""
         if worker not in self._workers:
             self._workers.append(worker)
-        if worker in self._started:
-            self._ledger.add_worker(worker)
+        self._admit()
 
     def retire_worker(self, worker: int) -> None:
         """See the ledger."""
         if worker in self._workers:
             self._workers.remove(worker)
+        self._started.discard((self._files, worker))
         self._ledger.retire_worker(worker)
 
     def clients(self) -> int:
@@ -126,7 +136,7 @@ class Master:
             for rank in [rank for rank in self._clients if rank >= client.world_size]:  # which will not come again
                 del self._clients[rank]
                 self._ledger.detach(rank)
-        self._files = client.files
+        self._is_of(client.files)
         self._clients[client.rank] = client
         self._ledger.attach(client.rank, 0)
         return over
@@ -137,7 +147,7 @@ class Master:
             return "other files"
         if self._clients.get(client.rank, client) != client:
             return "other client"
-        self._files = client.files
+        self._is_of(client.files)
         self._clients[client.rank] = client
         self._ledger.attach(client.rank, splits, first=first)
         return "done"
@@ -148,7 +158,7 @@ class Master:
             return None
         if what == "detach":
             del self._clients[client.rank]
-        if what == "lease" and not self._ledger.workers and self._ledger.has_work(client.rank):
+        if not self._ledger.workers and (what == "again" or (what == "lease" and self._ledger.has_work(client.rank))):
             return [NOBODY]
         return [getattr(self._ledger, what)(argument)]
 

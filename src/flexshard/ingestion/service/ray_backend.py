@@ -102,20 +102,25 @@ class RayMaster:
 
     def lease(self, client: int) -> Lease | None:
         """See the ledger."""
+        lease = self._granted("lease", client)
+        if lease is not None:
+            self._given = max(self._given, lease.split + 1)
+        self._warn_of_waiting()
+        return lease
+
+    def _granted(self, what: str, argument: Any) -> Lease | None:
+        """What the ledger gives, once a worker has started."""
         until = time.monotonic() + _START_SECONDS
-        lease: Lease | str | None = self._ask("lease", client)
-        while isinstance(lease, str):  # no worker has started
+        while True:
+            lease: Lease | str | None = self._ask(what, argument)
+            if not isinstance(lease, str):
+                return lease
             if time.monotonic() > until:
                 raise DataError(
                     f"job {self._client.job!r} on Ray: no worker has started within {_START_SECONDS:g} s;"
                     f" {self._free()}"
                 )
             time.sleep(_POLL_SECONDS)
-            lease = self._ask("lease", client)
-        if lease is not None:
-            self._given = max(self._given, lease.split + 1)
-        self._warn_of_waiting()
-        return lease
 
     def _warn_of_waiting(self) -> None:
         """Once, when workers have had time to start."""
@@ -135,7 +140,8 @@ class RayMaster:
 
     def again(self, lease: Lease) -> Lease:
         """See the ledger."""
-        found: Lease = self._ask("again", lease)
+        found = self._granted("again", lease)
+        assert found is not None
         return found
 
     def finish(self, lease: Lease) -> None:

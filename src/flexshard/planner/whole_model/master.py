@@ -141,8 +141,9 @@ class _Master:
     def _look_at(self, menus: Menus) -> None:
         """Go on with these menus."""
         self._menus, self._flat, self._sums = menus, flat(menus), totals(menus)
-        finite = np.where(np.isfinite(self._sums.perf), self._sums.perf, 0.0)
-        self._anything = float(finite.max(axis=1, initial=0.0).sum()) * 2 + _TINY
+        # Of what options take, not of what bounds count of them.
+        dearest = [max((float(o.perf.sum()) + menus.charge(o) for o in menu), default=0.0) for menu in menus.options]
+        self._anything = sum(dearest) * 2 + _TINY
         prices = lagrangian_bound(menus, self._sums)
         self._per_byte = prices.per_byte
         if self._best is None:  # later menus lack options: what they allow bounds better plans only
