@@ -123,10 +123,15 @@ class Formulation:
         """Columns so far."""
         return len(self.upper)
 
-    def load_duals(self) -> LoadDuals:
-        """Where options may be taken in part."""
+    def load_duals(self) -> LoadDuals | None:
+        """Where options may be taken in part; None where the solver finds none."""
         solver, loads = self.loaded(relaxed=True), len(self._menus.loads)
+        solver.setOptionValue("threads", 1)
+        # A process that used HiGHS with another number of threads could not use it again.
+        solver.resetGlobalScheduler(True)
         solver.run()
+        if solver.modelStatusToString(solver.getModelStatus()) != "Optimal":
+            return None
         duals = np.abs(np.array(solver.getSolution().row_dual))
         watched = 0 if self._averages is None else len(self._averages.loads)
         tables, charges = len(self._menus.tables), len(self._menus.charges)

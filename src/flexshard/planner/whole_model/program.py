@@ -116,7 +116,7 @@ def _search(menus: Menus, bins: Bins, at_most: float, limits: dict[str, Any], *,
 
 def load_duals(menus: Menus) -> LoadDuals | None:
     """What bounds each kind of load where options may be taken in part and all ranks are added up; None where nothing
-    fits.
+    fits, or the solver says so.
     """
     unit = lagrangian_bound(menus).bound or 1.0
     return Formulation(menus, "cluster", np.inf, unit).load_duals() if np.isfinite(unit) else None
