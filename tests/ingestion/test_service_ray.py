@@ -93,6 +93,7 @@ def test_clients_come_again_and_others_in_their_place() -> None:
     assert restarted.ask("lease", newer, 0)[0].split == 3
 
 
+@pytest.mark.slow
 def test_workers_that_ray_has_no_room_for_are_given_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_backend, "_WARN_SECONDS", 0.0)
     spec = spec_of(folder)
@@ -104,6 +105,7 @@ def test_workers_that_ray_has_no_room_for_are_given_nothing(folder: Path, monkey
         assert client.stats.restarts == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_leaves_nobody(folder: Path, tmp_path: Path) -> None:
     """Where no other client is meant to find its workers."""
     (tmp_path / "job.json").write_text(spec_of(folder).model_dump_json())
