@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from flexshard._internal import first_line
 from flexshard.errors import ClusterError, FlexShardError, MissingDependencyError
 
 __all__ = ["Place", "process_group"]
@@ -73,19 +74,15 @@ def process_group() -> Iterator[Place]:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ClusterError(f"the {world} ranks did not meet at {where}: {_first_line(error)}") from error
+        raise ClusterError(f"the {world} ranks did not meet at {where}: {first_line(error)}") from error
     try:
         yield place
     except RuntimeError as error:
         if isinstance(error, FlexShardError) or not any(word in str(error).lower() for word in _ENDED):
             raise
         raise ClusterError(
-            f"another rank has ended, or cannot be reached any more: {_first_line(error)}; start all of them again"
+            f"another rank has ended, or cannot be reached any more: {first_line(error)}; start all of them again"
         ) from error
     finally:
         dist.destroy_process_group()
         gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

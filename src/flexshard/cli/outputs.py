@@ -57,8 +57,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
         OutputError: it is one of the inputs, exists and is of another kind, or has a name that it cannot have.
     """
     _check_path(path, "file")
-    with suppress(RuntimeError):  # nobody's home
-        path = path.expanduser()
+    path = _at_home(path)
     try:
         there = path.is_file() and path.stat().st_size > 0
     except OSError as error:
@@ -80,8 +79,7 @@ def check_output(path: Path, kind: str, *, inputs: Iterable[Path | str] = (), fo
 
 def _reads(given: Path, path: Path) -> bool:
     """Whether an existing file is one that a file, a folder of data or a glob names."""
-    with suppress(RuntimeError):  # nobody's home
-        given = given.expanduser()
+    given = _at_home(given)
     if given.is_dir():
         return any(_DATA.search(file.name) and path.samefile(file) for file in files_below(given))
     if given.exists():
@@ -105,10 +103,15 @@ def check_folder(path: Path | None) -> None:
 
 def check_place(path: Path) -> None:
     """Whether a file's folder is there, which is to be known before minutes of work; raises OutputError."""
-    with suppress(RuntimeError):  # nobody's home
-        path = path.expanduser()
-    if not path.absolute().parent.is_dir():
+    if not _at_home(path).absolute().parent.is_dir():
         raise OutputError(f"cannot write {path}: there is no such folder; choose another path with -o")
+
+
+def _at_home(path: Path) -> Path:
+    """With ``~`` as whose home it is; as it is where nobody's."""
+    with suppress(RuntimeError):
+        return path.expanduser()
+    return path
 
 
 def _check_path(path: Path, what: str) -> None:

@@ -37,6 +37,7 @@ class RowCounts:
     held: RowCounts | None = None
     samples: RowCounts | None = None
     _cache: dict[str, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False, compare=False)
+    _blocks: dict[tuple[int, int], IntArray] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def dense(cls, counts: IntArray) -> RowCounts:
@@ -61,7 +62,9 @@ class RowCounts:
 
     def in_blocks(self, block: int, number: int) -> IntArray:
         """Counts of each of the first ``number`` blocks of so many consecutive rows, added up; shape (number,)."""
-        found = np.zeros(number, np.int64)
+        if (block, number) in self._blocks:  # every way of sharding asks, several times
+            return self._blocks[block, number]
+        found = self._blocks[block, number] = np.zeros(number, np.int64)
         if self.rows is None:
             starts = np.arange(0, min(self.counts.size, block * number), block)
             if starts.size:

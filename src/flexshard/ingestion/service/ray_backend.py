@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from flexshard._internal import first_line
 from flexshard.errors import ChangedDataError, DataError, MissingDependencyError
 from flexshard.ingestion.service.ledger import Lease
 from flexshard.ingestion.service.ray_actors import NAMESPACE, Caller, MasterActor, Worker
@@ -45,8 +46,9 @@ def connected(
         try:
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
         except ConnectionError as error:
-            why = (str(error).splitlines() or ["no answer"])[0]
-            raise DataError(f"workers on Ray could not be started: {why}; is a Ray cluster there?") from error
+            raise DataError(
+                f"workers on Ray could not be started: {first_line(error)}; is a Ray cluster there?"
+            ) from error
     how: dict[str, Any] = {
         "namespace": NAMESPACE,
         "get_if_exists": True,

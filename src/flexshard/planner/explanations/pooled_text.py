@@ -8,7 +8,7 @@ from typing import Any
 from flexshard import units
 from flexshard._internal import Grid, new_grid
 from flexshard.planner.plan import Plan
-from flexshard.planner.pooled_plan import PooledAlternative, PooledTablePlan
+from flexshard.planner.pooled_plan import PooledAlternative, PooledShard, PooledTablePlan
 
 __all__ = ["PooledExplanation", "asked_of", "explain_pooled", "pooled_grid", "ranks_in_words"]
 
@@ -81,7 +81,7 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
             f" {units.format_bytes(max(shard.memory_bytes for shard in table.shards))} of its memory"
             f"{_host(max(shard.host_bytes for shard in table.shards))}."
         ),
-        *_uneven(table),
+        *_uneven(table, widest),
         *_company(plan, table),
         "",
     ]
@@ -106,15 +106,14 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
     return PooledExplanation(table, price, "\n".join(lines))
 
 
-def _uneven(table: PooledTablePlan) -> list[str]:
+def _uneven(table: PooledTablePlan, busiest: PooledShard) -> list[str]:
     """That some of its shards are read more than others, where they are."""
-    seconds = [shard.seconds for shard in table.shards]
-    mean, most = sum(seconds) / len(seconds), max(seconds)
-    if most <= _UNEVEN * mean:
+    mean = sum(shard.seconds for shard in table.shards) / len(table.shards)
+    if busiest.seconds <= _UNEVEN * mean:
         return []
-    first, rows = table.shards[seconds.index(most)].first_row, table.shards[seconds.index(most)].rows
-    words = f"{most / mean:.1f} times the mean of them: its rows are read most"
-    return [f"  That is the one of rows {first:,} to {first + rows - 1:,}, {words}."]
+    first, last = busiest.first_row, busiest.first_row + busiest.rows - 1
+    words = f"{busiest.seconds / mean:.1f} times the mean of them: its rows are read most"
+    return [f"  That is the one of rows {first:,} to {last:,}, {words}."]
 
 
 def asked_of(plan: Plan, table: str) -> list[str]:

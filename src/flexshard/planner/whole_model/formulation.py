@@ -127,8 +127,6 @@ class Formulation:
         """Where options may be taken in part; None where the solver finds none."""
         solver, loads = self.loaded(relaxed=True), len(self._menus.loads)
         solver.setOptionValue("threads", 1)
-        # A process that used HiGHS with another number of threads could not use it again.
-        solver.resetGlobalScheduler(True)
         solver.run()
         if solver.modelStatusToString(solver.getModelStatus()) != "Optimal":
             return None
@@ -163,6 +161,8 @@ class Formulation:
         program.integrality_ = kinds
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
+        # A process that used HiGHS with another number of threads could not use it again.
+        solver.resetGlobalScheduler(True)
         if solver.passModel(program) == highspy.HighsStatus.kError:
             raise SolverError("HiGHS refuses the program of the whole model; please report this with the model")
         return solver

@@ -9,9 +9,11 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Menus", "Option", "Spread", "Watched", "undominated"]
+__all__ = ["HBM", "Menus", "Option", "Spread", "Watched", "undominated"]
 
 FloatArray = npt.NDArray[np.float64]
+
+HBM = "HBM"  # the kind of memory that is a rank's own
 
 
 class Spread(IntEnum):

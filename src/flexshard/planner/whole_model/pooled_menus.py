@@ -14,7 +14,7 @@ from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, SHARED_CALLS, Poole
 from flexshard.errors import JobError
 from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.solver.instance import memory_limit
-from flexshard.planner.whole_model.menus import Menus, Option, Spread
+from flexshard.planner.whole_model.menus import HBM, Menus, Option, Spread
 from flexshard.planner.whole_model.watching import watching
 from flexshard.tables import Table
 
@@ -33,7 +33,7 @@ _SPREADS = {
     "column_wise": Spread.ANY_RANK,
 }
 _ASKED = ("sharding_types", "compute_kernels", "min_partition", "cache_load_factors", "dtypes", "forbid")
-HBM, HOST, LOSS = "HBM", "host memory", "loss"
+HOST, LOSS = "host memory", "loss"
 _ALL_LOSS = 1 + 1e-9  # of shares that may add up to 1, as float64
 
 

@@ -97,8 +97,6 @@ def _search(menus: Menus, bins: Bins, at_most: float, limits: dict[str, Any], *,
     # Nodes, not time, end what takes too long, so that every machine gets the same answer.
     for name, value in {"mip_abs_gap": 0.0, **limits}.items():
         solver.setOptionValue(name, value)
-    # A process that used HiGHS with another number of threads could not use it again.
-    solver.resetGlobalScheduler(True)
     solver.run()
     status = solver.modelStatusToString(solver.getModelStatus())
     if status == "Infeasible":

@@ -6,11 +6,11 @@ import numpy as np
 
 from flexshard import units
 from flexshard.errors import BudgetError
-from flexshard.planner.whole_model.menus import Menus, Spread
+from flexshard.planner.whole_model.menus import HBM, Menus, Spread
 
 __all__ = ["budget_error"]
 
-_NAMED, _HBM = 3, "HBM"
+_NAMED = 3
 
 
 def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> BudgetError:
@@ -31,24 +31,24 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
     total = room.sum(axis=1)
     by_sums |= any(menu and all((o.memory.sum(axis=1) > total).any() for o in menu) for menu in menus.options)
     each = {name: float(needs.sum()) / menus.ranks for name, needs in zip(menus.kinds, least, strict=True)}
-    (received, lacking), has_hbm = menus.received, _HBM in menus.kinds
+    (received, lacking), has_hbm = menus.received, HBM in menus.kinds
     besides = (
         f", besides {units.format_bytes(received)} that every rank receives, of which a smaller batch makes less"
         if received
         else ""
     )
-    per_rank = each.get(_HBM, max(each.values(), default=0.0)) + (received if has_hbm else 0.0)
+    per_rank = each.get(HBM, max(each.values(), default=0.0)) + (received if has_hbm else 0.0)
     for name, menu in zip(menus.tables, menus.options, strict=True):
         if not menu:
             return BudgetError(f"table {name!r} has no option; its constraints leave none", per_rank, by_sums)
         for kind, kind_name in enumerate(menus.kinds):
             shard = min(float(option.memory[kind].max(initial=0.0)) for option in menu)
-            beyond = shard - float(room[kind].max(initial=0.0)) + (lacking if kind_name == _HBM else 0.0)
+            beyond = shard - float(room[kind].max(initial=0.0)) + (lacking if kind_name == HBM else 0.0)
             if beyond > 0:
                 # Tiers of rows and tensor trains are on every rank in any case.
                 alike = all(option.spread is Spread.EVERY_RANK for option in menu)
                 other = "" if alike else "; allow it further sharding types, or kernels in host memory"
-                of_hbm = kind_name == _HBM
+                of_hbm = kind_name == HBM
                 return BudgetError(
                     f"table {name!r}: whatever way it is {'held' if alike else 'sharded'}, a rank needs"
                     f" {units.format_bytes(shard)} of {kind_name} for it{besides if of_hbm else ''},"
@@ -57,7 +57,7 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
                     by_sums,
                 )
     for kind, kind_name in enumerate(menus.kinds):
-        of_hbm = kind_name == _HBM
+        of_hbm = kind_name == HBM
         beyond = float(least[kind].sum() - room[kind].sum()) + (lacking * menus.ranks if of_hbm else 0.0)
         if beyond > 0:
             order = np.argsort(-least[kind], kind="stable")[:_NAMED]
@@ -73,7 +73,7 @@ def budget_error(menus: Menus, *, refuted: bool, timed_out: bool = False) -> Bud
             "no plan that fits was found before time was up, and there may be one; allow more time", per_rank, by_sums
         )
     amounts = " and ".join(
-        f"{units.format_bytes(float(mean[kind]) + (received if name == _HBM else 0.0))} of {name}"
+        f"{units.format_bytes(float(mean[kind]) + (received if name == HBM else 0.0))} of {name}"
         for kind, name in enumerate(menus.kinds)
         if _is_held(name)
     )
