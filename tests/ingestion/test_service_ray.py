@@ -38,6 +38,12 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a worker takes long to import torch, of which its users are told."""
+    monkeypatch.setattr(ray_backend, "_WARN_SECONDS", 600.0)
+
+
 def test_actors_give_the_readers_batches_to_every_rank(folder: Path) -> None:
     spec = spec_of(folder)
     clients = [
@@ -98,7 +104,7 @@ def test_workers_that_ray_has_no_room_for_are_given_nothing(folder: Path, monkey
     monkeypatch.setattr(ray_backend, "_WARN_SECONDS", 0.0)
     spec = spec_of(folder)
     with IngestionClient(spec, workers=5, backend="ray", job="crowded") as client:
-        told = r"[2-5] of 5 workers of job 'crowded' have not started .* cluster has . free"
+        told = r"[2-5] of 5 workers of job 'crowded' have not started .* cluster has \d of 2 free"
         with pytest.warns(UserWarning, match=told):
             found = [batch_hash(batch) for batch in client]
         assert found == expected(spec)

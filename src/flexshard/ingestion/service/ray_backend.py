@@ -24,7 +24,7 @@ __all__ = ["RayMaster", "RayPool", "connected"]
 
 _MASTER_SECONDS = 120.0  # for which a master may be away
 # For which no worker may have started; after which those that have not are told of; and between two looks at them.
-_START_SECONDS, _WARN_SECONDS, _POLL_SECONDS = 300.0, 30.0, 0.05
+_START_SECONDS, _WARN_SECONDS, _POLL_SECONDS = 300.0, 60.0, 0.05
 
 
 def connected(
@@ -137,8 +137,13 @@ class RayMaster:
                 )
 
     def _free(self) -> str:
-        cpus = self._ray.available_resources().get("CPU", 0.0)
-        return f"each takes a CPU, and the Ray cluster has {cpus:g} free: take fewer workers, or make room"
+        free, all_cpus = (
+            found.get("CPU", 0.0) for found in (self._ray.available_resources(), self._ray.cluster_resources())
+        )
+        return (
+            f"each takes a CPU, of which the Ray cluster has {free:g} of {all_cpus:g} free, and imports torch first:"
+            " take fewer workers, or make room"
+        )
 
     def again(self, lease: Lease) -> Lease:
         """See the ledger."""
