@@ -19,7 +19,7 @@ from flexshard.errors import BudgetError, JobError, PlanError
 from flexshard.planner import load_job, pareto, whole_table_cost
 from flexshard.planner.constraints import SEQUENCE_SHARDINGS
 from flexshard.planner.solver.deadline import ended_at
-from flexshard.planner.whole_model import annealing_kernels, columns, joint
+from flexshard.planner.whole_model import annealing_kernels, columns, joint, laying_kernels
 from flexshard.planner.whole_model.annealing import compile_loops
 from flexshard.topologies import CollectiveRate, Level
 from tests.slow import first
@@ -637,7 +637,7 @@ def test_time_that_falls_by_steps_is_bounded_where_it_falls(monkeypatch: pytest.
 def test_a_search_compiles_nothing_once_its_time_runs() -> None:
     pytest.importorskip("numba")
     compile_loops()
-    known: list[Any] = [annealing_kernels.lay, annealing_kernels.anneal_moves]
+    known: list[Any] = [laying_kernels.lay, annealing_kernels.anneal_moves]
     before = [loop.signatures for loop in known]
     for one in (tables(1, 4, 0), tables(2, 3, 2)):
         solve(Problem(one, cluster(), batch_size=1024, index_dedup=False, timeout_seconds=5.0))

@@ -340,7 +340,7 @@ def test_annealing_in_parts_is_annealing_at_once() -> None:
 @pytest.mark.parametrize("phases", [False, True])
 def test_annealing_is_the_same_without_compiled_loops(phases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    from flexshard.planner.whole_model import annealing, annealing_kernels
+    from flexshard.planner.whole_model import annealing, annealing_kernels, laying_kernels
 
     menus = undominated(random_menus(7, 4, 2, 2, 1.5, groups=True))
     menus = with_phases(menus, 7) if phases else menus
@@ -348,21 +348,10 @@ def test_annealing_is_the_same_without_compiled_loops(phases: bool, monkeypatch:
     results = []
     for plain in (False, True):
         if plain:
-            helpers = (
-                "_draw",
-                "_excess",
-                "_energy",
-                "_within_memory",
-                "_slowest",
-                "_ask_for",
-                "_badness",
-                "_add",
-                "_harm",
-            )
-            for name in (*helpers, "lay", "_busy_table", "_agree"):
-                monkeypatch.setattr(annealing_kernels, name, getattr(annealing_kernels, name).py_func)
-            monkeypatch.setattr(annealing, "lay", annealing_kernels.lay)
-            monkeypatch.setattr(annealing, "anneal_moves", annealing_kernels.anneal_moves.py_func)
+            for module in (laying_kernels, annealing_kernels, annealing):
+                for name, function in list(vars(module).items()):
+                    if hasattr(function, "py_func") and name != "copy_into":
+                        monkeypatch.setattr(module, name, function.py_func)
         start = place(problem, problem.begin[:-1].copy(), aim=1_000.0)
         walk = Annealing(problem, start, aim=1_000.0, floor=0.0, moves=600, seed=1, heat=(0.1, 1e-3), step=1e-3)
         while walk.run(600):

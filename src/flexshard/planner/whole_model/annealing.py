@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexshard.planner.whole_model.annealing_kernels import anneal_moves, lay
+from flexshard.planner.whole_model.annealing_kernels import anneal_moves
+from flexshard.planner.whole_model.laying_kernels import lay, new_account
 from flexshard.planner.whole_model.menus import Menus
 
 __all__ = ["Annealing", "Flat", "State", "compile_loops", "flat", "place", "rating"]
@@ -32,7 +33,7 @@ class Flat:
 
     Attributes:
         spread, first, shards: of each option: its :class:`Spread`, its first shard, and how many it has.
-        weights: of each shard of each option; shape (loads + kinds, shards). Of loads that ranks share, what each of
+        weights: of each shard of each option; shape (shards, loads + kinds). Of loads that ranks share, what each of
             them has of it.
         sharing: how many consecutive ranks share each; all count at the first of ``ranks / sharing`` places.
         begin: first option of each table; shape (tables + 1,).
@@ -60,7 +61,7 @@ class Flat:
     @property
     def loads(self) -> int:
         """Kinds of load."""
-        return len(self.weights) - len(self.capacity)
+        return int(self.weights.shape[1]) - len(self.capacity)
 
 
 class State(NamedTuple):
@@ -81,12 +82,12 @@ def flat(menus: Menus) -> Flat:
     for number, tables in enumerate(menus.together):
         group[list(tables)] = number
     sharing = np.array([*menus.sharing, *[1] * len(menus.kinds)], np.int64)
-    weights = np.concatenate([np.concatenate([option.perf, option.memory]) for option in options], axis=1)
+    weights = np.concatenate([np.concatenate([option.perf, option.memory]).T for option in options])
     return Flat(
         spread=np.array([option.spread for option in options], np.int64),
         first=_starts(shards)[:-1],
         shards=shards,
-        weights=weights / sharing[:, None],
+        weights=np.ascontiguousarray(weights / sharing),  # a shard's side by side
         begin=_starts(sizes),
         slot=_starts(most),
         group=group,
@@ -109,7 +110,7 @@ def held(problem: Flat, state: State) -> FloatArray:
     where = np.concatenate([state.ranks[s : s + c] for s, c in zip(problem.slot, counts, strict=False)])
     world = problem.capacity.shape[1]
     places = [where // together for together in problem.sharing]
-    return np.array([np.bincount(at, row[shards], world) for at, row in zip(places, problem.weights, strict=True)])
+    return np.array([np.bincount(at, row, world) for at, row in zip(places, problem.weights[shards].T, strict=True)])
 
 
 def rating(problem: Flat, state: State) -> float:
@@ -141,19 +142,21 @@ def place(problem: Flat, choice: IntArray, aim: float) -> State:
     groups = int(problem.group.max(initial=-1)) + 1
     state = State(choice.astype(np.int64), np.zeros(int(problem.slot[-1]), np.int64), np.full(groups, -1, np.int64))
     shards = np.concatenate([np.arange(problem.first[o], problem.first[o] + problem.shards[o]) for o in choice])
-    whole = problem.weights * problem.sharing[:, None]
-    limit, per_unit = _limits(problem, aim, whole[: problem.loads, shards].sum(axis=1))
-    size = (problem.weights * per_unit[:, None]).max(axis=0)
+    whole = problem.weights[shards] * problem.sharing
+    limit, per_unit = _limits(problem, aim, whole[:, : problem.loads].sum(axis=0))
+    size = (problem.weights * per_unit).max(axis=1)
     largest = [size[problem.first[o] : problem.first[o] + problem.shards[o]].max() for o in choice]
     order = np.lexsort((np.arange(len(choice)), -np.array(largest), problem.spread[choice]))
     fill, random = np.zeros(limit.shape), np.ones(1, np.int64)
+    account = new_account(problem.loads, int(problem.shards[choice].max(initial=0)) * len(fill))
     for table in order:
         option = choice[table]
         of_option = (problem.spread[option], problem.first[option], problem.shards[option])
         of_table = (problem.slot[table], problem.group[table], state.ranks, state.host)
         weights = (problem.weights, problem.sharing)
         arguments = (*of_option, *weights, *of_table, fill, limit, per_unit, problem.per_host, 0.0, random)
-        lay(*arguments)
+        account[-1][0] = 0
+        lay(*arguments, account)
     return state
 
 
@@ -195,6 +198,11 @@ class Annealing:
         self._used = used.astype(np.int64)
         shares = self._fill[: problem.loads].max(axis=1, initial=0.0)
         self._limit, self._per_unit = _limits(problem, aim, shares, allowed)
+        # A move takes one option away and lays another, or shards of two tables, or all of a group's.
+        by_table = np.diff(problem.slot)
+        groups = np.bincount(problem.group + 1, by_table, len(state.host) + 1)[1:]
+        most = 2 * max(2, int(by_table.max(initial=0)), int(groups.max(initial=0)))
+        self._account = new_account(problem.loads, most * len(self._fill))
         self._done, self._found = 0, np.inf
 
     def run(self, moves: int) -> bool:
@@ -206,7 +214,7 @@ class Annealing:
         ranks = (self._fill, self._limit, self._per_unit)
         charges = (problem.loads, problem.charge, problem.charges, self._used, self._asked)
         course = (self._floor, self._found, self._done, part, self._moves, *self._heat, self._step)
-        arguments = (*menus, *tables, *self._work, *self._best, *ranks, *charges, *course, self._random)
+        arguments = (*menus, *tables, *self._work, *self._best, *ranks, *charges, *course, self._random, self._account)
         self._found = anneal_moves(*arguments)
         self._done += part
         return self._done < self._moves and self._found > self._floor
@@ -225,7 +233,7 @@ def compile_loops() -> None:
         spread=3 * one,
         first=zero,
         shards=one,
-        weights=np.ones((2, 1)),
+        weights=np.ones((1, 2)),
         begin=np.arange(2),
         slot=np.arange(2),
         group=-one,
