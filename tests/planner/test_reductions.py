@@ -73,6 +73,29 @@ def test_nothing_is_below_the_bound_and_hardly_anything_below_the_plan(seed: int
     assert found.seconds <= dense.seconds * (1 + CLOSE)
 
 
+def test_more_memory_is_never_worse() -> None:
+    """Where counts by themselves would fit at hardly any price, ranges of them do at a much higher one."""
+    fast, slow = CollectiveRate(11e-6, 390e9), CollectiveRate(50e-6, 20e9)
+    reduce = CollectiveRate(35e-6, 40e9)
+    cluster = Cluster(
+        "c",
+        2,
+        4,
+        8e9,
+        1e9,
+        (Level(1, None, CollectiveRate(35e-6, 200e9)), Level(4, fast, reduce), Level(8, slow, None)),
+    )
+    p = np.arange(1, 40_001) ** -1.05
+    counts = np.random.default_rng(0).multinomial(22_680, p / p.sum())
+    tables = [Table("t", 40_000, 128, AccessProfile.from_counts(counts, 4_536), optimizer="adam")]
+    how = {"batch_size": 512, "reduction": "sparse", "index_dedup": False}
+    plans = [solve(tables, cluster, budget=f"+{mib}MiB", **how) for mib in (0, 4, 8, 12, 15, 20)]
+    took = [plan.predicted.exposed_seconds for plan in plans]
+    assert took == sorted(took, reverse=True)
+    for plan, least in zip(plans, np.minimum.accumulate(took), strict=True):
+        assert plan.lower_bound_seconds <= least * (1 + CLOSE)
+
+
 def zipf(exponent: float = 0.9, rows: int = 2000) -> Table:
     p = 0.4 * np.arange(1, rows + 1) ** -exponent
     return Table("t", rows, 8, AccessProfile.from_probabilities(p, np.ones(rows, np.int64)))

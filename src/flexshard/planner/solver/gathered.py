@@ -51,7 +51,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 MANY_COUNTS = 50_000  # of which not all are priced one by one if all tiers are to be gathered
-_HIGHER, _TRIES = 1.1, 40
+_HIGHER, _NEAR_BITS = 1.1, 49  # times a price, the next that ranges are looked for at; prices as near as that
 _CHEAPER = (0.99, 0.9, 0.5, 0.0)
 _FULL = 1e-6  # of memory, that is not worth being filled
 _BITS = 36  # of prices that are not told apart, of 52
@@ -311,7 +311,7 @@ def solve_gathered(
         for price in (low, high):
             seconds, memory = at(price)
             bound = max(bound, seconds + price * (memory - limit_bytes))
-    inside = _within(instance, levels, high, limit_bytes)
+    inside = _within(instance, levels, high, prices[1], limit_bytes)
     if inside is None:
         return None
     filled = inside
@@ -330,14 +330,24 @@ def _seconds(instance: Instance, allocation: Allocation) -> float:
     return reduced_seconds(whole, allocation, instance.gathering.tiers_of(whole, allocation))
 
 
-def _within(instance: Instance, levels: IntArray, price: float, limit_bytes: float) -> Allocation | None:
-    """The best ranges at a price, or at the next higher one at which they fit."""
-    for _ in range(_TRIES):
-        found = _in_order(instance, levels, price)
-        if instance.memory_bytes(found) <= limit_bytes:
-            return found
-        price *= _HIGHER
-    return None
+def _within(instance: Instance, levels: IntArray, price: float, most: float, limit_bytes: float) -> Allocation | None:
+    """The best ranges at a price, or at a higher one, of up to ``most``, near the least at which they fit: which may be
+    far from one at which counts by themselves do. The higher the price, the less memory they take.
+    """
+
+    tried: dict[float, Allocation] = {}
+
+    def fits(price: float) -> bool:
+        tried[price] = _in_order(instance, levels, price)
+        return instance.memory_bytes(tried[price]) <= limit_bytes
+
+    low, factor = price, _HIGHER
+    while not fits(price):
+        if price >= most:
+            return None
+        low, price, factor = price, min(price * factor, most), factor**2
+    _, price = bisect_floats(low, price, fits, bits=_NEAR_BITS)
+    return tried[price]
 
 
 def _in_order(instance: Instance, levels: IntArray, price: float) -> Allocation:
