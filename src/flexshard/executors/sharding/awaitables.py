@@ -111,5 +111,6 @@ class EmbeddingsAwaitable(LazyAwaitable[Output]):
         super().__init__()
         self._rows, self._assemble = rows, assemble
 
+    @torch.compiler.disable(reason="rows are exchanged and looked up by what ids there are")
     def _wait_impl(self) -> Output:
         return self._assemble(self._rows.batch.rows(self._rows.index))

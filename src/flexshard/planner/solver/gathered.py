@@ -334,7 +334,6 @@ def _within(instance: Instance, levels: IntArray, price: float, most: float, lim
     """The best ranges at a price, or at a higher one, of up to ``most``, near the least at which they fit: which may be
     far from one at which counts by themselves do. The higher the price, the less memory they take.
     """
-
     tried: dict[float, Allocation] = {}
 
     def fits(price: float) -> bool:
