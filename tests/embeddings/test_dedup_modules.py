@@ -431,3 +431,27 @@ def test_batches_that_do_not_belong() -> None:
             TargetAttention(4, 2)(torch.ones(rows_of, 4), history)
     jagged = DedupedJagged(torch.ones(1, 2), torch.tensor([1]), torch.tensor([0, 0]))
     assert Deduped(nn.Identity())(jagged) is not None
+
+
+@pytest.mark.parametrize("feature", ["exact", "partial"])
+def test_a_batch_looked_at_for_inference_may_be_trained_on(feature: str) -> None:
+    rows = [
+        {"exact": [1, 2], "partial": [1]},
+        {"exact": [6], "partial": [1, 2]},
+        {"exact": [1, 2], "partial": [1, 2, 3]},
+    ]
+    batch = InverseKeyedJaggedTensor.from_rows(rows, groups=[["exact"]], partial=[["partial"]])
+    config = EmbeddingConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["exact", "partial"])
+    collection = DedupedEmbeddingCollection(EmbeddingCollection(tables=[config]))
+    attention = TargetAttention(4, 1)
+
+    def used() -> torch.Tensor:
+        found = collection(batch)[feature]
+        return attention(torch.ones(3, 4), found).sum() + found.expand().values().sum()
+
+    with torch.inference_mode():
+        before = float(used())
+    loss = used()
+    loss.backward()
+    assert float(loss.detach()) == before
+    assert collection.collection.embeddings["t"].weight.grad is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import pytest
 
 pytest.importorskip("torchrec")
 
+from flexshard._internal import connect_to_ray
 from flexshard.errors import ChangedDataError, DataError
 from flexshard.ingestion import IngestionClient, batch_hash
 from flexshard.ingestion.service import ray_backend
@@ -97,6 +99,19 @@ def test_clients_come_again_and_others_in_their_place() -> None:
     assert restarted.ask("lease", newer, 0) is None
     assert restarted.attach(newer, 5, 3) == "done"
     assert restarted.ask("lease", newer, 0)[0].split == 3
+
+
+def test_an_address_where_nobody_answers_is_said_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself tries it without end."""
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        with pytest.raises(ConnectionError, match=f"nobody answers at {address}"):
+            connect_to_ray(address)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(DataError, match=f"workers on Ray could not be started: nobody answers at {address} .*; is"):
+            IngestionClient(spec_of(folder), workers=1, backend="ray")
 
 
 @pytest.mark.slow

@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         group_behind as group_behind,
         level_groups as level_groups,
     )
+    from flexshard._internal.ray_clusters import connect_to_ray as connect_to_ray
     from flexshard._internal.row_sums import NO_SLOT as NO_SLOT, sum_by_slot as sum_by_slot
     from flexshard._internal.runs import (
         check_sharing as check_sharing,
@@ -192,6 +193,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "read_chunks",
         ],
         "process_groups": ["LevelGroups", "group_behind", "level_groups"],
+        "ray_clusters": ["connect_to_ray"],
         "row_sums": ["NO_SLOT", "sum_by_slot"],
         "runs": ["check_sharing", "run_layout", "shared_runs"],
         "streams": ["SideStream", "continued_on", "current_stream", "used_here"],

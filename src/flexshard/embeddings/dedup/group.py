@@ -54,6 +54,7 @@ class DedupedGroup:
         return self._of_runs(self.runs.starts, self.runs.lengths, self.runs.total * len(self.keys))
 
     @cached_property
+    @torch.inference_mode(False)  # what is kept may be trained on later
     def bags(self) -> KeyedJaggedTensor:
         """What pooled lookups take: distinct rows, or the pieces of the buffer that lists are put together from."""
         if self.runs is None:

@@ -201,6 +201,7 @@ class InverseKeyedJaggedTensor(Pipelineable):
         return in_order([*parts, *([] if self.plain is None else [self.plain])], self._keys, self._stride)
 
     @cached_property
+    @torch.inference_mode(False)  # what is kept may be trained on later
     def distinct(self) -> KeyedJaggedTensor:
         """Ids of distinct rows alone, as every lookup takes them: R lists per group, then empty ones up to B.
 

@@ -106,6 +106,7 @@ class PartialJaggedTensor:
         return JaggedTensor(values, lengths=found.lengths), lists
 
     @cached_property
+    @torch.inference_mode(False)  # what is kept may be trained on later
     def _known(self) -> tuple[Runs, torch.Tensor]:
         """Runs of the distinct lists, or of all samples' where which are distinct is not known; and each sample's."""
         if self.runs is not None and self.inverse is not None:

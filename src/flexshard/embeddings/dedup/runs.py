@@ -75,6 +75,7 @@ class Runs:
         return cls(_tensor(starts), _tensor(lengths), int(lengths.sum()), newest, max_shift)
 
     @cached_property
+    @torch.inference_mode(False)  # what is kept may be trained on later
     def sequences(self) -> Sequences:
         """See :class:`Sequences`; found on the host, for which a device waits where it does not hold them."""
         if self.held is not None:
@@ -87,6 +88,7 @@ class Runs:
         return Sequences(tensors[0], tensors[1], tensors[2], int(longest.sum()))
 
     @cached_property
+    @torch.inference_mode(False)  # what is kept may be trained on later
     def segments(self) -> Segments:
         """See :class:`Segments`; found on the host, as sequences."""
         if self.held is not None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import check_int, on_all_ranks, on_first_rank
+from flexshard._internal import check_int, connect_to_ray, first_line, on_all_ranks, on_first_rank
 from flexshard.errors import CacheError, MissingDependencyError
 from flexshard.executors.servers.row_server import Column, RowServer, Wanted
 
@@ -95,7 +95,7 @@ class EmbeddingServers:
         ray = self._ray
         try:
             if not ray.is_initialized():
-                ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+                connect_to_ray(address)
             elif address not in (None, "auto", here := ray.get_runtime_context().gcs_address):
                 raise CacheError(f"this process is connected to Ray at {here} already; leave address={address!r} out")
             job = uuid.uuid4().hex
@@ -109,11 +109,11 @@ class EmbeddingServers:
             ray.get(ready)
         except ConnectionError as error:
             raise CacheError(
-                f"embedding servers could not be started: {_first_line(error)}; is a Ray cluster there, and if it wants"
+                f"embedding servers could not be started: {first_line(error)}; is a Ray cluster there, and if it wants"
                 f" tokens, does this process have {_AUTHENTICATION}=token and the right one?"
             ) from error
         except (ray.exceptions.RayError, ValueError, TypeError) as error:
-            raise CacheError(f"embedding servers could not be started: {_first_line(error)}") from error
+            raise CacheError(f"embedding servers could not be started: {first_line(error)}") from error
         if waiting:
             free = ray.available_resources()
             self.close()
@@ -137,12 +137,11 @@ class EmbeddingServers:
                     importlib.import_module("ray._raylet").Config.initialize("")
         ray = self._ray
         try:
-            if not ray.is_initialized():
-                ray.init(address=where, include_dashboard=False, log_to_driver=False, configure_logging=False)
+            connect_to_ray(where)
             self._actors = [ray.get_actor(f"{job}-{index}", _NAMESPACE) for index in range(self.number)]
         except (ray.exceptions.RayError, ConnectionError, ValueError) as error:
             raise CacheError(
-                f"embedding servers at {where} cannot be reached: {_first_line(error)}; does every rank have the same"
+                f"embedding servers at {where} cannot be reached: {first_line(error)}; does every rank have the same"
                 f" {_AUTHENTICATION} and token?"
             ) from error
 
@@ -204,11 +203,11 @@ class EmbeddingServers:
             try:
                 found.append(ray.get(call, timeout=_ANSWER_SECONDS))
             except ray.exceptions.RayTaskError as error:
-                raise CacheError(f"{whose}: {_first_line(error.cause or error)}") from error
+                raise CacheError(f"{whose}: {first_line(error.cause or error)}") from error
             except ray.exceptions.GetTimeoutError as error:
                 raise CacheError(f"{whose} has not answered for {_ANSWER_SECONDS:g} s; {_RESTART}") from error
             except ray.exceptions.RayError as error:
-                raise CacheError(f"{whose} is gone; {_RESTART} ({_first_line(error)})") from error
+                raise CacheError(f"{whose} is gone; {_RESTART} ({first_line(error)})") from error
         return found
 
 
@@ -307,7 +306,3 @@ def _check_ray() -> None:
         found = None
     if found is None:
         raise MissingDependencyError("embedding servers need Ray, which is not installed: pip install 'flexshard[ray]'")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from flexshard._internal import first_line
+from flexshard._internal import connect_to_ray, first_line
 from flexshard.errors import ChangedDataError, DataError, MissingDependencyError
 from flexshard.ingestion.service.ledger import Lease
 from flexshard.ingestion.service.ray_actors import NAMESPACE, Caller, MasterActor, Worker
@@ -42,13 +42,10 @@ def connected(
         import ray
     except ImportError as error:
         raise MissingDependencyError("workers on Ray need it; pip install 'flexshard[ray]'") from error
-    if not ray.is_initialized():
-        try:
-            ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-        except ConnectionError as error:
-            raise DataError(
-                f"workers on Ray could not be started: {first_line(error)}; is a Ray cluster there?"
-            ) from error
+    try:
+        connect_to_ray()
+    except ConnectionError as error:
+        raise DataError(f"workers on Ray could not be started: {first_line(error)}; is a Ray cluster there?") from error
     how: dict[str, Any] = {
         "namespace": NAMESPACE,
         "get_if_exists": True,
