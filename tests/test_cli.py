@@ -681,6 +681,8 @@ def test_a_plan_is_planned_again(project: Path, tmp_path: Path) -> None:
     found = json.loads(good(project, "replan", "plan.json", f"items={tmp_path / 'later.profile'}", "--json"))
     assert found["after"] == Plan.load(tmp_path / "new.json").fingerprint
     assert found["saved_seconds_per_step"] == pytest.approx(found["seconds_before"] - found["seconds_after"])
+    again = json.loads(good(tmp_path, "replan", "new.json", "later.profile", "--json"))  # which names its profile
+    assert again["moved_bytes"] == 0
     same = json.loads(good(project, "replan", "plan.json", "items.parquet", "--json"))
     assert same["moved_bytes"] == 0
     assert same["saved_seconds_per_step"] == pytest.approx(0, abs=1e-9)

@@ -333,7 +333,8 @@ def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
     def groups(plan: Plan) -> np.ndarray:
         return np.concatenate([np.full(t.rows, t.group_size) for t in plan.tables["items"].tiers])
 
-    moved = int((groups(before) != groups(after)).sum())
+    # Rows without copies are dealt in order of id, and others are among them now.
+    moved = int(((groups(before) != groups(after)) | (groups(after) == paper_cluster.world_size)).sum())
     assert found.rows == moved > 0
     assert found.nbytes == moved * table.row_bytes
     assert diff(before, before).moves == ()
@@ -343,7 +344,9 @@ def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
     many = sum(tier.rows for tier in placed.tiers if tier.group_size > 1)
     assert elsewhere.rows == many > 0  # the same tiers, dealt from another rank on
     assert all(move.source == move.target for move in elsewhere.moves)
-    assert all(move.begins == (0, (move.target or 0) - 1) for move in elsewhere.moves)
+    for move in elsewhere.moves:
+        by_id = move.target == paper_cluster.world_size
+        assert move.begins == (None if by_id else (0, (move.target or 0) - 1))
     assert all(move.begins is None for move in found.moves)
     renamed = solve([replace(table, name="other")], paper_cluster, batch_size=4096)
     assert {m.table: (m.source is None, m.target is None) for m in diff(before, renamed).moves} == {
@@ -353,6 +356,36 @@ def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
     for wider in (replace(table, dim=128), replace(table, dtype="float16")):
         other = replace(before, tables=solve([wider], paper_cluster, batch_size=4096).tables)
         assert diff(before, other).rows == table.rows  # written anew, where they are too
+
+
+@pytest.mark.parametrize("budget", ["+1MiB", "+3MiB", "+1100KiB"])
+def test_diff_counts_rows_whose_ranks_change(budget: str) -> None:
+    """Of every row, the ranks that have it under each plan, as the executor deals rows."""
+    slow, fast = CollectiveRate(1e-5, 1e9), CollectiveRate(1e-5, 1e10)
+    cluster = Cluster("c", 2, 4, 1e10, 0.0, (Level(1, None, slow), Level(4, fast, slow), Level(8, slow, None)))
+    table = items(20_000)
+    before, after = (solve([table], cluster, batch_size=64, budget=one) for one in ("+900KiB", budget))
+
+    def held(plan: Plan) -> np.ndarray:
+        """Rows by position, whose ids are their positions here; shape (rows, ranks)."""
+        found = np.zeros((table.rows, 8), bool)
+        for tier in plan.tables["items"].tiers:
+            position = np.arange(tier.rows)
+            for group in range(0, 8, tier.group_size):
+                rank = group + (position + tier.first_holder) % tier.group_size
+                found[tier.first_position + position, rank] = True
+        return found
+
+    moved = (held(after) & ~held(before)).any(axis=1)
+    groups = [held(plan).sum(axis=1) for plan in (before, after)]
+    said = np.zeros(table.rows, bool)
+    for move in diff(before, after).moves:
+        said[move.first_position : move.first_position + move.rows] = True
+        if move.begins is not None:
+            assert move.begins[0] != move.begins[1]
+    with_copies = groups[1] > 1
+    assert (said & with_copies).sum() == ((moved | (groups[0] != groups[1])) & with_copies).sum() > 0
+    assert said[moved].all()
 
 
 def test_rows_of_other_numbers_of_ranks_all_move() -> None:
@@ -441,7 +474,10 @@ def test_a_budget_error_reaches_other_processes() -> None:
 def test_compare_adds_the_slow_baselines(paper_cluster: Cluster) -> None:
     plan = compare(Job((items(),), paper_cluster, 4096), torchrec=False)
     assert list(plan.baselines)[-1] == "whole_table"
-    assert plan.predicted.exposed_seconds <= plan.baselines["whole_table"].exposed_seconds
+    whole, row_wise = (plan.baselines[name] for name in ("whole_table", "row_wise"))
+    assert plan.predicted.exposed_seconds <= whole.exposed_seconds
+    assert whole.static_memory_bytes == row_wise.static_memory_bytes  # the same, as nothing else fits
+    assert whole.dynamic_memory_p999_bytes == row_wise.dynamic_memory_p999_bytes
 
 
 @pytest.mark.parametrize("megabytes", first(1, [55, 50, 60]))
@@ -476,6 +512,7 @@ def test_torchrecs_own_planner_is_asked_and_priced(paper_cluster: Cluster) -> No
     plan = compare(Job(tuple(tables), paper_cluster, 512))
     priced = price_choices(Problem(tables, paper_cluster, 512), choices)
     assert plan.baselines["torchrec"].exposed_seconds == pytest.approx(priced.exposed_seconds)
+    assert plan.baselines["torchrec"].dynamic_memory_p999_bytes is None  # the mean rank's would read as the fullest's
     if priced.memory_bytes <= plan.settings.budget_bytes:
         assert plan.predicted.exposed_seconds <= priced.exposed_seconds * (1 + 1e-9)
 

@@ -83,6 +83,7 @@ def test_a_stored_file_of_version_1_still_loads(tmp_path: Path) -> None:
         ("version: 1", "version: 9", r":2: version: version 9 of flexshard.cluster is unknown"),
         ("format: flexshard.cluster", "format: other", r":1: format: expected 'format: flexshard.cluster'"),
         ("name: mine", "name: mine\ncolour: red", r":4: colour: this field is unknown"),
+        ("name: mine", 'name: ""', r":3: name: a cluster's name is a text of one line, found ''"),
         ("name: mine", "name: [mine", r":\d+: not valid YAML"),
         ("name: mine", "name: &x [*x]", r"not valid YAML: something in it is a part of itself"),
         ("nodes: 2", "nodes: 2e1", r":4: nodes: YAML takes 2e1 for a text; write 2.0e\+1"),

@@ -87,14 +87,13 @@ def load_cluster(path: PathLike) -> Cluster:
     values = (*fields, levels, spec.memory_bandwidth, spec.ranks_per_link, spec.host_bandwidth)
     try:
         return Cluster(*values)
-    except ClusterError:
+    except ClusterError as error:
         # Check again without the constructor, to know which field to point at.
         draft = object.__new__(Cluster)
         for field, value in zip(Cluster.__dataclass_fields__, values, strict=True):
             object.__setattr__(draft, field, value)
-        problem = problem_of(draft)
-        assert problem is not None
-        raise ClusterError(f"{located(path, tree, problem[0])}: {problem[1]}") from None
+        where, what = problem_of(draft) or (("name",), str(error))
+        raise ClusterError(f"{located(path, tree, where)}: {what}") from None
 
 
 def _level(path: PathLike, tree: yaml.Node, index: int, spec: LevelSpec) -> Level:

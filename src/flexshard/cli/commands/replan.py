@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +48,7 @@ def replan_command(
         newer = {name: profiling.AccessProfile.load(path) for name, path in files.items()}
         found = planner.replan(loaded, newer, base=plan.parent)
     if output is not None:
-        found.after.save(output)
+        _with_paths_from(output.parent, found.after, files, plan.parent).save(output)
     grid = new_grid("Moves", ["table"], ["copies of rows that move", "that stay", "bytes"])
     for table in found.moves:
         grid.add_row(table.table, f"{table.moved:,}", f"{table.kept:,}", units.format_bytes(table.nbytes))
@@ -60,6 +63,17 @@ def replan_command(
     emit(found.document(), as_json=as_json, text=grid)
     if output is not None and not as_json:
         say(f"written to {output}, fingerprint {found.after.fingerprint[:16]}")
+
+
+def _with_paths_from(folder: Path, after: planner.Plan, newer: Mapping[str, Path], older: Path) -> planner.Plan:
+    """The plan with its profiles named as they are found from the folder that it is written to."""
+
+    def path_of(name: str, known: str | None) -> str | None:
+        file = newer.get(name, None if known is None else older / known)
+        return None if file is None else os.path.relpath(file, folder)
+
+    tables = {name: replace(one, profile_path=path_of(name, one.profile_path)) for name, one in after.tables.items()}
+    return replace(after, tables=tables)
 
 
 def _advice(found: planner.Replan) -> str:

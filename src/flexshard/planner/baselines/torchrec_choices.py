@@ -205,7 +205,8 @@ def price_choices(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
     sharing = cluster.ranks_on_link(cluster.world_size)
     waited = with_hottest(shared.collectives, cluster.world_size, hottest, widths, _ID_BYTES, sharing=sharing)
     shared = replace(shared, collectives=waited) + Cost(collectives=priced(counts, {}, cluster, hidden))
-    found = shared + _busiest(per_rank, received, sharing)
+    # How its ranks' shares of a batch differ is not worked out; what their mean does would read as the fullest's.
+    found = replace(shared + _busiest(per_rank, received, sharing), dynamic_memory_sigma_bytes=None)
     if problem.rates is None:
         return found
     look_up, update = _local(problem, choices, problem.rates)

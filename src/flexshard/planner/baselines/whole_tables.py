@@ -12,6 +12,7 @@ from flexshard import units
 from flexshard._internal import check_above_0
 from flexshard.costmodels import Cost
 from flexshard.errors import BudgetError, JobError, SolverError
+from flexshard.planner.assembly import with_fullest_rank
 from flexshard.planner.deciding import limit_of
 from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.planner.programs import solve_program
@@ -41,7 +42,8 @@ def whole_table_cost(
     seconds = check_above_0(time_limit_seconds, "time_limit_seconds", JobError)
     problem = Problem.of(tables, cluster, options).refusing_sharded("the best plan of whole tables")
     instance, of_mean = Variants(problem).fixed, replace(problem, memory="mean")
-    return instance.cost(solve_whole_tables(instance, limit_of(of_mean, instance), seconds))
+    allocation = solve_whole_tables(instance, limit_of(of_mean, instance), seconds)
+    return with_fullest_rank(instance.cost(allocation), instance, allocation, in_order=problem.in_order)
 
 
 def solve_whole_tables(instance: Instance, limit_bytes: float, time_limit_seconds: float = 60.0) -> Allocation:

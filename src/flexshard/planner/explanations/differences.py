@@ -8,7 +8,7 @@ from typing import Any
 
 from flexshard._internal import deprecated_attribute, renamed_parameters, with_names
 from flexshard.errors import PlanError
-from flexshard.planner.plan import Plan, TablePlan
+from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.plan_file import FIELDS
 from flexshard.planner.pooled_plan import PooledShard, PooledTablePlan
 
@@ -23,10 +23,12 @@ class Move:
     Attributes:
         table: its name.
         source, target: group sizes; None where only one plan has the rows. The same where numbers of ranks, widths or
-            types of rows are not, or the tier begins with another rank.
+            types of rows are not, or rows of a tier have other ranks.
         first_position, rows: which rows, by their order of popularity in their plan's profile.
         nbytes: weights of these rows.
-        begins: local ranks with which the tier began and begins, where it is the same tier; None elsewhere.
+        begins: local ranks of the first of these rows, where they stay in a tier; None elsewhere, and of rows without
+            copies: these are dealt to ranks in order of id, and where others come to be among them, or go, nearly all
+            have another rank then (one in U may stay, which only profiles tell).
     """
 
     table: str
@@ -108,7 +110,9 @@ class PlanDiff:
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """Rows that change their tier between two plans, by position; raises PlanError for what is none."""
+    """Rows that change their tier, or their ranks in it, between two plans, by position; raises PlanError for what is
+    none.
+    """
     for plan in (before, after):
         if not isinstance(plan, Plan):
             raise PlanError(f"plans are compared with plans, found {type(plan).__name__}; Plan.load reads one")
@@ -162,8 +166,8 @@ def _shared(one: PooledShard, other: PooledShard) -> int:
 
 
 def _moves(name: str, before: TablePlan | None, after: TablePlan | None, *, alike: bool) -> list[Move]:
-    """Rows that change their tier, or whose tier begins with another rank; all of them, unless the ranks are ``alike``
-    and rows are.
+    """Rows that change their tier, or their ranks in it; all of them where numbers of ranks are not ``alike``, or rows
+    are not.
     """
     known = after or before
     assert known is not None
@@ -176,15 +180,27 @@ def _moves(name: str, before: TablePlan | None, after: TablePlan | None, *, alik
     )
     moves = []
     for first, last in pairwise(edges):
-        (source, began), (target, begins) = _tier(before, first), _tier(after, first)
-        if source != target or began != begins or not alike:
-            turned = (began, begins) if source == target is not None and alike else None
-            moves.append(Move(name, source, target, first, last - first, (last - first) * row_bytes, turned))
+        source, target = _tier(before, first), _tier(after, first)
+        sizes = (None if source is None else source.group_size, None if target is None else target.group_size)
+        begins = None
+        if source is not None and target is not None and alike and sizes[0] == sizes[1]:
+            if target.strategy == "row_wise":  # dealt in order of id, those of other tiers left out
+                stays = (source.first_position, source.first_holder) == (target.first_position, target.first_holder)
+            else:
+                begins = _holder(source, first), _holder(target, first)
+                stays = begins[0] == begins[1]
+            if stays:
+                continue
+        moves.append(Move(name, *sizes, first, last - first, (last - first) * row_bytes, begins))
     return moves
 
 
-def _tier(table: TablePlan | None, position: int) -> tuple[int | None, int]:
-    """Group size of the tier that has a row, None if there is none, and with which local rank it begins."""
+def _tier(table: TablePlan | None, position: int) -> Tier | None:
+    """The tier that has a row; None if there is none."""
     tiers = () if table is None else table.tiers
-    held = (t for t in tiers if t.first_position <= position < t.first_position + t.rows)
-    return next(((tier.group_size, tier.first_holder) for tier in held), (None, 0))
+    return next((t for t in tiers if t.first_position <= position < t.first_position + t.rows), None)
+
+
+def _holder(tier: Tier, position: int) -> int:
+    """Local rank of a row with copies."""
+    return (position - tier.first_position + tier.first_holder) % tier.group_size
