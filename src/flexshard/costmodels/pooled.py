@@ -140,8 +140,7 @@ class PooledCosts:
         return PooledOption(
             sharding_type="data_parallel",
             compute_kernel=f"tensor train, {shape}",
-            sizes=((table.rows, table.dim),) * world,
-            offsets=((0, 0),) * world,
+            cuts=np.tile(np.array([table.rows, table.dim, 0, 0], np.int64), (world, 1)),
             moved={} if world == 1 else {("all_reduce", 1, f"{module_of(table)} replicas"): cores * each},
             local_seconds=np.stack([0.0 * each, seconds * each]),
             static_bytes=cost.static_memory_bytes * each,
@@ -173,10 +172,9 @@ class PooledCosts:
                 continue
             if not table.is_pooled and sharding_type not in SEQUENCE_TYPES:
                 continue
-            cuts = cuts_of(self.cluster, sharding_type, table, width)
-            if cuts is None:
+            shards = self._shards(table, sharding_type, width)
+            if shards is None:
                 continue
-            shards = Shards(self.cluster, self.batch_size, self.rates, table, sharding_type, cuts)
             if sharding_type == "data_parallel":
                 found.append(shards.option("dense"))
                 continue
@@ -184,3 +182,17 @@ class PooledCosts:
                 shares = list(cache_load_factors) if kernel == "fused_uvm_caching" else [None]
                 found += [shards.option(kernel, share) for share in shares]
         return found
+
+    def _shards(self, table: Table, sharding_type: str, width: int) -> Shards | None:
+        """Shards of a table in columns of ``width``, which several ask for; None as :func:`cuts_of`."""
+        key = id(table), sharding_type, width
+        if key not in self._known:
+            cuts = cuts_of(self.cluster, sharding_type, table, width)
+            how = self.cluster, self.batch_size, self.rates
+            self._known[key] = table, None if cuts is None else Shards(*how, table, sharding_type, cuts)
+        return self._known[key][1]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, str, int], tuple[Table, Shards | None]]:
+        """By the table's number, which is its own for as long as it is kept here."""
+        return {}

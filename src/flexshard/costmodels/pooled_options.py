@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 Channel = tuple[CollectiveKind, int, str]  # kind, group size and content of collectives
 
 POOLED_TYPES = (
@@ -71,7 +73,7 @@ class PooledOption:
 
     Attributes:
         sharding_type, compute_kernel: in TorchRec's words.
-        sizes, offsets: (rows, columns) of each shard, and its first row and column.
+        cuts: rows and columns of each shard, and its first row and column; shape (shards, 4).
         moved: bytes that the owner of a shard moves, by channel.
         local_seconds: of lookups and updates; shape (2, shards).
         static_bytes, dynamic_bytes: of a rank's memory, the latter in a step.
@@ -85,8 +87,7 @@ class PooledOption:
 
     sharding_type: str
     compute_kernel: str
-    sizes: tuple[tuple[int, int], ...]
-    offsets: tuple[tuple[int, int], ...]
+    cuts: IntArray
     moved: Mapping[Channel, FloatArray]
     local_seconds: FloatArray
     static_bytes: FloatArray
@@ -107,7 +108,17 @@ class PooledOption:
     @property
     def shards(self) -> int:
         """How many."""
-        return len(self.sizes)
+        return len(self.cuts)
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each shard."""
+        return tuple((rows, columns) for rows, columns, _, _ in self.cuts.tolist())
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, int], ...]:
+        """First row and column of each shard."""
+        return tuple((row, column) for _, _, row, column in self.cuts.tolist())
 
     @property
     def shared_calls(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import ceil
 
@@ -26,7 +25,7 @@ from flexshard.topologies import Cluster
 __all__ = ["Shards", "column_width", "cuts_of"]
 
 FloatArray = npt.NDArray[np.float64]
-Cut = tuple[int, int, int, int]  # rows, columns, first row, first column
+IntArray = npt.NDArray[np.int64]
 
 _ID_BYTES = 8  # TorchRec's ids and lengths
 _CACHE_INDEX_BYTES = 4  # per row of a cached table, in the rank's memory
@@ -41,37 +40,39 @@ def column_width(dim: int, least: int | None = None) -> int:
     return next((width for width in range(bound, dim) if dim % width == 0 and width % 4 == 0), dim)
 
 
-def cuts_of(cluster: Cluster, sharding_type: str, table: Table, width: int) -> list[Cut] | None:
-    """Each shard of a table in columns of ``width``; None where the type is another one under a name of
-    its own: columns that are not cut, rows of a node where there is but one.
+def cuts_of(cluster: Cluster, sharding_type: str, table: Table, width: int) -> IntArray | None:
+    """Rows, columns, first row and first column of each shard of a table in columns of ``width``, shape (shards, 4);
+    None where the type is another one under a name of its own: columns that are not cut, rows of a node where there is
+    but one.
     """
     world, node, one_node = cluster.world_size, cluster.ranks_per_node, cluster.nodes == 1
-    columns = list(range(0, table.dim, width))
+    columns = range(0, table.dim, width)
     if sharding_type == "data_parallel":
-        return [(table.rows, table.dim, 0, 0)] * world
+        return np.tile(np.array([table.rows, table.dim, 0, 0], np.int64), (world, 1))
     if sharding_type == "table_wise":
-        return [(table.rows, table.dim, 0, 0)]
+        return np.array([[table.rows, table.dim, 0, 0]], np.int64)
     if sharding_type == "row_wise":
-        return list(_row_blocks(table.rows, world, table.dim, 0)) if world > 1 else None
+        return _row_blocks(table.rows, world, table.dim, 0) if world > 1 else None
+    whole_rows = np.array([(table.rows, width, 0, first) for first in columns], np.int64)
     if sharding_type == "column_wise":
-        return [(table.rows, width, 0, first) for first in columns] if len(columns) > 1 else None
+        return whole_rows if len(columns) > 1 else None
     if one_node or node == 1:
         return None
     if sharding_type == "table_row_wise":
-        return list(_row_blocks(table.rows, node, table.dim, 0))
+        return _row_blocks(table.rows, node, table.dim, 0)
     if len(columns) == 1:
         return None
     if sharding_type == "table_column_wise":
-        return [(table.rows, width, 0, first) for first in columns]
-    return [block for first in columns for block in _row_blocks(table.rows, node, width, first)]
+        return whole_rows
+    return np.concatenate([_row_blocks(table.rows, node, width, first) for first in columns])
 
 
-def _row_blocks(rows: int, count: int, width: int, column: int) -> Iterator[Cut]:
+def _row_blocks(rows: int, count: int, width: int, column: int) -> IntArray:
     """Blocks of rows as TorchRec cuts them: all of the same size but the last ones."""
     block = ceil(rows / count)
-    for number in range(count):
-        first = min(number * block, rows)
-        yield min(block, rows - first), width, first, column
+    first = np.minimum(np.arange(count, dtype=np.int64) * block, rows)
+    each = np.full(count, width, np.int64), first, np.full(count, column, np.int64)
+    return np.stack([np.minimum(block, rows - first), *each], axis=1)
 
 
 class Shards:
@@ -84,12 +85,12 @@ class Shards:
         rates: LocalRates | None,
         table: Table,
         sharding_type: str,
-        cuts: Sequence[Cut],
+        cuts: IntArray,
     ) -> None:
         self._cluster, self._batch_size, self._rates = cluster, batch_size, rates
         self._table, self._type = table, sharding_type
-        self._cuts = np.array(cuts, np.int64)
-        self.rows, self.columns = self._cuts[:, 0].astype(np.float64), self._cuts[:, 1].astype(np.float64)
+        self._cuts, self._known = cuts, dict[tuple[str, float | None], PooledOption]()
+        self.rows, self.columns = cuts[:, 0].astype(np.float64), cuts[:, 1].astype(np.float64)
 
     @property
     def _asking(self) -> int:
@@ -105,8 +106,8 @@ class Shards:
     @cached_property
     def _state(self) -> FloatArray:
         """Bytes of optimizer state; each column shard has the numbers that are per row."""
-        optimizer = OPTIMIZERS[self._table.optimizer]
-        nbytes: FloatArray = self.rows * np.array([optimizer.state_bytes(int(d)) for d in self.columns])
+        width = int(self._cuts[0, 1])  # the same of all shards
+        nbytes: FloatArray = self.rows * OPTIMIZERS[self._table.optimizer].state_bytes(width)
         return nbytes
 
     @cached_property
@@ -149,7 +150,12 @@ class Shards:
         return moved
 
     def option(self, kernel: str, cached: float | None = None) -> PooledOption:
-        """With a kernel, and the share of the table's rows that it caches."""
+        """With a kernel, and the share of the table's rows that it caches; worked out once."""
+        if (kernel, cached) not in self._known:
+            self._known[kernel, cached] = self._option(kernel, cached)
+        return self._known[kernel, cached]
+
+    def _option(self, kernel: str, cached: float | None) -> PooledOption:
         table, replicated = self._table, self._type == "data_parallel"
         moved, host = self._moved(), np.zeros(len(self.rows))
         static = self._weights + self._state
@@ -168,8 +174,7 @@ class Shards:
         return PooledOption(
             sharding_type=self._type,
             compute_kernel=kernel,
-            sizes=tuple((int(rows), int(columns)) for rows, columns, _, _ in self._cuts.tolist()),
-            offsets=tuple((int(row), int(column)) for _, _, row, column in self._cuts.tolist()),
+            cuts=self._cuts,
             moved=moved,
             local_seconds=self._local(sweeps=replicated or kernel == "dense"),
             static_bytes=static,

@@ -16,6 +16,7 @@ from flexshard.costmodels.pooled_options import POOLED_LOADS, Channel, PooledOpt
 __all__ = ["pooled_cost"]
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,23 +53,29 @@ def _rank_loads(
     """
     world = costs.cluster.world_size
 
-    def at(where: Sequence[int], values: FloatArray, together: int = 1) -> FloatArray:
-        found: FloatArray = np.bincount(where, values, world).reshape(-1, together).mean(axis=1).repeat(together)
-        return found
-
+    everywhere = np.arange(world)
     sharing = [costs.sharing(load) for load in POOLED_LOADS]
     moved: dict[tuple[int, Channel], FloatArray] = {}
     local, seconds = np.zeros((2, world)), np.zeros((len(POOLED_LOADS), world))
     sums = {name: np.zeros(world) for name in ("static_bytes", "dynamic_bytes", "host_bytes", "ids")}
     for option, where in placed:
+        ranks = np.asarray(where, np.int64)
+        alone = np.array_equal(ranks, everywhere)  # a shard for every rank
+
+        def at(values: FloatArray, together: int = 1, *, ranks: IntArray = ranks, alone: bool = alone) -> FloatArray:
+            found: FloatArray = values if alone else np.bincount(ranks, values, world).astype(np.float64)
+            return found if together == 1 else found.reshape(-1, together).mean(axis=1).repeat(together)
+
         for channel, nbytes in option.moved.items():
             load = load_of(option.shared_calls, channel[2])
             before = moved.get((load, channel), np.zeros(world))
-            moved[load, channel] = before + at(where, nbytes, sharing[load])
-        local += [at(where, each) for each in option.local_seconds]
-        seconds += [at(where, *each) for each in zip(costs.seconds(option), sharing, strict=True)]
+            moved[load, channel] = before + at(nbytes, sharing[load])
+        local += [at(each) for each in option.local_seconds]
+        of_loads = costs.seconds(option)
+        for load in np.flatnonzero(of_loads.any(axis=1)).tolist():
+            seconds[load] += at(of_loads[load], sharing[load])
         for name, total in sums.items():
-            total += at(where, getattr(option, name))
+            total += at(getattr(option, name))
     sums["dynamic_bytes"] += received_bytes
     return _RankLoads(moved, local, seconds=seconds, **sums)
 

@@ -200,6 +200,10 @@ class Formulation:
         for load, values in enumerate(perf):
             # Ranks one by one may share a load, which then counts where the first of them is.
             together = self._menus.sharing[load] if self._width == 1 else 1
+            if together == 1:
+                if values.any():
+                    self._put(self._load + load * self._count + bins, column, values / self._unit)
+                continue
             places, which = np.unique(bins // together, return_inverse=True)
             sums = np.bincount(which, values, len(places)) / together
             self._put(self._load + load * self._count + places, column, sums / self._unit)

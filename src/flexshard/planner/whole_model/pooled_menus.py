@@ -183,7 +183,7 @@ def table_options(table: Table, costs: PooledCosts, asked: TableConstraints, *, 
         ]
         allowed = [one for one in found if not asked.forbids(one.sharding_type, one.compute_kernel)]
         # On CPUs, FBGEMM 1.8 crashes at times where a rank has no rows of a table that is cut by rows.
-        return [one for one in allowed if all(rows for rows, _ in one.sizes)] or allowed
+        return [one for one in allowed if one.cuts[:, 0].all()] or allowed
 
     default = TableConstraints()
     given = [name for name in _ASKED if getattr(asked, name) != getattr(default, name)]
@@ -198,9 +198,13 @@ def table_options(table: Table, costs: PooledCosts, asked: TableConstraints, *, 
     # Of tables without pooling, types decide that their rows are not in tiers.
     for name in given if table.is_pooled else [name for name in given if name != "sharding_types"]:
         other = under(replace(asked, **{name: getattr(default, name)}))
-        if [(*_key(one), one.sizes) for one in other] == [(*_key(one), one.sizes) for one in found]:
+        if len(other) == len(found) and all(_same(*each) for each in zip(other, found, strict=True)):
             warnings.warn(f"table {table.name!r}: constraint {name} decides nothing", UserWarning, stacklevel=2)
     return found
+
+
+def _same(one: PooledOption, other: PooledOption) -> bool:
+    return _key(one) == _key(other) and np.array_equal(one.cuts[:, :2], other.cuts[:, :2])
 
 
 def _key(option: PooledOption) -> tuple[str, str]:
