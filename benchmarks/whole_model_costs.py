@@ -5,7 +5,7 @@ Pooled tables and sequences are drawn as in benchmarks/whole_model.py, ids by po
 alike" is the plan that we make where profiles do not say which rows are read how often. All of it is predicted: nothing
 is run.
 
-    python -m benchmarks.whole_model_costs [--seeds 3] [--large]
+    python -m benchmarks.whole_model_costs [--seeds 3] [--large] [--seconds 60]
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ MODELS = (
     (26, 2, "a100-4x8-roce", "neutral"),
     (64, 4, "dgx-h100:2", "neutral"),
 )
-LARGE = ((200, 10, "dgx-h100:4", "neutral"), (500, 20, "dgx-h100:8", "neutral"))
+LARGE = (
+    (200, 10, "dgx-h100:4", "neutral"),
+    (500, 20, "dgx-h100:8", "neutral"),
+    (500, 20, "dgx-h100:125", "60GiB"),
+    (1_000, 0, "dgx-h100:8", "neutral"),
+    (3_000, 0, "dgx-h100:125", "60GiB"),
+)
 
 
 def drawn(pooled: int, sequences: int, seed: int) -> list[Table]:
@@ -79,7 +85,8 @@ def planned_with_rows_alike(problem: Problem) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--large", action="store_true", help="hundreds of tables, one seed each")
+    parser.add_argument("--large", action="store_true", help="up to thousands of tables, one seed each")
+    parser.add_argument("--seconds", type=float, default=60.0, help="timeout_seconds of each plan")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -94,6 +101,7 @@ def main() -> None:
     runs = [(model, 0) for model in LARGE] if options.large else [(m, s) for m in MODELS for s in range(options.seeds)]
     for (pooled, sequences, name, budget), seed in runs:
         problem = Problem(drawn(pooled, sequences, seed), Cluster.resolve(name), BATCH, budget=budget, step=DENSE)
+        problem = replace(problem, timeout_seconds=options.seconds)
         start = time.perf_counter()
         plan = solve(problem)
         seconds = time.perf_counter() - start

@@ -14,6 +14,7 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.planner import moving_seconds, replan, row_moves
 from flexshard.planner.plan import Tier
+from flexshard.planner.replanning import kept_by_holder
 from flexshard.topologies import CollectiveRate, Level
 
 ROWS = 3_000
@@ -70,6 +71,42 @@ def test_moves_row_by_row(
     assert found.moved == sum(len(new - old) for old, new in zip(was, will, strict=True))
     assert found.kept == sum(len(new & old) for old, new in zip(was, will, strict=True))
     assert found.nbytes == 20 * found.moved
+
+
+def test_how_many_rows_stay_by_the_rank_that_tiers_begin_with() -> None:
+    random = np.random.default_rng(1)
+    orders = [IndexBijection(random.permutation(300)[:140], 300) for _ in range(2)]
+
+    def layout(tiers: list[tuple[int, int, int]]) -> Layout:
+        at = np.cumsum([0, *[rows for _, rows, _ in tiers]]).tolist()
+        made = [
+            Tier("any", g, rows, first, 0, None, 0, 0, 0, first_holder=holder)
+            for (g, rows, holder), first in zip(tiers, at, strict=False)
+        ]
+        return Layout.of({"t": made}, {"t": 300}, 8)
+
+    before = layout([(1, 20, 0), (2, 50, 1), (4, 70, 3), (8, 160, 6)])
+    stay = kept_by_holder((before, 0), (layout([(2, 60, 0), (4, 80, 0), (8, 160, 0)]), 0), *orders)
+    for holders in ((0, 0, 0), (1, 2, 5), (0, 3, 7), (1, 1, 6)):
+        after = layout([(2, 60, holders[0]), (4, 80, holders[1]), (8, 160, holders[2])])
+        moves = row_moves((before, 0), (after, 0), *orders, 5, table="t")
+        assert moves.kept == sum(stay[g][holder] for g, holder in zip((2, 4, 8), holders, strict=True))
+
+
+def test_tiers_begin_where_most_rows_stay() -> None:
+    """Ids that are numbered by popularity, of which some more have copies: the others' ranks follow from how many."""
+    p = np.arange(1, 20_001) ** -1.05
+    old, new = (AccessProfile.from_counts(np.round(p * reads).astype(np.int64), 50_000) for reads in (1e6, 1.2e6))
+    slow = CollectiveRate(1e-6, 1e9)
+    where = replace(cluster(), levels=(Level(1, None, slow), cluster().levels[1], Level(8, slow, None)))
+    plan = solve([Table("a", 20_000, 64, old)], where, batch_size=4)
+    found = replan(plan, {"a": new}, older={"a": old})
+    (first, last), (then_first, then_last) = (one.tables["a"].tiers for one in (plan, found.after))
+    copied = then_first.rows - first.rows
+    assert copied % 8 == (then_last.first_holder - last.first_holder) % 8 != 0
+    assert then_first.first_holder == first.first_holder
+    (moves,) = found.moves
+    assert copied <= moves.moved <= 2 * copied  # copies of these rows, and nothing else
 
 
 @pytest.mark.parametrize("reduction", ["dense", "sparse", "auto"])

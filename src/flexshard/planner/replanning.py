@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from flexshard.profiling import AccessProfile, check_same_ids
 from flexshard.tables import OPTIMIZERS, Table, expected_distinct
 from flexshard.topologies import Cluster
 
-__all__ = ["Replan", "TableMoves", "moving_seconds", "replan", "row_moves"]
+__all__ = ["Replan", "TableMoves", "kept_by_holder", "moving_seconds", "replan", "row_moves"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 _PART = 1 << 22
+_WORTH = 0.1  # of a tier's copies, that are to stay for it to begin with another rank
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,18 @@ def replan(
         check_same_ids(old[name], profile, name)
     new = old | dict(newer)
     problem = _problem(plan, [_table(table, new[name]) for name, table in plan.tables.items()])
-    after = _with_holders_of(plan, solve(problem), problem)
+    planned = solve(problem)
+    orders = {
+        name: (_ranking(table, old[name], plan.cluster), _ranking(planned.tables[name], new[name], plan.cluster))
+        for name, table in plan.tables.items()
+    }
+    after = _with_holders_of(plan, planned, problem, orders)
     moves = []
     for name, table in plan.tables.items():
         then = after.tables[name]
-        orders = _ranking(table, old[name], plan.cluster), _ranking(then, new[name], plan.cluster)
         layouts = [Layout.of_tables({name: one}, plan.cluster.world_size) for one in (table, then)]
         width = table.dim + OPTIMIZERS[table.optimizer].state_bytes(table.dim) // 4
-        moves.append(row_moves((layouts[0], 0), (layouts[1], 0), *orders, width, table=name))
+        moves.append(row_moves((layouts[0], 0), (layouts[1], 0), *orders[name], width, table=name))
     costs = _under_newer(plan, problem, old), _under_newer(after, problem, new)
     nbytes = sum(one.nbytes for one in moves)
     return Replan(plan, after, *costs, tuple(moves), moving_seconds(plan.cluster, nbytes))
@@ -176,19 +182,44 @@ def row_moves(
         width: numbers of a row, with those of its optimizer's state.
         table: its name.
     """
-    rows, world, moved, kept = int(before[0].num_rows[before[1]]), before[0].world_size, 0, 0
-    for start in range(0, rows, _PART):
-        ids = np.arange(start, min(start + _PART, rows))
-        (size_before, local_before), (size_after, local_after) = (
-            _holders(*layout, np.asarray(order.positions(ids), np.int64))
-            for layout, order in ((before, ranking), (after, newer))
-        )
+    world, moved, kept = before[0].world_size, 0, 0
+    for (size_before, local_before), (size_after, local_after) in _held(before, after, ranking, newer):
         # Group sizes divide each other: ranks that are both k mod g and l mod h are U / max(g, h), if there are any.
         smaller, larger = np.minimum(size_before, size_after), np.maximum(size_before, size_after)
         both = np.where(local_before % smaller == local_after % smaller, world // larger, 0)
         kept += int(both.sum())
         moved += int((world // size_after - both).sum())
     return TableMoves(table, moved, kept, 4 * moved * width)
+
+
+def kept_by_holder(
+    before: tuple[Layout, int], after: tuple[Layout, int], ranking: IndexBijection, newer: IndexBijection
+) -> dict[int, IntArray]:
+    """Copies of rows that stay with their rank, by the group size of their tier and the local rank, of so many, that it
+    might begin with in the layout ``after``, where all begin with 0; arguments as of :func:`row_moves`.
+    """
+    world, sizes = before[0].world_size, after[0].group_sizes
+    found = {size: np.zeros(size, np.int64) for size in sizes}
+    for (size_before, local_before), (size_after, local_after) in _held(before, after, ranking, newer):
+        for now, then in product(before[0].group_sizes, sizes):
+            rows, smaller = (size_before == now) & (size_after == then), min(now, then)
+            turned = np.bincount((local_before[rows] - local_after[rows]) % smaller, minlength=smaller)
+            found[then] += np.tile(turned, then // smaller) * (world // max(now, then))
+    return found
+
+
+def _held(
+    before: tuple[Layout, int], after: tuple[Layout, int], ranking: IndexBijection, newer: IndexBijection
+) -> Iterator[tuple[tuple[IntArray, IntArray], tuple[IntArray, IntArray]]]:
+    """Holders of rows before and after, some rows at a time, in order of id."""
+    rows = int(before[0].num_rows[before[1]])
+    for start in range(0, rows, _PART):
+        ids = np.arange(start, min(start + _PART, rows))
+        was, will = (
+            _holders(*layout, np.asarray(order.positions(ids), np.int64))
+            for layout, order in ((before, ranking), (after, newer))
+        )
+        yield was, will
 
 
 def _holders(layout: Layout, table: int, positions: IntArray) -> tuple[IntArray, IntArray]:
@@ -245,14 +276,26 @@ def _ranking(table: TablePlan, profile: AccessProfile, cluster: Cluster) -> Inde
     return IndexBijection(profile.hottest_rows(rows_with_places(table, cluster.world_size)), table.rows)
 
 
-def _with_holders_of(plan: Plan, after: Plan, problem: Problem) -> Plan:
-    """The newer plan with each tier beginning at the rank where it begins now, so that no rows move for that alone;
-    as it is where the fullest rank would not fit so.
+def _with_holders_of(
+    plan: Plan, after: Plan, problem: Problem, orders: Mapping[str, tuple[IndexBijection, IndexBijection]]
+) -> Plan:
+    """The newer plan with each tier beginning at the rank where it begins now, so that no rows move for that alone, or
+    where far more of them stay, as when a tier begins with another row; as it is where the fullest rank would not fit
+    so.
     """
-    tables = {}
+    world, tables = plan.cluster.world_size, {}
     for name, table in after.tables.items():
-        now = {tier.group_size: tier.first_holder for tier in plan.tables[name].tiers}
-        tiers = (replace(tier, first_holder=now.get(tier.group_size, tier.first_holder)) for tier in table.tiers)
+        before = plan.tables[name]
+        from_0 = replace(table, tiers=tuple(replace(tier, first_holder=0) for tier in table.tiers))
+        layouts = [Layout.of_tables({name: one}, world) for one in (before, from_0)]
+        stay = kept_by_holder((layouts[0], 0), (layouts[1], 0), *orders[name])
+        now = {tier.group_size: tier.first_holder for tier in before.tiers}
+        tiers = []
+        for tier in table.tiers:
+            staying, begins = stay[tier.group_size], now.get(tier.group_size, tier.first_holder)
+            best, copies = int(staying.argmax()), tier.rows * (world // tier.group_size)
+            more = staying[best] - staying[begins] > _WORTH * copies
+            tiers.append(replace(tier, first_holder=best if more else begins))
         tables[name] = replace(table, tiers=tuple(tiers))
     kept = replace(after, tables=tables)
     if tables == after.tables or after.predicted.fullest_dynamic_bytes is None:
