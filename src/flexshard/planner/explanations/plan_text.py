@@ -9,6 +9,7 @@ from flexshard import units
 from flexshard._internal import Grid, as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.explanations.pooled_text import pooled_grid
+from flexshard.planner.gaps import relative_gap
 from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.solver.cached_sums import BATCHES
 
@@ -122,7 +123,9 @@ def _tiers_grid(plan: Plan) -> Grid:
         " all reads" + (", held out: of samples that were not counted." if held_out else ".")
     )
     if len(plan.tables) > _MOST_TABLES:
-        grid.caption += f"\n... and {len(plan.tables) - _MOST_TABLES} more tables; see 'flexshard explain'"
+        grid.caption += (
+            f"\n... and {len(plan.tables) - _MOST_TABLES} more tables; 'flexshard explain PLAN TABLE' shows one"
+        )
     return grid
 
 
@@ -206,7 +209,7 @@ def _cells(plan: Plan, cost: Cost) -> list[str]:
 
 def _proof(plan: Plan) -> list[Text]:
     cost = plan.objective_seconds(plan.predicted)
-    gap = (cost - plan.lower_bound_seconds) / cost if cost else 0.0
+    gap = relative_gap(cost, plan.lower_bound_seconds)  # as a job's gap is meant
     if plan.settings.objective == "step":
         least = f"a step of less than {_exact(plan.lower_bound_seconds)}"
     else:

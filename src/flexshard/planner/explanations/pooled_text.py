@@ -53,7 +53,7 @@ def pooled_grid(plan: Plan) -> Grid:
             units.format_seconds(max(shard.seconds for shard in table.shards)),
         )
     more = len(plan.pooled) - _MOST_TABLES
-    captions = [f"... and {more} more tables; see 'flexshard explain'"] if more > 0 else []
+    captions = [f"... and {more} more tables; 'flexshard explain PLAN TABLE' shows one"] if more > 0 else []
     if plan.pooled_predicted is not None and plan.pooled_predicted.host_memory_bytes:
         held = units.format_bytes(plan.pooled_predicted.host_memory_bytes)
         captions.append(f"{held} of host memory on the fullest rank. Kernels with UVM run on CUDA alone.")

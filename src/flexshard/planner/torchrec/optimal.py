@@ -28,11 +28,12 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from flexshard._internal import on_first_rank
 from flexshard.errors import BudgetError, PlanError
+from flexshard.planner.gaps import relative_gap
 from flexshard.planner.torchrec.distinct_shards import PricedOption, enumerate_options, priced, priced_in_full
 from flexshard.planner.torchrec.known_plan import AsPlaced, Loaded, Only, Timed, reserved
 from flexshard.planner.torchrec.means import warn_of_means
 from flexshard.planner.torchrec.search_space import menus_of
-from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
+from flexshard.planner.whole_model.master import Assignment, assign
 from flexshard.planner.whole_model.menus import Menus
 from flexshard.planner.whole_model.reasons import explain_table
 

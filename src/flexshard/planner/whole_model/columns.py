@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from flexshard.errors import BudgetError
 from flexshard.planner.deciding import dense_seconds
+from flexshard.planner.gaps import relative_gap
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.solver.deduplication import Variants
@@ -23,7 +24,7 @@ from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.step_search import solve_step
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
-from flexshard.planner.whole_model.master import Assignment, relative_gap
+from flexshard.planner.whole_model.master import Assignment
 from flexshard.planner.whole_model.menus import Menus, Spread, undominated
 from flexshard.planner.whole_model.pooled_menus import HBM
 from flexshard.planner.whole_model.program import solve_menus_program

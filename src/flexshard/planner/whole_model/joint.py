@@ -19,13 +19,14 @@ from flexshard.costmodels import PooledOption
 from flexshard.errors import BudgetError, FlexShardError, JobError
 from flexshard.planner.budget import Budget
 from flexshard.planner.deciding import Decision, decide, dense_seconds
+from flexshard.planner.gaps import relative_gap
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model.annealing import compile_loops
 from flexshard.planner.whole_model.cases import Case, Cases, row_wise, with_dense, with_sequences
 from flexshard.planner.whole_model.columns import Bound, Column, Sequences, columns_of_choices, first_columns
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
-from flexshard.planner.whole_model.master import Assignment, assign, relative_gap
+from flexshard.planner.whole_model.master import Assignment, assign
 from flexshard.planner.whole_model.menus import Menus, undominated
 from flexshard.planner.whole_model.pooled_menus import HBM, Choice, PooledMenus
 from flexshard.topologies import Cluster

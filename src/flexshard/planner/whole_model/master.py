@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard._internal import has_numba
+from flexshard.planner.gaps import relative_gap
 from flexshard.planner.whole_model.annealing import Annealing, State, compile_loops, flat, place, rating
 from flexshard.planner.whole_model.formulation import Bins, ProgramAnswer
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound, priced_options, totals
@@ -24,7 +25,7 @@ from flexshard.planner.whole_model.menus import Menus, undominated
 from flexshard.planner.whole_model.program import program_columns, solve_menus_program
 from flexshard.planner.whole_model.shortages import budget_error
 
-__all__ = ["Assignment", "assign", "relative_gap"]
+__all__ = ["Assignment", "assign"]
 
 _SAFETY = 1e-6  # what HiGHS may be off by
 # Moves of the first round, of the longest, and between two looks at the clock: compiled, and in Python.
@@ -77,13 +78,6 @@ class Assignment:
     def gap(self) -> float:
         """By what part of the optimum the rating can exceed it at most."""
         return relative_gap(self.rating, self.lower_bound)
-
-
-def relative_gap(rating: float, lower_bound: float) -> float:
-    """By what part of the bound a rating exceeds it."""
-    if rating <= lower_bound:
-        return 0.0
-    return rating / lower_bound - 1 if lower_bound > 0 else np.inf
 
 
 def assign(menus: Menus, *, seconds: float, gap: float = 0.01, seed: int = 0) -> Assignment:
