@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -258,3 +260,18 @@ def test_on_one_rank_nothing_travels() -> None:
     costs = PooledCosts(alone, B)
     assert {one.sharding_type for one in costs.options(table())} == {"data_parallel", "table_wise", "column_wise"}
     assert not any(costs.seconds(one).any() or costs.latency(one.sharding_type) for one in costs.options(table()))
+
+
+def test_copies_of_costs_have_options_of_the_tables_asked_for() -> None:
+    """Shards are kept by the number of their table, which another may have once the table is gone."""
+    costs = PooledCosts(CLUSTER, B)
+    known = [table() for _ in range(50)]
+    for one in known:
+        costs.options(one)
+    copied = copy.deepcopy(costs)
+    del known, one, costs
+    gc.collect()
+    for rows in range(101, 201):
+        profile = AccessProfile.from_counts(np.full(rows, 3), 1_000)
+        (option,) = copied.options(replace(table(), rows=rows, profile=profile), sharding_types=["table_wise"])
+        assert option.sizes == ((rows, DIM),)

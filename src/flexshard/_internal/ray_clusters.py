@@ -28,6 +28,6 @@ def connect_to_ray(address: str | None = None) -> None:
         try:
             with closing(socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS)):
                 pass
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             raise ConnectionError(f"nobody answers at {host}:{port} ({error})") from error
     ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)

@@ -186,13 +186,14 @@ class PooledCosts:
     def _shards(self, table: Table, sharding_type: str, width: int) -> Shards | None:
         """Shards of a table in columns of ``width``, which several ask for; None as :func:`cuts_of`."""
         key = id(table), sharding_type, width
-        if key not in self._known:
+        known = self._known.get(key)
+        if known is None or known[0] is not table:  # as in a copy, of other tables
             cuts = cuts_of(self.cluster, sharding_type, table, width)
             how = self.cluster, self.batch_size, self.rates
-            self._known[key] = table, None if cuts is None else Shards(*how, table, sharding_type, cuts)
-        return self._known[key][1]
+            known = self._known[key] = table, None if cuts is None else Shards(*how, table, sharding_type, cuts)
+        return known[1]
 
     @cached_property
     def _known(self) -> dict[tuple[int, str, int], tuple[Table, Shards | None]]:
-        """By the table's number, which is its own for as long as it is kept here."""
+        """By the number of the table, which is kept beside."""
         return {}

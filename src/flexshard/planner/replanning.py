@@ -279,32 +279,49 @@ def _ranking(table: TablePlan, profile: AccessProfile, cluster: Cluster) -> Inde
 def _with_holders_of(
     plan: Plan, after: Plan, problem: Problem, orders: Mapping[str, tuple[IndexBijection, IndexBijection]]
 ) -> Plan:
-    """The newer plan with each tier beginning at the rank where it begins now, so that no rows move for that alone, or
-    where far more of them stay, as when a tier begins with another row; as it is where the fullest rank would not fit
-    so.
+    """The newer plan with each tier beginning where far more of its rows stay than where it begins now, as when it
+    begins with another row; or else where all begin now, so that no rows move for that alone; or as it is, where the
+    fullest rank would not fit so.
     """
-    world, tables = plan.cluster.world_size, {}
+    now, most = {}, {}
     for name, table in after.tables.items():
-        before = plan.tables[name]
-        from_0 = replace(table, tiers=tuple(replace(tier, first_holder=0) for tier in table.tiers))
-        layouts = [Layout.of_tables({name: one}, world) for one in (before, from_0)]
-        stay = kept_by_holder((layouts[0], 0), (layouts[1], 0), *orders[name])
-        now = {tier.group_size: tier.first_holder for tier in before.tiers}
-        tiers = []
-        for tier in table.tiers:
-            staying, begins = stay[tier.group_size], now.get(tier.group_size, tier.first_holder)
-            best, copies = int(staying.argmax()), tier.rows * (world // tier.group_size)
-            more = staying[best] - staying[begins] > _WORTH * copies
-            tiers.append(replace(tier, first_holder=best if more else begins))
-        tables[name] = replace(table, tiers=tuple(tiers))
+        begins = {tier.group_size: tier.first_holder for tier in plan.tables[name].tiers}
+        stay = _staying(plan.tables[name], table, orders[name], plan.cluster.world_size)
+        now[name] = [begins.get(tier.group_size, tier.first_holder) for tier in table.tiers]
+        most[name] = [
+            int(one.argmax()) if one.max() - one[first] > _WORTH * one.sum() else first
+            for one, first in zip((stay[tier.group_size] for tier in table.tiers), now[name], strict=True)
+        ]
+    for holders in (most, now):
+        kept = _beginning(after, holders, problem)
+        if kept is not None:
+            return kept
+    return after
+
+
+def _staying(
+    before: TablePlan, after: TablePlan, orders: tuple[IndexBijection, IndexBijection], world_size: int
+) -> dict[int, IntArray]:
+    """Of a table, as :func:`kept_by_holder`."""
+    from_0 = replace(after, tiers=tuple(replace(tier, first_holder=0) for tier in after.tiers))
+    layouts = [Layout.of_tables({before.name: one}, world_size) for one in (before, from_0)]
+    return kept_by_holder((layouts[0], 0), (layouts[1], 0), *orders)
+
+
+def _beginning(after: Plan, holders: Mapping[str, Sequence[int]], problem: Problem) -> Plan | None:
+    """The plan with tiers that begin with these local ranks; None where the fullest rank does not fit."""
+    tables = {}
+    for name, table in after.tables.items():
+        tiers = zip(table.tiers, holders[name], strict=True)
+        tables[name] = replace(table, tiers=tuple(replace(tier, first_holder=first) for tier, first in tiers))
     kept = replace(after, tables=tables)
     if tables == after.tables or after.predicted.fullest_dynamic_bytes is None:
         return kept
-    instance, allocation, _, holders = _as_arrays(kept, problem)
-    fullest = fullest_rank_bytes(instance, allocation, in_order=problem.in_order, holders=holders)
+    instance, allocation, _, begins = _as_arrays(kept, problem)
+    fullest = fullest_rank_bytes(instance, allocation, in_order=problem.in_order, holders=begins)
     predicted = replace(after.predicted, fullest_dynamic_bytes=fullest)
     if problem.memory == "p99.9" and kept.bounded_bytes(predicted) > memory_limit(kept.settings.budget_bytes):
-        return after
+        return None
     return replace(kept, predicted=predicted)
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from flexshard.errors import BudgetError
+from flexshard.planner.whole_model import master
 from flexshard.planner.whole_model.annealing import Annealing, flat, held, place, rating
 from flexshard.planner.whole_model.formulation import Bins, ProgramAnswer
 from flexshard.planner.whole_model.lagrangian import lagrangian_bound
@@ -369,6 +370,31 @@ def test_the_same_plan_every_time() -> None:
     assert first == again
     assert first.finished
     check(menus, first)
+
+
+def test_time_that_a_program_lacked_without_a_plan_is_given_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that fill all ranks to the byte, which annealing does not find."""
+    sizes = (np.random.default_rng(1).dirichlet(np.ones(6), 16) * 2**40).round().ravel()
+    menus = Menus(
+        tuple(f"t{index}" for index in range(sizes.size)),
+        tuple((Option("table_wise", Spread.ANY_RANK, np.ones(1), np.full((1, 1), size)),) for size in sizes),
+        np.full((1, 16), 2.0**40 + 6),
+        ("HBM",),
+        16,
+    )
+    given = []
+
+    def out_of_time(_: Menus, bins: str, *, seconds: float, **how: Any) -> ProgramAnswer:
+        given.append((bins, seconds))
+        return ProgramAnswer(0.0, None, out_of_time=True)
+
+    monkeypatch.setattr(master, "solve_menus_program", out_of_time)
+    with pytest.raises(BudgetError, match="before time was up, and there may be one; allow more time"):
+        assign(menus, seconds=600)
+    assert {bins for bins, _ in given[:-1]} == {"cluster", "hosts", "ranks"}
+    assert all(seconds <= 150 for _, seconds in given[:-1])
+    assert given[-1][0] == "ranks"
+    assert given[-1][1] > 300
 
 
 def test_time_gives_the_best_plan_so_far_and_its_gap() -> None:

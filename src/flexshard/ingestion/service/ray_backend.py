@@ -44,7 +44,7 @@ def connected(
         raise MissingDependencyError("workers on Ray need it; pip install 'flexshard[ray]'") from error
     try:
         connect_to_ray()
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         raise DataError(f"workers on Ray could not be started: {first_line(error)}; is a Ray cluster there?") from error
     how: dict[str, Any] = {
         "namespace": NAMESPACE,

@@ -111,7 +111,8 @@ class _Master:
         self._state: State | None = None
         self._start: tuple[int, ...] | None = None  # sources of the last program's choice
         self._timed_out = False
-        self._by_time = False  # whether time ended a program's search, which has half of what is left
+        self._by_time = False  # whether time ended a program's search
+        self._share = _WITHOUT_PLAN  # of what is left, that a program has while no plan is known
         self._refuted: Bins | None = None  # with ranks added up like this, nothing fits
 
     def solve(self) -> Assignment:
@@ -127,7 +128,8 @@ class _Master:
             self._search()
             self._polish()
         if self._best is None:
-            by_sums, unknown = self._refuted == "cluster", self._refuted is None and self._timed_out
+            by_sums = self._refuted == "cluster"
+            unknown = self._refuted is None and (self._timed_out or self._by_time)
             raise budget_error(self._given, refuted=by_sums, timed_out=unknown)
         choice, ranks = self._best
         finished = not (self._timed_out or self._by_time)
@@ -161,12 +163,15 @@ class _Master:
                 if self._done(number):
                     return
             idle = 0 if better else idle + 1
-            if self._best is None and not programs and number > 2 * len(_AIMS):
-                return
-            if idle >= self._turns * len(self._schedules) and moves == most and not programs:
+            over = idle >= self._turns * len(self._schedules) and moves == most and not programs
+            if self._best is None and not programs and (over or number > 2 * len(_AIMS)):
+                if not self._by_time or self._share == 1.0:
+                    return
+                self._share, programs = 1.0, ["ranks"]  # annealing finds nothing: that program has all of the time
+            elif over:
                 # What annealing does not improve, the program with ranks one by one does at times; or it proves more.
                 known = self._rating
-                if last or self._best is None:
+                if last:
                     return
                 self._solve_program("ranks", _LAST_COLUMNS, _LAST_NODES)
                 last, idle = True, 0
@@ -272,7 +277,7 @@ class _Master:
 
     def _searched(self, bins: Bins, **how: Any) -> ProgramAnswer:
         """Solve the program in the time that is left."""
-        seconds = (self._end - time.monotonic()) * (1.0 if self._best else _WITHOUT_PLAN)
+        seconds = (self._end - time.monotonic()) * (1.0 if self._best else self._share)
         answer = solve_menus_program(self._menus, bins, seconds=seconds, **how)
         self._by_time = self._by_time or answer.out_of_time
         return answer
