@@ -145,10 +145,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
                     theirs.append((name, feature))
         return sorted(ours, key=lambda lookup: lookup.table), theirs
 
-    @torch.compiler.disable(reason="rows are exchanged and looked up by what ids there are")
-    def forward(self, *input: Any, **kwargs: Any) -> Any:
-        """As TorchRec's sharded modules do; ``torch.compile`` breaks its graph around it."""
-        return super().forward(*input, **kwargs)
+    forward = torch.compiler.disable(ShardedEmbeddingModule.forward)  # which rows are exchanged depends on the ids
 
     # -- input
 

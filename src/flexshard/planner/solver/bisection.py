@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["bisect_floats", "bits_alike"]
+__all__ = ["bisect_floats", "bits_alike", "first_passing"]
 
 
 _MANY_COUNTS, _BITS_OF_MANY = 10_000, 20
+_HIGHER, _NEAR_BITS = 1.1, 49  # times a float, the next that is tried, then ever more; bits of floats as near as that
 _STEP_BITS, _STEP_GROWTH = 40, 4  # from a float that is near: to within 1e-3 of it first, then 16 times as far each
 
 
@@ -35,6 +36,18 @@ def bisect_floats(
         middle = float(np.int64(_bits(low) + gap // 2).view(np.float64))
         low, high = (low, middle) if passes(middle) else (middle, high)
     return low, high
+
+
+def first_passing(start: float, most: float, passes: Callable[[float], bool]) -> float | None:
+    """A float from ``start`` on that passes a test, within some tenth of the least that does; None where none up to
+    ``most`` does. Whatever is above one that passes does, too, and near ``start`` few tries are needed.
+    """
+    low, high, factor = start, start, _HIGHER
+    while not passes(high):
+        if high >= most:
+            return None
+        low, high, factor = high, min(high * factor, most), factor**2
+    return bisect_floats(low, high, passes, bits=_NEAR_BITS)[1]
 
 
 def bits_alike(counts: int) -> int:

@@ -28,7 +28,7 @@ from flexshard.costmodels import (
     row_reduction_seconds,
     touched_rows,
 )
-from flexshard.planner.solver.bisection import bisect_floats
+from flexshard.planner.solver.bisection import bisect_floats, first_passing
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.rounding import fill
 from flexshard.planner.solver.solution import Solution
@@ -51,7 +51,6 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 MANY_COUNTS = 50_000  # of which not all are priced one by one if all tiers are to be gathered
-_HIGHER, _NEAR_BITS = 1.1, 49  # times a price, the next that ranges are looked for at; prices as near as that
 _CHEAPER = (0.99, 0.9, 0.5, 0.0)
 _FULL = 1e-6  # of memory, that is not worth being filled
 _BITS = 36  # of prices that are not told apart, of 52
@@ -330,23 +329,16 @@ def _seconds(instance: Instance, allocation: Allocation) -> float:
     return reduced_seconds(whole, allocation, instance.gathering.tiers_of(whole, allocation))
 
 
-def _within(instance: Instance, levels: IntArray, price: float, most: float, limit_bytes: float) -> Allocation | None:
-    """The best ranges at a price, or at a higher one, of up to ``most``, near the least at which they fit: which may be
-    far from one at which counts by themselves do. The higher the price, the less memory they take.
-    """
+def _within(instance: Instance, levels: IntArray, price: float, most: float, limit: float) -> Allocation | None:
+    """The best ranges at the price, up to ``most``, at which they fit, which may be far above that of their counts."""
     tried: dict[float, Allocation] = {}
 
     def fits(price: float) -> bool:
         tried[price] = _in_order(instance, levels, price)
-        return instance.memory_bytes(tried[price]) <= limit_bytes
+        return instance.memory_bytes(tried[price]) <= limit
 
-    low, factor = price, _HIGHER
-    while not fits(price):
-        if price >= most:
-            return None
-        low, price, factor = price, min(price * factor, most), factor**2
-    _, price = bisect_floats(low, price, fits, bits=_NEAR_BITS)
-    return tried[price]
+    found = first_passing(price, most, fits)
+    return None if found is None else tried[found]
 
 
 def _in_order(instance: Instance, levels: IntArray, price: float) -> Allocation:

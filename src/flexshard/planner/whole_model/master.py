@@ -44,7 +44,8 @@ _SCHEDULES = (
     ((0.005, 5e-5), 0.0002),
 )
 _PHASE_SCHEDULES = (((0.005, 3e-4), 0.001), ((0.002, 1e-4), 0.003), ((0.02, 3e-4), 0.005))  # of several kinds of load
-_WITHOUT_PLAN = 0.25  # of the time that is left, for a program while no plan is known, which annealing finds
+# Of the time that is left, for a program while no plan is known, which annealing finds; and what it has in any case.
+_WITHOUT_PLAN, _SOON = 0.25, 2.0
 _FAR = (10.0, 1e4)  # times the bound: ratings that programs look at, one after the other, while no plan is known
 _SMALL_PROGRAM = 300  # columns, about, of a program that is solved to _EXACT, whatever gap was asked for
 _EXACT = 5 * _SAFETY
@@ -277,7 +278,8 @@ class _Master:
 
     def _searched(self, bins: Bins, **how: Any) -> ProgramAnswer:
         """Solve the program in the time that is left."""
-        seconds = (self._end - time.monotonic()) * (1.0 if self._best else self._share)
+        left = self._end - time.monotonic()
+        seconds = left if self._best else max(left * self._share, min(left, _SOON))
         answer = solve_menus_program(self._menus, bins, seconds=seconds, **how)
         self._by_time = self._by_time or answer.out_of_time
         return answer
