@@ -137,6 +137,7 @@ def test_the_frontier_gathers_where_that_takes_less() -> None:
     assert gained
 
 
+@pytest.mark.slow
 def test_the_frontier_is_of_mean_memory_whatever_the_budget_bounds() -> None:
     """It searched within limits of the mean for plans whose fullest rank stays within them, and found none."""
     lengths = np.random.default_rng(0).poisson(5, 500)

@@ -389,6 +389,8 @@ def test_time_that_a_program_lacked_without_a_plan_is_given_and_said(monkeypatch
         return ProgramAnswer(0.0, None, out_of_time=True)
 
     monkeypatch.setattr(master, "solve_menus_program", out_of_time)
+    for moves in ("_MOVES", "_PLAIN_MOVES"):
+        monkeypatch.setattr(master, moves, (200, 400, 200))
     with pytest.raises(BudgetError, match="before time was up, and there may be one; allow more time"):
         assign(menus, seconds=600)
     assert {bins for bins, _ in given[:-1]} == {"cluster", "hosts", "ranks"}
