@@ -142,9 +142,9 @@ def _nothing(text: str) -> str:
     return "no Parquet files in this folder" if "://" not in text and Path(text).is_dir() else "no such file"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says, in one line without a full stop; its type where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _display(entry: str, match: str) -> str:

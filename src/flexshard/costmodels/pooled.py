@@ -35,7 +35,7 @@ from flexshard.costmodels.pooled_options import (
     type_of,
     ways_of_rows,
 )
-from flexshard.costmodels.pooled_shards import Shards, column_width, cuts_of
+from flexshard.costmodels.pooled_shards import Shards, column_width, copies_of, cuts_of
 from flexshard.costmodels.tensor_train.cost import tensor_train_cost
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.tables import Table, TTShape
@@ -140,7 +140,7 @@ class PooledCosts:
         return PooledOption(
             sharding_type="data_parallel",
             compute_kernel=f"tensor train, {shape}",
-            cuts=np.tile(np.array([table.rows, table.dim, 0, 0], np.int64), (world, 1)),
+            cuts=copies_of(table, world),
             moved={} if world == 1 else {("all_reduce", 1, f"{module_of(table)} replicas"): cores * each},
             local_seconds=np.stack([0.0 * each, seconds * each]),
             static_bytes=cost.static_memory_bytes * each,

@@ -22,7 +22,7 @@ from flexshard.costmodels.pooled_options import (
 from flexshard.tables import DATA_TYPES, OPTIMIZERS, Table
 from flexshard.topologies import Cluster
 
-__all__ = ["Shards", "column_width", "cuts_of"]
+__all__ = ["Shards", "column_width", "copies_of", "cuts_of"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -40,6 +40,11 @@ def column_width(dim: int, least: int | None = None) -> int:
     return next((width for width in range(bound, dim) if dim % width == 0 and width % 4 == 0), dim)
 
 
+def copies_of(table: Table, number: int) -> IntArray:
+    """The whole table as so many shards, as :func:`cuts_of` has them."""
+    return np.tile(np.array([table.rows, table.dim, 0, 0], np.int64), (number, 1))
+
+
 def cuts_of(cluster: Cluster, sharding_type: str, table: Table, width: int) -> IntArray | None:
     """Rows, columns, first row and first column of each shard of a table in columns of ``width``, shape (shards, 4);
     None where the type is another one under a name of its own: columns that are not cut, rows of a node where there is
@@ -48,9 +53,9 @@ def cuts_of(cluster: Cluster, sharding_type: str, table: Table, width: int) -> I
     world, node, one_node = cluster.world_size, cluster.ranks_per_node, cluster.nodes == 1
     columns = range(0, table.dim, width)
     if sharding_type == "data_parallel":
-        return np.tile(np.array([table.rows, table.dim, 0, 0], np.int64), (world, 1))
+        return copies_of(table, world)
     if sharding_type == "table_wise":
-        return np.array([[table.rows, table.dim, 0, 0]], np.int64)
+        return copies_of(table, 1)
     if sharding_type == "row_wise":
         return _row_blocks(table.rows, world, table.dim, 0) if world > 1 else None
     whole_rows = np.array([(table.rows, width, 0, first) for first in columns], np.int64)

@@ -59,25 +59,27 @@ def _rank_loads(
     local, seconds = np.zeros((2, world)), np.zeros((len(POOLED_LOADS), world))
     sums = {name: np.zeros(world) for name in ("static_bytes", "dynamic_bytes", "host_bytes", "ids")}
     for option, where in placed:
-        ranks = np.asarray(where, np.int64)
-        alone = np.array_equal(ranks, everywhere)  # a shard for every rank
-
-        def at(values: FloatArray, together: int = 1, *, ranks: IntArray = ranks, alone: bool = alone) -> FloatArray:
-            found: FloatArray = values if alone else np.bincount(ranks, values, world).astype(np.float64)
-            return found if together == 1 else found.reshape(-1, together).mean(axis=1).repeat(together)
-
+        ranks = None if np.array_equal(where, everywhere) else np.asarray(where, np.int64)
         for channel, nbytes in option.moved.items():
             load = load_of(option.shared_calls, channel[2])
             before = moved.get((load, channel), np.zeros(world))
-            moved[load, channel] = before + at(nbytes, sharing[load])
-        local += [at(each) for each in option.local_seconds]
+            moved[load, channel] = before + _by_rank(ranks, nbytes, world, sharing[load])
+        local += [_by_rank(ranks, each, world) for each in option.local_seconds]
         of_loads = costs.seconds(option)
         for load in np.flatnonzero(of_loads.any(axis=1)).tolist():
-            seconds[load] += at(of_loads[load], sharing[load])
+            seconds[load] += _by_rank(ranks, of_loads[load], world, sharing[load])
         for name, total in sums.items():
-            total += at(getattr(option, name))
+            total += _by_rank(ranks, getattr(option, name), world)
     sums["dynamic_bytes"] += received_bytes
     return _RankLoads(moved, local, seconds=seconds, **sums)
+
+
+def _by_rank(ranks: IntArray | None, values: FloatArray, world: int, together: int = 1) -> FloatArray:
+    """What shards bring each rank; ``ranks`` of None are of a shard for every one. Of what ranks carry together, each
+    has the mean.
+    """
+    found: FloatArray = values if ranks is None else np.asarray(np.bincount(ranks, values, world), np.float64)
+    return found if together == 1 else found.reshape(-1, together).mean(axis=1).repeat(together)
 
 
 def pooled_cost(

@@ -134,11 +134,10 @@ class RayMaster:
                 )
 
     def _free(self) -> str:
-        free, all_cpus = (
-            found.get("CPU", 0.0) for found in (self._ray.available_resources(), self._ray.cluster_resources())
-        )
+        free, there = self._ray.available_resources(), self._ray.cluster_resources()
+        cpus = f"{free.get('CPU', 0.0):g} of {there.get('CPU', 0.0):g}"
         return (
-            f"each takes a CPU, of which the Ray cluster has {free:g} of {all_cpus:g} free, and imports torch first:"
+            f"each takes a CPU, of which the Ray cluster has {cpus} free, and imports torch first:"
             " take fewer workers, or make room"
         )
 
