@@ -70,7 +70,7 @@ def main() -> int:
         "--ids", nargs="*", default=["zipf:1.05"], help="zipf:EXPONENT or hot:SHARE of a table's hundredth"
     )
     parser.add_argument("--cores", type=float, default=0.2, help="of this machine for each rank; 0: they share all")
-    parser.add_argument("--rounds", type=int, default=2, help="blocks of three steps of every way that count")
+    parser.add_argument("--rounds", type=int, default=2, help="blocks of six steps of every way that count")
     parser.add_argument("--ways", nargs="*", default=[], help="of the table's, by name; all by default")
     parser.add_argument("--sweeps", nargs="*", choices=list(SWEEPS), help="instead: by ranks, batch, and skew of ids")
     args = parser.parse_args()

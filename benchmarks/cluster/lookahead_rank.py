@@ -59,7 +59,7 @@ from flexshard.planner import Tier
 DIM = 48
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 HOST = torch.device("cpu")
-BLOCK = 3  # steps that are timed together: what a step leaves under way is some step's
+BLOCK = 6  # steps that are timed together: what the last one leaves under way is waited for at its end
 SAMPLES = 1_000_000
 TT_RANK = 16
 

@@ -136,6 +136,47 @@ def test_rows_in_other_types_on_their_way() -> None:
     assert ranks.run(1, 2, coded, looking.plan_for(1, 2)) == [[], []]
 
 
+def ordered(rank: int, plan: Any) -> list[list[str]]:
+    """What goes its way in parts, in each step, and when the layers' gradients are through."""
+    parallel, optim = looking.shard(plan, None, fused("sgd"))
+    pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=2, **DELAYED)
+    batches, seen = looking.batches(rank, range(8)), list[str]()
+    send, backward = DelayedRows._all_to_all, pipeline._backward
+
+    def counted(self: DelayedRows, content: str, group: Any, *tensors: Any) -> Any:
+        if content != "shared rows":
+            seen.append(f"{content}, {'not waited for' if group is self._behind else 'waited for'}")
+        return send(self, content, group, *tensors)
+
+    def through(losses: torch.Tensor) -> None:
+        backward(losses)
+        seen.append("backward")
+
+    found = []
+    with mock.patch.object(DelayedRows, "_all_to_all", counted), mock.patch.object(pipeline, "_backward", through):
+        for step in range(5):
+            seen.clear()
+            pipeline.progress(batches)
+            if rank == 0 and step == 3:  # takes what is under way: nobody else has to do anything
+                for joint in pipeline._joint():
+                    joint.sync.settle()
+            found.append(list(seen))
+    return found
+
+
+def test_gradients_that_nobody_waits_for_follow_those_of_the_layers() -> None:
+    for steps in ranks.run(1, 2, ordered, looking.plan_for(1, 2)):
+        for step in steps[1:]:
+            distinct = [kind for kind, _ in itertools.groupby(step)]
+            assert distinct == [
+                "embeddings, not waited for",
+                "gradients, waited for",
+                "backward",
+                "embeddings, waited for",
+                "gradients, not waited for",
+            ]
+
+
 # -- mutants
 
 
@@ -143,6 +184,13 @@ def _everything_early(self: _Order, rows: DelayedRows) -> None:
     """Rows that the batch before trains are sent as they are before."""
     self._stamps.fill_(-1)
     _append(self, rows)
+
+
+def _late_too_early(self: DelayedRows) -> None:
+    """Rows that the batch before trains are sent before they are trained."""
+    _early_of_rows(self)
+    self.send_late()
+    self.send_late = lambda: None  # type: ignore[method-assign]
 
 
 def _taken_too_late(self: DelayedSync) -> None:
@@ -171,8 +219,9 @@ def _of_any_lookup(self: DelayedSync, *args: Any, **how: Any) -> bool:
 
 
 _append, _send_early, _update = _Order.append, DelayedSync.send_early, AnnouncedRows.update
-_before_look_up = DelayedSync.before_look_up
+_before_look_up, _early_of_rows = DelayedSync.before_look_up, DelayedRows.send_early
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "late rows before they are trained": (DelayedRows, "send_early", _late_too_early),
     "everything is early": (_Order, "append", _everything_early),
     "taken too late": (DelayedSync, "send_early", _taken_too_late),
     "the present learning rate": (AnnouncedRows, "update", _present_rate),

@@ -7,7 +7,7 @@ for; the others travel during the next step. TorchRec's "prioritized embedding c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -108,7 +108,8 @@ class _Update:
 
     Attributes:
         parts: of the holder's lookups.
-        arrivals: what comes for each.
+        arrivals: what comes for those that were sent.
+        rest: sends the others' gradients, which nobody waits for; None once they are.
         classes: that are trained.
         moments: of each class's update.
         scale: of gradients.
@@ -116,6 +117,7 @@ class _Update:
 
     parts: list[_Part]
     arrivals: list[list[Arrival]]
+    rest: Callable[[], list[Arrival]] | None = None
     classes: Sequence[int] = ()
     moments: Sequence[tuple[int, float]] = ()
     scale: float = 1.0
@@ -152,6 +154,7 @@ class DelayedRows:
         self._of_before: _Word | None = None
         self._of_follower: _Word | None = None
         self._early: list[Arrival] = []
+        self._late: list[Arrival] = []
         self._versions: list[int] = []
         self._moments: list[tuple[int, float]] = []
         self.begun = self.scattered = False
@@ -191,14 +194,19 @@ class DelayedRows:
         self.begun, self._versions = True, self._writes()
         self._early = self._answer(self._of_before.as_holder[1], self._of_before.as_asker[1], self._behind)
 
+    def send_late(self) -> None:
+        """Send the others, once the batch before has trained them."""
+        assert self._of_before is not None
+        self._late = self._answer(self._of_before.as_holder[0], self._of_before.as_asker[0], self._ahead)
+
     def start(self, answers: Sequence[RowsBuffer], *, early: bool) -> list[list[Arrival]]:
         """What will fill each buffer of answers with this level's rows.
 
         Args:
-            early: what was sent early still holds; the rest is sent now. Otherwise all rows are.
+            early: what was sent still holds; the rest, if there is any, is sent now. Otherwise all rows are.
 
         Raises:
-            CacheError: somebody wrote to parameters after rows had been sent early.
+            CacheError: somebody wrote to parameters after rows had been sent.
         """
         for announced in self._announced:
             announced.begin()
@@ -207,14 +215,16 @@ class DelayedRows:
         sent: list[tuple[list[Arrival], _Part]] = []
         if early:
             assert self._of_before is not None
-            sent.append((self._early, self._of_before.as_asker[1]))
-            ours, theirs = self._of_before.as_holder[0], self._of_before.as_asker[0]
+            if not self._late:
+                self.send_late()
+            late, others = self._of_before.as_asker
+            sent += [(self._early, others), (self._late, late)]
         else:
-            for arrival in self._early:
+            for arrival in [*self._early, *self._late]:
                 arrival.pending.wait()
             ours, theirs = _whole(self._counts[0]), _whole(self._counts[1])
-        sent.append((self._answer(ours, theirs, self._ahead), theirs))
-        self._early = []
+            sent.append((self._answer(ours, theirs, self._ahead), theirs))
+        self._early, self._late = [], []
         if written:  # others have theirs, and hear of it with the next counts
             raise CacheError(self.written_text)
         into = [buffer.part(self._segments) for buffer in answers]
@@ -261,7 +271,11 @@ class DelayedRows:
     # -- backward
 
     def scatter(self, gradients: Sequence[RowsBuffer], has: IntArray) -> None:
-        """Send gradients, those that the next batch needs first; ``has``: 1 for each class that has any; shape (K,).
+        """Send gradients, of rows that the next batch reads alone if it is known: the others follow with
+        :meth:`send_rest`.
+
+        Args:
+            has: 1 for each class that has any; shape (K,).
 
         Raises:
             CacheError: they were sent before.
@@ -274,14 +288,22 @@ class DelayedRows:
             )
         self.scattered = True
         if self._of_follower is None:
-            parts = [(_whole(self._counts[0]), _whole(self._counts[1]))]
-        else:
-            parts = list(zip(self._of_follower.as_holder, self._of_follower.as_asker, strict=True))
-        groups = (self._ahead, self._behind)
-        self._update = _Update(
-            [part for part, _ in parts],
-            [self._send(gradients, has, *part, group) for part, group in zip(parts, groups, strict=False)],
-        )
+            whole = _whole(self._counts[0]), _whole(self._counts[1])
+            self._update = _Update([whole[0]], [self._send(gradients, has, *whole, self._ahead)])
+            return
+        held, asked = self._of_follower.as_holder, self._of_follower.as_asker
+        first = self._send(gradients, has, held[0], asked[0], self._ahead)
+        rest = partial(self._send, gradients, has, held[1], asked[1], self._behind)
+        self._update = _Update(list(held), [first], rest)
+
+    def send_rest(self) -> None:
+        """Send the gradients that were held back, which are best sent when the layers' own are through: both want the
+        same links, and a step waits for the latter.
+        """
+        update = self._update
+        if update is not None and update.rest is not None:
+            update.arrivals.append(update.rest())
+            update.rest = None
 
     def _send(
         self,
@@ -320,6 +342,7 @@ class DelayedRows:
     def take_rest(self) -> None:
         """Update the other rows, once their gradients are here; raises as :meth:`start`."""
         if self._update is not None:
+            self.send_rest()  # even if they are lost: other ranks wait for them
             if self.written:
                 raise CacheError(self.written_text)
             self._take()

@@ -66,7 +66,7 @@ class DelayedSync:
         self._early = [one for one in self._early if one.after is rows or not _overlap(one.rows.members, members)]
 
     def updated(self, rows: DelayedRows) -> None:
-        """Some of a batch's gradients are still under way."""
+        """Some of a batch's gradients are still to come."""
         self._pending.append(rows)
 
     def send_early(self) -> None:
@@ -81,6 +81,16 @@ class DelayedSync:
             if follower is not None and not follower.begun:
                 follower.send_early()
                 self._early.append(_Early(follower, rows))
+
+    def after_backward(self) -> None:
+        """Send, once a step's backward pass is over on every rank, the other rows of batches of which some were sent
+        early, and after them the gradients that were held back.
+        """
+        for rows in self._pending:
+            for one in self._early:
+                if one.after is rows:
+                    one.rows.send_late()
+            rows.send_rest()
 
     def settle(self, members: Iterable[int] | None = None, *, follower: DelayedRows | None = None) -> None:
         """Take gradients that are under way, of some modules or of all, but for those of which this follower of their

@@ -205,9 +205,12 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         if begins is not None:
             self.wait_sparse_data_dist(self.contexts[begins])
         if self._model.training:
-            for joint in self._joint() if self._delayed_sync else ():
-                joint.sync.send_early()
+            delayed = [joint.sync for joint in self._joint()] if self._delayed_sync else []
+            for sync in delayed:
+                sync.send_early()
             self._backward(losses)
+            for sync in delayed:
+                sync.after_backward()
             self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])
             self._optimizer_step()
             self.trained += 1
