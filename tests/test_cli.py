@@ -420,6 +420,13 @@ def edit(folder: Path, name: str, **changes: object) -> str:
         ({"budget": "-500MB"}, "the least that is feasible is"),
         ({"budget": "2 parsecs"}, "edited.yaml:5: budget: budget must be 'neutral'"),
         ({"budget": 40}, "edited.yaml:5: budget: memory has a unit, such as 40GiB; found 40"),
+        ({"budget": 80_000_000_000}, "budget: memory has a unit, such as 40GiB; found 80000000000"),
+        ({"host_memory": float("nan")}, "edited.yaml:15: host_memory: memory has a unit, such as 40GiB; found nan"),
+        ({"batch_size": "1e3"}, "edited.yaml:4: batch_size: YAML takes 1e3 for a text; write 1000"),
+        ({"gap": "1e-3"}, "edited.yaml:15: gap: YAML takes 1e-3 for a text; write 1.0e-3"),
+        ({"loss_limit": -1}, "edited.yaml:15: loss_limit: loss_limit must be at least 0, found -1"),
+        ({"loss_limit": float("nan")}, "edited.yaml:15: loss_limit: loss_limit must be finite, found nan"),
+        ({"table": {"dedup_factor": 1e6}}, "edited.yaml:14: tables[0].dedup_factor: table 'items': a batch of"),
         ({"cluster": 40}, "edited.yaml:3: cluster: expected text, found 40"),
         ({"cluster": "dgx-a100:9999999999"}, "the number of nodes after ':' is a whole number up to 4,096, found '9"),
         ({"tier": 2}, "tier: this field is unknown; do you mean tiers?"),
@@ -457,6 +464,13 @@ def edit(folder: Path, name: str, **changes: object) -> str:
 def test_jobs_that_cannot_be_planned(project: Path, changes: dict[str, object], expected: str) -> None:
     name = edit(project, "job.yaml", **changes)
     assert expected in bad(project, "plan", name, "-o", "never.json")
+
+
+def test_a_table_of_a_job_has_fields(project: Path) -> None:
+    document = yaml.safe_load((project / "job.yaml").read_text())
+    (project / "number.yaml").write_text(yaml.safe_dump({**document, "tables": [3]}, sort_keys=False))
+    text = "number.yaml:9: tables[0]: expected fields, each with its value, found 3"
+    assert text in bad(project, "plan", "number.yaml", "-o", "never.json")
 
 
 def test_a_job_is_written_only_if_it_can_be_planned(project: Path) -> None:

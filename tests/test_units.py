@@ -43,6 +43,15 @@ def test_sizes_without_a_known_unit_are_refused(text: object) -> None:
         units.parse_bytes(text)  # type: ignore[arg-type]
 
 
+def test_numbers_that_nobody_reads_are_short() -> None:
+    assert units.format_seconds(1e300) == "1e+300 s"
+    assert units.format_bytes(1e300) == "8.88e+284 PiB"
+    assert units.format_count(1e300) == "1e+300"
+    assert units.format_count(123_456_789_012_345) == "123,456,789,012,345"
+    assert units.format_seconds(-1234567.0) == "-1,234,567 s"
+    assert units.format_bytes(1000 * 2**50) == "1,000 PiB"
+
+
 @given(st.floats(1024, 1e15))
 def test_what_is_printed_reads_back_to_three_digits(value: float) -> None:
     assert units.parse_bytes(units.format_bytes(value)) == pytest.approx(value, rel=6e-3)

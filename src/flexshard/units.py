@@ -37,6 +37,7 @@ _BANDWIDTH = (
 )
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 _SECONDS |= {"min": 60.0, "h": 3600.0, "d": 86_400.0}
+_LEGIBLE = 1e15
 
 
 def parse_bytes(text: str) -> float:
@@ -88,7 +89,7 @@ def format_bytes(value: float) -> str:
     size = abs(value)
     for unit, factor in reversed(_BINARY.items()):
         if size >= factor:
-            return f"{value / factor:.3g} {unit}B" if size < 999.5 * factor else f"{value / factor:,.0f} {unit}B"
+            return f"{_rounded(value / factor)} {unit}B"
     return f"{value:.0f} B"
 
 
@@ -107,10 +108,16 @@ def format_seconds(value: float) -> str:
         return "0 s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if size >= factor * 0.9995:
-            return f"{value / factor:.3g} {unit}" if size < 999.5 * factor else f"{value / factor:,.0f} {unit}"
+            return f"{_rounded(value / factor)} {unit}"
     return f"{value / 1e-9:.3g} ns"
 
 
 def format_count(value: float) -> str:
     """``1,234,567`` for whole numbers, three digits for the rest."""
-    return f"{value:,.0f}" if value >= 1000 or float(value).is_integer() else f"{value:.3g}"
+    whole = (value >= 1000 or float(value).is_integer()) and abs(value) < _LEGIBLE
+    return f"{value:,.0f}" if whole else f"{value:.3g}"
+
+
+def _rounded(value: float) -> str:
+    """Three digits, or all before the point, unless nobody counts them."""
+    return f"{value:,.0f}" if 999.5 <= abs(value) < _LEGIBLE else f"{value:.3g}"

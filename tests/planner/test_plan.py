@@ -353,6 +353,7 @@ def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
         "items": (False, True),
         "other": (True, False),
     }
+    assert (diff(before, renamed).rows, diff(before, renamed).nbytes) == (table.rows, table.rows * table.row_bytes)
     for wider in (replace(table, dim=128), replace(table, dtype="float16")):
         other = replace(before, tables=solve([wider], paper_cluster, batch_size=4096).tables)
         assert diff(before, other).rows == table.rows  # written anew, where they are too

@@ -86,7 +86,8 @@ def test_a_stored_file_of_version_1_still_loads(tmp_path: Path) -> None:
         ("name: mine", 'name: ""', r":3: name: a cluster's name is a text of one line, found ''"),
         ("name: mine", "name: [mine", r":\d+: not valid YAML"),
         ("name: mine", "name: &x [*x]", r"not valid YAML: something in it is a part of itself"),
-        ("nodes: 2", "nodes: 2e1", r":4: nodes: YAML takes 2e1 for a text; write 2.0e\+1"),
+        ("nodes: 2", "nodes: 2e1", r":4: nodes: YAML takes 2e1 for a text; write 20"),
+        ("nodes: 2", "nodes: 2e-1", r":4: nodes: YAML takes 2e-1 for a text; write 2.0e-1"),
     ],
 )
 def test_a_wrong_file_is_refused_by_line_and_field(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -84,14 +84,21 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
             message = "this field is unknown" + _hint(model, loc)
         elif first["type"] == "string_type":
             message = f"expected text, found {first['input']!r}"
-        elif isinstance(first["input"], str) and (number := _EXPONENT.fullmatch(first["input"])):
-            sign, whole, of_power, power = number.groups()
-            message = (
-                f"YAML takes {first['input']} for a text; write {sign}{whole}{'' if '.' in whole else '.0'}"
-                f"e{of_power or '+'}{power}"
-            )
+        elif first["type"] == "model_type":
+            message = f"expected fields, each with its value, found {first['input']!r}"
+        elif isinstance(first["input"], str) and _EXPONENT.fullmatch(first["input"]):
+            message = f"YAML takes {first['input']} for a text; write {_number(first)}"
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
+
+
+def _number(error: Any) -> str:
+    """How YAML wants a number with an exponent that it took for a text; whole where the field has to be."""
+    text = error["input"]
+    if error["type"].startswith("int_") and abs(float(text)) < 1 << 53 and float(text).is_integer():
+        return f"{float(text):.0f}"
+    sign, whole, of_power, power = _EXPONENT.fullmatch(text).groups()  # type: ignore[union-attr]
+    return f"{sign}{whole}{'' if '.' in whole else '.0'}e{of_power or '+'}{power}"
 
 
 def _field(error: Any) -> Any:

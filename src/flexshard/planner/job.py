@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexshard.costmodels import TTRates
-from flexshard.planner.compression.choosing import plan_compression
+from flexshard.planner.compression.choosing import checked_loss_limit, plan_compression
 from flexshard.planner.compression.decision import CompressionPlan, TTOption
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
@@ -25,6 +25,9 @@ class Job(Problem):
     Attributes:
         options: tensor trains by table, and
         loss_limit: as for :func:`plan_compression`; a plan of tiers alone does not look at them.
+
+    Raises:
+        JobError: as :class:`Problem`, or a loss limit below 0.
     """
 
     options: Mapping[str, tuple[TTOption, ...]]
@@ -42,7 +45,7 @@ class Job(Problem):
     ) -> None:
         super().__init__(tables, cluster, batch_size, *how, **named)
         object.__setattr__(self, "options", dict(options or {}))
-        object.__setattr__(self, "loss_limit", loss_limit)
+        object.__setattr__(self, "loss_limit", checked_loss_limit(loss_limit))
 
     def solve(self) -> Plan:
         """The plan; raises as :func:`solve`."""

@@ -18,7 +18,7 @@ from flexshard.costmodels import StepWork, TTRates, overlap_of
 from flexshard.errors import ClusterError, FlexShardError, JobError
 from flexshard.planner.budget import parse_budget
 from flexshard.planner.compression.decision import TTOption
-from flexshard.planner.constraints import TableConstraints, check_constraints
+from flexshard.planner.constraints import TableConstraints, check_constraints, check_dedup_factors
 from flexshard.planner.job import Job
 from flexshard.profiling import AccessProfile
 from flexshard.tables import Table, TTShape
@@ -106,7 +106,7 @@ class JobSpec(StrictModel):
     @classmethod
     def _has_unit(cls, value: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ValueError(f"memory has a unit, such as {value:g}GiB; found {value:g}")
+            raise ValueError(f"memory has a unit, such as 40GiB; found {value}")
         return value
 
 
@@ -143,6 +143,8 @@ def load_job(path: PathLike) -> Job:
     if host is not None:
         at(["host_memory"], lambda: units.parse_bytes(host))
     tables = tuple(at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables))
+    for index, table in enumerate(tables):
+        at(["tables", index, "dedup_factor"], partial(check_dedup_factors, [table], spec.batch_size))
     options = {
         table.name: tuple(
             at(["tables", index, "compress", number], partial(_option, table, option))

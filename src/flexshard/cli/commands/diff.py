@@ -44,7 +44,7 @@ def diff_command(
         f"\n{name}: the two plans order rows by different profiles, so equal positions may be other rows."
         for name in changes.reranked
     )
-    if any(move.source == move.target and move.begins is None for move in changes.moves):
+    if any(move.source == move.target and move.begins is None and not _anew(move.table, *plans) for move in changes.moves):
         note += (
             "\nRows without copies are dealt to ranks in order of id, those with copies left out; where these change,"
             " all of the others are counted, though one or other keeps its rank."
@@ -52,6 +52,11 @@ def diff_command(
     note += "".join(f"\n{change.table}: {_cached(change)}." for change in changes.caches)
     grid.caption = f"{changes.rows:,} rows, {units.format_bytes(changes.nbytes)} move{note}"
     emit(changes.document(), as_json=as_json, text=grid)
+
+
+def _anew(name: str, *plans: planner.Plan) -> bool:
+    """Whether all rows of a table are, for another number of ranks, or in another width or type."""
+    return len({(plan.cluster.world_size, plan.table(name).dim, plan.table(name).dtype) for plan in plans}) > 1
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

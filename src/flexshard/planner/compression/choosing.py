@@ -16,7 +16,7 @@ from flexshard.planner.problem import Problem, ProblemOptions
 from flexshard.tables import Table
 from flexshard.topologies import Cluster
 
-__all__ = ["plan_compression"]
+__all__ = ["checked_loss_limit", "plan_compression"]
 
 
 def plan_compression(
@@ -61,8 +61,14 @@ def plan_compression(
     if time_limit_seconds is not None:
         seconds = check_above_0(time_limit_seconds, "time_limit_seconds", JobError)
         problem = replace(problem, timeout_seconds=seconds)
-    if loss_limit is not None:
-        loss_limit = check_finite(loss_limit, "loss_limit", JobError)
-        if loss_limit < 0:
-            raise JobError(f"loss_limit must be at least 0, found {loss_limit}")
-    return compress_whole(problem, options, rates, loss_limit, hashed=hashed)
+    return compress_whole(problem, options, rates, checked_loss_limit(loss_limit), hashed=hashed)
+
+
+def checked_loss_limit(loss_limit: float | None) -> float | None:
+    """Most that losses may add up to, None for any; raises JobError for what is no number, or below 0."""
+    if loss_limit is None:
+        return None
+    limit = check_finite(loss_limit, "loss_limit", JobError)
+    if limit < 0:
+        raise JobError(f"loss_limit must be at least 0, found {limit}")
+    return limit

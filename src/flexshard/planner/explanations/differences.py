@@ -98,15 +98,19 @@ class PlanDiff:
 
     @property
     def rows(self) -> int:
-        """Rows of tables without pooling that move."""
-        return sum(move.rows for move in self.moves)
+        """Rows of tables without pooling that move; those of tables that are gone do not."""
+        return sum(move.rows for move in self.moves if move.target is not None or move.table in self._sharded)
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that move; of tables that leave tiers for shards of TorchRec's, or come from them, once."""
-        sharded = {move.table for move in self.pooled}
-        rows = sum(move.nbytes for move in self.moves if move.table not in sharded or move.target is not None)
+        rows = sum(move.nbytes for move in self.moves if move.target is not None)
         return rows + sum(move.nbytes for move in self.pooled)
+
+    @property
+    def _sharded(self) -> set[str]:
+        """Tables of which TorchRec has shards before or after."""
+        return {move.table for move in self.pooled}
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
