@@ -143,8 +143,8 @@ def load_job(path: PathLike) -> Job:
     if host is not None:
         at(["host_memory"], lambda: units.parse_bytes(host))
     tables = tuple(at(["tables", index], partial(_table, folder, table)) for index, table in enumerate(spec.tables))
-    for index, table in enumerate(tables):
-        at(["tables", index, "dedup_factor"], partial(check_dedup_factors, [table], spec.batch_size))
+    for index, made in enumerate(tables):
+        at(["tables", index, "dedup_factor"], partial(check_dedup_factors, [made], spec.batch_size))
     options = {
         table.name: tuple(
             at(["tables", index, "compress", number], partial(_option, table, option))

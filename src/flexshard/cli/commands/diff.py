@@ -44,7 +44,8 @@ def diff_command(
         f"\n{name}: the two plans order rows by different profiles, so equal positions may be other rows."
         for name in changes.reranked
     )
-    if any(move.source == move.target and move.begins is None and not _anew(move.table, *plans) for move in changes.moves):
+    dealt = [move.table for move in changes.moves if move.source == move.target and move.begins is None]
+    if not all(_anew(table, *plans) for table in dealt):
         note += (
             "\nRows without copies are dealt to ranks in order of id, those with copies left out; where these change,"
             " all of the others are counted, though one or other keeps its rank."
