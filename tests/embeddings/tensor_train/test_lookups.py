@@ -283,7 +283,7 @@ def test_a_lookup_waits_for_its_sizes_alone(cores: int, pinned: bool) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    first(1, [(4, "rowwise_adagrad"), (3, None), (3, "sgd"), (2, "adam"), *((3, name) for name in FUSED[1:])]),
+    first(1, [(3, None), (4, "rowwise_adagrad"), (3, "sgd"), (2, "adam"), *((3, name) for name in FUSED[1:])]),
 )
 def test_steps_without_waits_are_the_same_steps(case: tuple[int, str | None]) -> None:
     """With pinned rows and a padding row, ids several times, batches of other sizes; cores, pinned rows, states."""
