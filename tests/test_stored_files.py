@@ -70,7 +70,7 @@ def test_stored_numberings_and_batches_are_read() -> None:
 
 def test_a_job_is_planned_with_other_options_than_its_own(tmp_path: Path) -> None:
     """Options that do not go together are found when they are used: a command may replace one of them."""
-    text = (STORED / "job.yaml").read_text() + "method: paper\ntiers: 5\nloss_limit: .inf\n"
+    text = (STORED / "job.yaml").read_text() + "method: paper\ntiers: 5\nloss_limit: 0.5\n"
     (tmp_path / "job.yaml").write_text(text)
     for name in ("cluster.yaml", "profile.parquet"):
         (tmp_path / name).write_bytes((STORED / name).read_bytes())

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
 from flexshard.costmodels import Cost, LocalRates, Phase, StepWork, step_phases
 from flexshard.errors import PlanError
+from flexshard.planner.gaps import relative_gap
 from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.tables import DATA_TYPES
 from flexshard.topologies import Cluster
@@ -272,6 +273,11 @@ class Plan:
         if self.settings.objective == "communication":
             return cost.exposed_seconds
         return sum(phase.seconds for phase in self.phases_of(cost))
+
+    @property
+    def proven_gap(self) -> float:
+        """By what part of the lower bound the plan's objective may exceed the least there is; infinite over 0."""
+        return relative_gap(self.objective_seconds(self.predicted), self.lower_bound_seconds)
 
     def bounded_bytes(self, cost: Cost) -> float:
         """Memory per rank as far as the budget bounds it, of the plan or a baseline: expected, or what the fullest rank

@@ -9,7 +9,6 @@ from flexshard import units
 from flexshard._internal import Grid, as_text, new_grid
 from flexshard.costmodels import Cost
 from flexshard.planner.explanations.pooled_text import pooled_grid
-from flexshard.planner.gaps import relative_gap
 from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.solver.cached_sums import BATCHES
 
@@ -209,13 +208,12 @@ def _cells(plan: Plan, cost: Cost) -> list[str]:
 
 def _proof(plan: Plan) -> list[Text]:
     cost = plan.objective_seconds(plan.predicted)
-    gap = relative_gap(cost, plan.lower_bound_seconds)  # as a job's gap is meant
     if plan.settings.objective == "step":
         least = f"a step of less than {_exact(plan.lower_bound_seconds)}"
     else:
         least = f"less than {_exact(plan.lower_bound_seconds)} of exposed communication"
-    proof = f"Proof: no plan within the budget has {least}; this one has {_exact(cost)} (relative gap {gap:.2g})."
-    lines = [proof]
+    proof = f"Proof: no plan within the budget has {least}; this one has {_exact(cost)}"
+    lines = [f"{proof} (relative gap {plan.proven_gap:.2g})."]  # as a job's gap is meant
     if plan.settings.host_memory is not None and not plan.pooled:
         show = units.format_bytes
         taken = f"{show(plan.predicted.host_memory_bytes)} of {show(plan.settings.host_memory)}"
