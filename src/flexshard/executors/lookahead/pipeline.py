@@ -43,8 +43,8 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         lookahead: batches known beside the current one, at least 1; the same on every rank. By default as many as the
             caches of every rank have room for when training begins, less two, up to 200; 1 without caches.
         delayed_sync: send rows of the next batch beside the current step's backward pass, but for those that the
-            current batch trains, and gradients beside the next step's forward pass, but for those of rows that its
-            batch reads (BagPipe, section 3.3). The weights are the same to the last bit. Gradients of the last batch
+            current batch trains, and gradients beside the next step's forward pass, when those of the layers are
+            through, but for those of rows that its batch reads (BagPipe, section 3.3). The weights are the same to the last bit. Gradients of the last batch
             may be under way between two calls: whatever goes through the model or its ``state_dict`` takes them first,
             what reads ``parameters()`` directly does not see them. Writing to parameters is an error then (to their
             ``data``, it is lost in part). On CPUs only, so far.
