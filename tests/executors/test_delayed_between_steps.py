@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,8 +14,9 @@ pytest.importorskip("numba")
 
 import torch
 
+from flexshard._internal.messages import PendingMessages
 from flexshard.errors import CheckpointError, DataError
-from flexshard.executors import LookaheadPipeline, full_state_dict, reshard
+from flexshard.executors import LookaheadPipeline, full_state_dict, load_checkpoint, reshard, save_checkpoint
 from flexshard.executors.comm.delayed import DelayedRows
 from flexshard.executors.state.norms import table_norms
 from flexshard.executors.stores.memory import MemoryStore
@@ -204,6 +206,105 @@ def test_writes_to_parameters_are_not_mixed_up_with_gradients_under_way() -> Non
     for texts in ranks.run(1, 2, writes, looking.plan_for(1, 2)):
         assert len(texts) == 6
         assert all("parameters were written to" in text for text in texts)
+
+
+def written_and_loaded(rank: int, plan: Any, folder: str) -> list[str]:
+    """A checkpoint loads after parameters were written to, and training goes on from it as it did then."""
+    parallel, pipeline, _ = begun(rank, plan)
+    save_checkpoint(folder, parallel)
+    finals, found = [], []
+    for wrong in (False, True):
+        if wrong:
+            with torch.no_grad():
+                goods(parallel).clamp_(-1, 1)
+            found += [message_of(pipeline.progress, looking.batches(rank, range(40, 60)))]
+        pipeline.detach()
+        pipeline = LookaheadPipeline(parallel, pipeline._optimizer, HOST, lookahead=3, **DELAYED)
+        load_checkpoint(folder, parallel)
+        batches = looking.batches(rank, range(20, 30))
+        seen = [pipeline.progress(batches).detach() for _ in range(10)]
+        finals.append((seen, looking.everything(parallel)))
+        batches = looking.batches(rank, range(60, 80))
+        for _ in range(4):
+            pipeline.progress(batches)
+    (expected, state), (again, same) = finals
+    return found + looking.steps_that_differ(again, expected) + looking.differs(same, state)
+
+
+def test_training_goes_on_from_a_checkpoint_after_parameters_were_written_to(tmp_path: Any) -> None:
+    for texts in ranks.run(1, 2, written_and_loaded, looking.plan_for(1, 2), str(tmp_path)):
+        assert len(texts) == 1
+        assert "were written to between two steps" in texts[0]
+        assert "load a checkpoint" in texts[0]
+
+
+def alternating(rank: int, plan: Any) -> list[int]:
+    """Batches in turns trained and evaluated: how many messages nobody waited for, after so many and more of them."""
+    parallel, pipeline, batches = begun(rank, plan)
+    kept = []
+    for step in range(40):
+        parallel.train(step % 2 == 0)
+        with torch.set_grad_enabled(step % 2 == 0):
+            pipeline.progress(batches)
+        if step % 20 == 19:
+            gc.collect()
+            kept.append(sum(type(one) is PendingMessages for one in gc.get_objects()))
+    return kept
+
+
+def test_batches_that_are_evaluated_leave_nothing_behind() -> None:
+    for earlier, later in ranks.run(1, 2, alternating, looking.plan_for(1, 2)):
+        assert later <= earlier + 2
+
+
+def failing_on_one(rank: int, plan: Any, where: str, how: dict[str, Any]) -> tuple[list[str], int]:
+    """One rank's iterator fails once, or what it does after a step's backward pass; it goes on with the next batch."""
+    parallel, optim = looking.shard(plan, None, fused("sgd"))
+    pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=2, **how)
+    failing, backward = [rank == 0], pipeline._backward
+
+    class Source:
+        """Batches, once none."""
+
+        def __init__(self) -> None:
+            self.step = 0
+
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> Any:
+            if where == "iterator" and self.step == 7 and failing[0]:
+                failing[0] = False
+                raise OSError("no answer")
+            self.step += 1
+            return looking.batch_of(self.step, rank)
+
+    def once(losses: torch.Tensor) -> None:
+        backward(losses)
+        if where == "backward" and pipeline.trained == 4 and failing[0]:
+            failing[0] = False
+            raise OSError("no answer")
+
+    texts, steps, batches = [], 0, Source()
+    with mock.patch.object(pipeline, "_backward", once):
+        while steps < 12:
+            try:
+                pipeline.progress(batches)
+                steps += 1
+            except OSError as error:
+                texts.append(str(error))
+                if where == "backward":
+                    pipeline.dequeue_batch()
+                    pipeline._begun -= 1
+                    steps += 1
+    return texts, steps
+
+
+@pytest.mark.parametrize("where", ["iterator", "backward"])
+@pytest.mark.parametrize("how", [{}, DELAYED])
+def test_one_rank_that_fails_beside_what_all_send_goes_on(where: str, how: dict[str, Any]) -> None:
+    found = ranks.run(1, 2, failing_on_one, looking.plan_for(1, 2), where, how)
+    assert found == [(["no answer"], 12), ([], 12)]
 
 
 def written_on_one(rank: int, plan: Any) -> str:

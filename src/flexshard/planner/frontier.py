@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from flexshard._internal import check_int
 from flexshard.errors import JobError
-from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
+from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint, with_bounds
 from flexshard.planner.problem import FrontierOptions, Problem
 from flexshard.planner.reductions import Dense
 from flexshard.planner.solver.deadline import ended_at
@@ -36,7 +36,7 @@ __all__ = ["pareto"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_EVEN, _MOST_VERTICES, _NOTHING = 24, 40, 1e-6
+_EVEN, _MOST_VERTICES, _CHOICES, _NOTHING = 24, 40, 12, 1e-6
 _WORK_OF_POINT = 100_000.0  # microseconds that may go into making one of them exact
 
 
@@ -50,10 +50,11 @@ def pareto(
     """The frontier of memory per rank against exposed communication; a problem's budget and method are not looked at.
     Memory is the mean, whatever the budget bounds.
 
-    With ``index_dedup="auto"`` a point has all tables' repeated ids sent once, or none's. Where tables are pooled, or
-    may take the host's memory, or gradients of copies may be gathered (``reduction``), the points are plans at a dozen
-    budgets, each with its bound; of pooled tables each gets an equal part of ``timeout_seconds``, and however little
-    that is, the seconds that a first plan takes.
+    With ``index_dedup="auto"`` the tables whose repeated ids are sent once are all, none, or those of plans at a dozen
+    budgets, and points have bounds: between these budgets other choices may be a little better. Where tables are
+    pooled, or may take the host's memory, or gradients of copies may be gathered (``reduction``), the points are plans
+    at a dozen budgets, each with its bound; of pooled tables each gets an equal part of ``timeout_seconds``, and
+    however little that is, the seconds that a first plan takes.
 
     Args:
         tables: a :class:`Problem`; or the tables of one.
@@ -81,6 +82,8 @@ def pareto(
         curves = [_vertices(one, levels, crossing_prices(one, levels, prices)) for levels in subsets]
         points += _best(one, _envelope(one, subsets, curves), (neutral, replicated), tiers)
     frontier = _frontier(points)
+    if variants.are_chosen and len(problem.tables) > 1:  # one table's ids are all sent once, or none are
+        frontier = with_bounds(_frontier([*points, *_of_choices(variants, frontier, neutral, tiers, prices)]))
     neutral_plan = max((p for p in frontier if p.memory_bytes <= memory_limit(neutral.memory_bytes)), key=_memory)
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
@@ -89,6 +92,27 @@ def pareto(
         neutral.memory_bytes,
         problem.title,
     )
+
+
+def _of_choices(
+    variants: Variants, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, tiers: int, prices: int
+) -> list[ParetoPoint]:
+    """Plans at some budgets, with their bounds, and the vertices of the tables that these deduplicate."""
+    points, known = [], {np.zeros(len(variants.problem.tables), np.bool_).tobytes()}
+    known.add(np.ones(len(variants.problem.tables), np.bool_).tobytes())
+    least, most = frontier[0].memory_bytes, frontier[-1].memory_bytes
+    price = None
+    for budget in sorted({least, *np.geomspace(least, most, _CHOICES).tolist(), max(neutral.memory_bytes, least)}):
+        instance, found = variants.solve(budget, tiers, start_price=price)
+        price = found.price or None
+        points.append(replace(_point(instance, found.allocation), lower_bound_seconds=found.lower_bound_seconds))
+        if (choice := instance.deduplicated.tobytes()) not in known:
+            known.add(choice)
+            subsets = instance.level_subsets(tiers)
+            curves = [_vertices(instance, levels, crossing_prices(instance, levels, prices)) for levels in subsets]
+            kept = _envelope(instance, subsets, curves)
+            points += [point for point in kept if point.waits_seconds <= _NOTHING * point.exposed_seconds]
+    return points
 
 
 def _best(

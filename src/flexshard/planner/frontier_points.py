@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-__all__ = ["ParetoCurve", "ParetoPoint"]
+__all__ = ["ParetoCurve", "ParetoPoint", "with_bounds"]
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,12 @@ class ParetoCurve:
             if point.name == name:
                 return point
         raise KeyError(name)
+
+
+def with_bounds(frontier: Sequence[ParetoPoint]) -> list[ParetoPoint]:
+    """Points in order of memory, of which some have bounds: those of larger budgets hold for smaller ones, too."""
+    least, found = 0.0, list(frontier)
+    for index in range(len(found) - 1, -1, -1):
+        least = max(least, found[index].lower_bound_seconds or 0.0)
+        found[index] = replace(found[index], lower_bound_seconds=min(least, found[index].exposed_seconds))
+    return found

@@ -35,18 +35,19 @@ def pareto_command(
         plots.plot_pareto(curve, output)
     kinds = sorted({kind for point in curve.points for kind, _ in point.pooled})
     sizes = curve.group_sizes if any(sum(point.rows) for point in curve.points) else ()
-    headings = ["memory per rank", "exposed"] + (["no less than"] if kinds else [])
+    bounded = any(point.lower_bound_seconds is not None for point in curve.points)
+    headings = ["memory per rank", "exposed"] + (["no less than"] if bounded else [])
     headings += [f"rows, g = {size}" for size in sizes] + [f"tables {kind}" for kind in kinds]
     details = headings[:1:-1]
     grid = new_grid("Points of the frontier, and beside it", ["point"], headings, details)
     for point in curve.marked:
         cells = [units.format_bytes(point.memory_bytes), units.format_seconds(point.exposed_seconds)]
-        if kinds:
+        if bounded:
             bound = point.lower_bound_seconds
             cells.append("" if bound is None else units.format_seconds(bound))
         known = not kinds or point.pooled  # what baselines have is in their names
         cells += [f"{rows:,}" if known else "" for rows, _ in zip(point.rows, sizes, strict=False)]
         cells += [str(dict(point.pooled).get(kind, 0)) if known else "" for kind in kinds]
         grid.add_row(point.name, *cells)
-    grid.caption = f"{len(curve.points):,} {'best' if kinds else 'optimal'} plans drawn in {output}"
+    grid.caption = f"{len(curve.points):,} {'best' if bounded else 'optimal'} plans drawn in {output}"
     emit(asdict(curve), as_json=as_json, text=grid)

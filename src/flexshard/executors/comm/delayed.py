@@ -250,8 +250,8 @@ class DelayedRows:
         """What to say then."""
         return (
             f"tables {', '.join(self._context.layout.tables[:3])}: parameters were written to between two steps, when"
-            " rows of the next batch or gradients of the last one were on their way; use load_state_dict(), or"
-            " LookaheadPipeline(delayed_sync=False)"
+            " rows of the next batch or gradients of the last one were on their way, which are lost in part; load a"
+            " checkpoint, and write by load_state_dict() or under LookaheadPipeline(delayed_sync=False)"
         )
 
     def _answer(self, ours: _Part, theirs: _Part, group: dist.ProcessGroup | None) -> list[Arrival]:
@@ -344,8 +344,14 @@ class DelayedRows:
         if self._update is not None:
             self.send_rest()  # even if they are lost: other ranks wait for them
             if self.written:
+                self._finish()
                 raise CacheError(self.written_text)
             self._take()
+
+    def hear(self) -> None:
+        """Wait for the word on rows that the batch before has, too, if anybody was told: nobody may train this one."""
+        if self._of_before is not None:
+            self._of_before.pending.wait()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -363,7 +369,12 @@ class DelayedRows:
         del update.parts[0], update.arrivals[0]
         if update.parts:
             return True
-        self._update = self.follower = None
-        for index, announced in enumerate(self._announced):
-            announced.finish(trained=index in update.classes)
+        self._finish()
         return False
+
+    def _finish(self) -> None:
+        """No more gradients will be taken."""
+        assert self._update is not None
+        trained, self._update, self.follower = self._update.classes, None, None
+        for index, announced in enumerate(self._announced):
+            announced.finish(trained=index in trained)

@@ -8,11 +8,13 @@ taken before anybody else looks at the rows. What is written to parameters in be
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from flexshard.errors import CacheError
 from flexshard.executors.comm.delayed import DelayedRows
 
 __all__ = ["DelayedSync"]
@@ -95,14 +97,17 @@ class DelayedSync:
     def settle(self, members: Iterable[int] | None = None, *, follower: DelayedRows | None = None) -> None:
         """Take gradients that are under way, of some modules or of all, but for those of which this follower of their
         batch needs none.
+
+        Raises:
+            CacheError: somebody wrote to parameters meanwhile, and this is the first to say so.
         """
         chosen = None if members is None else tuple(members)
         for rows in list(self._pending):
             if rows.follower is follower and follower is not None:
                 continue
             if chosen is None or _overlap(rows.members, chosen):
+                self._pending.remove(rows)  # where it is lost, that is said once: a checkpoint can be loaded then
                 rows.take_rest()
-                self._pending.remove(rows)
 
     def rows_replaced(self) -> None:
         """Rows are written to by what all ranks call: what was sent early no longer holds."""
@@ -115,10 +120,17 @@ class DelayedSync:
         self._latest.clear()
         self._orders.clear()
 
-    def written(self) -> str:
-        """What to say where somebody wrote to parameters of which rows were sent early, or are to be updated."""
-        under_way = [*self._pending, *(one.rows for one in self._early)]
-        return next((rows.written_text for rows in under_way if rows.written), "")
+    def take_written(self) -> str:
+        """What to say where somebody wrote to parameters of which rows were sent early (until these are looked up, or
+        others loaded), or are to be updated (once: what is lost is lost).
+        """
+        text = next((one.rows.written_text for one in self._early if one.rows.written), "")
+        for rows in [rows for rows in self._pending if rows.written]:
+            self._pending.remove(rows)
+            with suppress(CacheError):
+                rows.take_rest()
+            text = rows.written_text
+        return text
 
 
 def _overlap(one: Iterable[int], other: Iterable[int]) -> bool:
@@ -140,6 +152,8 @@ class _Order:
         self._number += 1
         self._stamps.index_fill_(0, rows.asked, self._number)
         last = self._last
+        if last is not None:
+            last.hear()
         if last is not None and not last.scattered:
             of_before = self._stamps.index_select(0, last.asked) == self._number
             rows.meets(last, of_before=of_before, of_this=of_this)

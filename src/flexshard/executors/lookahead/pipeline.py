@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from flexshard._internal import check_int, differing_ranks
 from flexshard.errors import CacheError
 from flexshard.executors.comm.collectives import Label
+from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.lookahead.row_moves import CacheTraffic
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.module import ShardedRowsModule
@@ -44,10 +46,10 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
             caches of every rank have room for when training begins, less two, up to 200; 1 without caches.
         delayed_sync: send rows of the next batch beside the current step's backward pass, but for those that the
             current batch trains, and gradients beside the next step's forward pass, when those of the layers are
-            through, but for those of rows that its batch reads (BagPipe, section 3.3). The weights are the same to the last bit. Gradients of the last batch
-            may be under way between two calls: whatever goes through the model or its ``state_dict`` takes them first,
-            what reads ``parameters()`` directly does not see them. Writing to parameters is an error then (to their
-            ``data``, it is lost in part). On CPUs only, so far.
+            through, but for those of rows that its batch reads (BagPipe, section 3.3). The weights are the same to the
+            last bit. Gradients of the last batch may be under way between two calls: whatever goes through the model or
+            its ``state_dict`` takes them first, what reads ``parameters()`` directly does not see them. Writing to
+            parameters is an error then (to their ``data``, it is lost in part). On CPUs only, so far.
         options: the others of ``TrainPipelineSparseDist``.
 
     Raises:
@@ -195,12 +197,13 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         self._wait_for_batch()
         self._announce()
         begins = None
-        if self._begun <= (self._lookahead or 1) + 1 and (
+        known = self._begun <= (self._lookahead or 1) + 1 and (
             self._begun < len(self.batches) or self.enqueue_batch(dataloader_iter)
-        ):
+        )
+        self.enqueue_batch(dataloader_iter)
+        if known:  # once the iterator cannot fail on this rank alone
             begins = self._begun
             self._begin()
-        self.enqueue_batch(dataloader_iter)
         losses, output = self._model_fwd(self.batches[0])
         if begins is not None:
             self.wait_sparse_data_dist(self.contexts[begins])
@@ -208,9 +211,13 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
             delayed = [joint.sync for joint in self._joint()] if self._delayed_sync else []
             for sync in delayed:
                 sync.send_early()
-            self._backward(losses)
-            for sync in delayed:
-                sync.after_backward()
+            try:
+                self._backward(losses)
+            except Exception:  # on this rank alone, perhaps: others have sent theirs
+                with suppress(RuntimeError):
+                    _after_backward(delayed)
+                raise
+            _after_backward(delayed)
             self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])
             self._optimizer_step()
             self.trained += 1
@@ -223,3 +230,8 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         """Let go of all batches."""
         super().reset()
         self._begun = 0
+
+
+def _after_backward(delayed: Sequence[DelayedSync]) -> None:
+    for sync in delayed:
+        sync.after_backward()

@@ -68,7 +68,7 @@ class JointModules:
 
     def failure(self, tables: ShardedTables) -> BatchProblem | None:
         """What went wrong beside the steps with a module's tables."""
-        failed, written = tables.failure(), self.sync.written()
+        failed, written = tables.failure(), self.sync.take_written()
         if written:
             return BatchProblem(WRITTEN, 0, written)
         return None if failed is None else BatchProblem(CACHE_FAILED, *failed)

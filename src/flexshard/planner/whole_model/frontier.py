@@ -13,7 +13,7 @@ import numpy as np
 
 from flexshard.errors import BudgetError
 from flexshard.planner.budget import Limit, Neutral
-from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint
+from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint, with_bounds
 from flexshard.planner.methods import Optimal
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
@@ -98,13 +98,9 @@ def _baseline(plan: Plan, name: str, mark: str) -> ParetoPoint:
 
 
 def _frontier(plans: list[Plan]) -> list[ParetoPoint]:
-    """Those that no other one beats; bounds of larger budgets hold for smaller ones, too."""
+    """Those that no other one beats, with their bounds."""
     kept: list[ParetoPoint] = []
     for point in sorted(map(_point, plans), key=lambda one: (one.memory_bytes, one.exposed_seconds)):
         if not kept or point.exposed_seconds < kept[-1].exposed_seconds:
             kept.append(point)
-    least = 0.0
-    for index in range(len(kept) - 1, -1, -1):
-        least = max(least, kept[index].lower_bound_seconds or 0.0)
-        kept[index] = replace(kept[index], lower_bound_seconds=min(least, kept[index].exposed_seconds))
-    return kept
+    return with_bounds(kept)
