@@ -192,3 +192,31 @@ def test_on_one_rank_ids_are_looked_up_once_where_nothing_else_fits() -> None:
     for budget, once in ((least[0], False), ((least[0] + least[1]) / 2, True)):
         plan = solve(tables, cluster, batch_size=64, budget=f"{budget + 1:.0f}B", index_dedup="auto")
         assert plan.tables["often"].index_dedup is once
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_frontier_knows_choices_of_tables(seed: int) -> None:
+    """Its neutral plan is the plan, and its bounds are of plans within other budgets, too."""
+    generator = np.random.default_rng([5, seed])
+    tables = []
+    for number, dim in enumerate(generator.choice([4, 16, 64], 4).tolist()):
+        rows = int(10 ** generator.uniform(1, 4.5))
+        weights = np.arange(1.0, rows + 1) ** -generator.uniform(0.3, 1.3)
+        counts = generator.multinomial(int(10 ** generator.uniform(3, 5)), weights / weights.sum())
+        tables.append(Table(f"t{number}", rows, dim, AccessProfile.from_counts(counts, num_samples=1000)))
+    cluster = Cluster.preset("a100-4x8-roce")
+    plan, curve = solve(tables, cluster, batch_size=128), pareto(tables, cluster, batch_size=128)
+    neutral = curve.mark("memory_neutral")
+    assert (neutral.memory_bytes, neutral.exposed_seconds) == pytest.approx(
+        (plan.predicted.memory_bytes, plan.predicted.exposed_seconds), rel=1e-9
+    )
+    assert neutral.lower_bound_seconds == pytest.approx(plan.lower_bound_seconds, rel=1e-6)
+    memory = np.array([point.memory_bytes for point in curve.points])
+    seconds = [point.exposed_seconds for point in curve.points]
+    assert seconds == sorted(seconds, reverse=True)
+    for budget in np.linspace(memory[0], memory[-1], 7).tolist():
+        limit = f"{budget + cluster.reserve_bytes + 1:.0f}B"
+        found = solve(tables, cluster, batch_size=128, budget=limit).predicted
+        above = np.searchsorted(memory, found.memory_bytes)
+        if above < memory.size:
+            assert (curve.points[above].lower_bound_seconds or 0.0) <= found.exposed_seconds * (1 + 1e-9)
