@@ -112,18 +112,18 @@ def test_stock_torchrec_reads_and_runs_it(tmp_path: Path) -> None:
 
 def test_torcheasyrecs_plan_names_types_kernels_and_ranks(tmp_path: Path) -> None:
     plan = planned()
-    export_torcheasyrec(plan, modules_of(plan, ["model.ebc"]), tmp_path / "plan")
+    export_torcheasyrec(plan, modules_of(plan, ["model.ebc", "s=model.ec"]), tmp_path / "plan")
     document = json.loads((tmp_path / "plan").read_text())
-    assert document.keys() == {"model.ebc"}
+    assert document.keys() == {"model.ebc", "model.ec"}
     for name, table in plan.pooled.items():
-        assert document["model.ebc"][name] == {
+        assert document["model.ec" if name == "s" else "model.ebc"][name] == {
             "sharding_type": table.sharding_type,
             "compute_kernel": table.compute_kernel,
             "ranks": [shard.rank for shard in table.shards],
         }
-    assert document["model.ebc"]["s"]["sharding_type"] in ("row_wise", "data_parallel")
+    assert document["model.ec"]["s"]["sharding_type"] in ("row_wise", "data_parallel")
     plan.save(tmp_path / "plan.json")
-    how = ("export", "plan.json", "--module", "model.ebc", "-o", "other", "--to")
+    how = ("export", "plan.json", "--module", "model.ebc", "--module", "s=model.ec", "-o", "other", "--to")
     done = run(tmp_path, *how, "torcheasyrec", "--device", "cpu")
     assert (done.returncode, "--device is about plans of TorchRec" in done.stderr) == (2, True)
     assert run(tmp_path, *how, "torcheasyrec").returncode == 0
@@ -141,6 +141,8 @@ def test_tiers_and_tables_of_no_module_are_refused_by_name(tmp_path: Path) -> No
         modules_of(tiered, [])
     with pytest.raises(PlanError, match="no table 'x'; there are s"):
         modules_of(tiered, ["x=words"])
+    with pytest.raises(PlanError, match="module sparse has table 'c', which is pooled, and 's', which is not"):
+        modules_of(planned(), ["sparse"])
     with pytest.raises(PlanError, match="bags and words are both the module of all tables"):
         modules_of(tiered, ["bags", "words"])
     with pytest.raises(PlanError, match="table 's' is in module bags already"):

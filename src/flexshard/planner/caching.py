@@ -25,6 +25,8 @@ from flexshard.tables import Table
 
 __all__ = ["plan_with_caches"]
 
+_ROUNDED = 1e-9  # of what a plan takes, which is nothing
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -56,7 +58,8 @@ def plan_with_caches(problem: Problem) -> Plan:
         predicted=predicted,
         baselines=closed_form_baselines(variants, limit, in_order=problem.in_order),
         lower_bound_seconds=min(best.lower_bound_seconds, predicted.exposed_seconds),
-        memory_price_seconds_per_gib=best.price * units.GIB,
+        # Programs have prices of nothing but rounding where memory does not bind.
+        memory_price_seconds_per_gib=best.price * units.GIB if best.price * limit > _ROUNDED * best.seconds else 0.0,
         next_gib_seconds=None,
         job_digest=job_digest(variants.plain.tables, problem.cluster, settings),
     )

@@ -22,7 +22,7 @@ def modules_of(plan: Plan, given: list[str]) -> dict[str, str]:
     """The module of each table, of texts "PATH" (of all tables) and "TABLE=PATH".
 
     Raises:
-        PlanError: a table of none, or of two, or a text about none.
+        PlanError: a table of none, or of two, or a text about none; or tables with pooling and without in one.
     """
     names = [*plan.tables, *plan.pooled]
     found: dict[str, str] = {}
@@ -44,7 +44,19 @@ def modules_of(plan: Plan, given: list[str]) -> dict[str, str]:
     missing = [name for name in names if name not in found]
     if missing:
         raise PlanError(f"which module has table {missing[0]!r}? name it: {missing[0]}=PATH, or PATH for all tables")
+    pooled = {found[name]: name for name, table in plan.pooled.items() if table.pooling != "none"}
+    beside = next((name for name in names if found[name] in pooled and not _is_pooled(plan, name)), None)
+    if beside is not None:
+        path = found[beside]
+        raise PlanError(
+            f"module {path} has table {pooled[path]!r}, which is pooled, and {beside!r}, which is not; these are an"
+            f" EmbeddingBagCollection and an EmbeddingCollection: name the one of {beside!r}, {beside}=PATH"
+        )
     return found
+
+
+def _is_pooled(plan: Plan, name: str) -> bool:
+    return name in plan.pooled and plan.pooled[name].pooling != "none"
 
 
 def export_torcheasyrec(plan: Plan, modules: Mapping[str, str], path: PathLike) -> None:

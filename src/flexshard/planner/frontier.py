@@ -36,7 +36,7 @@ __all__ = ["pareto"]
 
 FloatArray = npt.NDArray[np.float64]
 
-_EVEN, _MOST_VERTICES, _CHOICES, _NOTHING = 24, 40, 12, 1e-6
+_EVEN, _MOST_VERTICES, _CHOICES, _NOTHING = 24, 40, 16, 1e-6
 _WORK_OF_POINT = 100_000.0  # microseconds that may go into making one of them exact
 
 
@@ -50,7 +50,7 @@ def pareto(
     """The frontier of memory per rank against exposed communication; a problem's budget and method are not looked at.
     Memory is the mean, whatever the budget bounds.
 
-    With ``index_dedup="auto"`` the tables whose repeated ids are sent once are all, none, or those of plans at a dozen
+    With ``index_dedup="auto"`` the tables whose repeated ids are sent once are all, none, or those of plans at some
     budgets, and points have bounds: between these budgets other choices may be a little better. Where tables are
     pooled, or may take the host's memory, or gradients of copies may be gathered (``reduction``), the points are plans
     at a dozen budgets, each with its bound; of pooled tables each gets an equal part of ``timeout_seconds``, and
@@ -83,7 +83,8 @@ def pareto(
         points += _best(one, _envelope(one, subsets, curves), (neutral, replicated), tiers)
     frontier = _frontier(points)
     if variants.are_chosen and len(problem.tables) > 1:  # one table's ids are all sent once, or none are
-        frontier = with_bounds(_frontier([*points, *_of_choices(variants, frontier, neutral, tiers, prices)]))
+        others, bounds = _of_choices(variants, frontier, neutral, tiers, prices)
+        frontier = with_bounds(_frontier([*points, *others]), bounds)
     neutral_plan = max((p for p in frontier if p.memory_bytes <= memory_limit(neutral.memory_bytes)), key=_memory)
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
@@ -96,23 +97,29 @@ def pareto(
 
 def _of_choices(
     variants: Variants, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, tiers: int, prices: int
-) -> list[ParetoPoint]:
-    """Plans at some budgets, with their bounds, and the vertices of the tables that these deduplicate."""
-    points, known = [], {np.zeros(len(variants.problem.tables), np.bool_).tobytes()}
+) -> tuple[list[ParetoPoint], list[tuple[float, float]]]:
+    """Plans at some budgets, and the vertices of the tables that these deduplicate; the budgets, and bounds there."""
+    points, bounds, known = list[ParetoPoint](), [], {np.zeros(len(variants.problem.tables), np.bool_).tobytes()}
     known.add(np.ones(len(variants.problem.tables), np.bool_).tobytes())
-    least, most = frontier[0].memory_bytes, frontier[-1].memory_bytes
+    memory, seconds = (np.array([getattr(p, of) for p in frontier]) for of in ("memory_bytes", "exposed_seconds"))
+    drops = np.argsort(np.diff(seconds), kind="stable")[: _CHOICES // 2] + 1  # what is just not enough for them
+    budgets = {
+        *np.geomspace(memory[0], memory[-1], _CHOICES // 2).tolist(),
+        *np.maximum(memory[drops] - 1, memory[0]).tolist(),
+    }
     price = None
-    for budget in sorted({least, *np.geomspace(least, most, _CHOICES).tolist(), max(neutral.memory_bytes, least)}):
+    for budget in sorted({*budgets, float(memory[-1]), max(neutral.memory_bytes, float(memory[0]))}):
         instance, found = variants.solve(budget, tiers, start_price=price)
         price = found.price or None
-        points.append(replace(_point(instance, found.allocation), lower_bound_seconds=found.lower_bound_seconds))
+        points.append(_point(instance, found.allocation))
+        bounds.append((budget, found.lower_bound_seconds))
         if (choice := instance.deduplicated.tobytes()) not in known:
             known.add(choice)
             subsets = instance.level_subsets(tiers)
             curves = [_vertices(instance, levels, crossing_prices(instance, levels, prices)) for levels in subsets]
             kept = _envelope(instance, subsets, curves)
             points += [point for point in kept if point.waits_seconds <= _NOTHING * point.exposed_seconds]
-    return points
+    return points, bounds
 
 
 def _best(

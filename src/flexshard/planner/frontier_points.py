@@ -60,10 +60,17 @@ class ParetoCurve:
         raise KeyError(name)
 
 
-def with_bounds(frontier: Sequence[ParetoPoint]) -> list[ParetoPoint]:
-    """Points in order of memory, of which some have bounds: those of larger budgets hold for smaller ones, too."""
-    least, found = 0.0, list(frontier)
+def with_bounds(frontier: Sequence[ParetoPoint], bounds: Sequence[tuple[float, float]]) -> list[ParetoPoint]:
+    """Points with the highest of the bounds that hold for them: those of budgets of at least their memory.
+
+    Args:
+        frontier: in order of memory.
+        bounds: bytes, and seconds that no plan within them is below.
+    """
+    left, least, found = sorted(bounds), 0.0, list(frontier)
     for index in range(len(found) - 1, -1, -1):
-        least = max(least, found[index].lower_bound_seconds or 0.0)
-        found[index] = replace(found[index], lower_bound_seconds=min(least, found[index].exposed_seconds))
+        point = found[index]
+        while left and left[-1][0] >= point.memory_bytes * (1 - 1e-12):
+            least = max(least, left.pop()[1])
+        found[index] = replace(point, lower_bound_seconds=min(least, point.exposed_seconds))
     return found

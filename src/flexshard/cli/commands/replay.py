@@ -190,9 +190,9 @@ def _grid(batch_size: int, result: Replay, said: Cost | None) -> Grid:
     up, out = (a.mean(axis=0) for a in (result.all_to_all_scale_up_bytes, result.all_to_all_scale_out_bytes))
     nodes = out.reshape(-1, result.ranks_per_node).sum(axis=1)
     grid.caption = (
-        f"All-to-all traffic inside nodes: {units.format_bytes(float(up.max()))} per step out of the busiest rank;"
-        f" between nodes: {units.format_bytes(float(nodes.max()))} out of the busiest node"
-        f" ({nodes.max() / max(nodes.mean(), 1):.3f} of the mean).\n"
+        f"All-to-all traffic but for counts, inside nodes: {units.format_bytes(float(up.max()))} per step out of the"
+        f" busiest rank; between nodes: {units.format_bytes(float(nodes.max()))} out of the busiest node"
+        f" ({nodes.max() / nodes.mean() if nodes.any() else 1.0:.3f} of the mean).\n"
         f"Memory: {units.format_bytes(result.static_memory_bytes)} static, at most"
         f" {units.format_bytes(result.peak_memory_bytes)} of the fullest rank in its fullest step.\n"
         "Beside static memory the fullest rank has at most"

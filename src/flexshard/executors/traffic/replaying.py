@@ -71,7 +71,10 @@ def split_by_rank(
     counts = {name: len(lengths) for name, (_, lengths) in samples.items()}
     number = min(counts.values(), default=0)
     if len(set(counts.values())) > 1:
-        raise DataError(f"tables have different numbers of samples: {counts}; give all of them the same samples")
+        raise DataError(
+            f"tables have different numbers of samples, as far as they were read: {counts}; give all of them the same"
+            " samples, as of one sample key"
+        )
     per_step = world_size * batch_size
     if number < per_step:
         raise DataError(f"{number:,} samples are less than one step of {world_size} ranks x {batch_size} samples")

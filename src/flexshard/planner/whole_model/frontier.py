@@ -103,4 +103,4 @@ def _frontier(plans: list[Plan]) -> list[ParetoPoint]:
     for point in sorted(map(_point, plans), key=lambda one: (one.memory_bytes, one.exposed_seconds)):
         if not kept or point.exposed_seconds < kept[-1].exposed_seconds:
             kept.append(point)
-    return with_bounds(kept)
+    return with_bounds(kept, [(point.memory_bytes, point.lower_bound_seconds or 0.0) for point in kept])
