@@ -113,7 +113,7 @@ def format_seconds(value: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """``1,234,567`` for whole numbers, three digits for the rest."""
+    """``1,234,567`` for whole numbers, three digits for the rest and for what is very large."""
     whole = (value >= 1000 or float(value).is_integer()) and abs(value) < _LEGIBLE
     return f"{value:,.0f}" if whole else f"{value:.3g}"
 

@@ -213,6 +213,7 @@ def test_the_frontier_knows_choices_of_tables(seed: int) -> None:
     assert neutral.lower_bound_seconds == pytest.approx(plan.lower_bound_seconds, rel=1e-6)
     memory = np.array([point.memory_bytes for point in curve.points])
     seconds = [point.exposed_seconds for point in curve.points]
+    assert all((point.lower_bound_seconds or 0.0) > 0.5 * point.exposed_seconds for point in curve.points)
     assert seconds == sorted(seconds, reverse=True)
     for budget in np.linspace(memory[0], memory[-1], 7).tolist():
         limit = f"{budget + cluster.reserve_bytes + 1:.0f}B"

@@ -324,6 +324,13 @@ def test_alternatives_in_one_tier_expose_what_the_baselines_do(objective: str) -
     assert ("by the links that the step waits for" in str(explain(plan, "items"))) == (objective == "step")
 
 
+def test_a_gap_is_over_the_bound(paper_cluster: Cluster) -> None:
+    plan = solve([items()], paper_cluster, batch_size=4096)
+    seconds = plan.predicted.exposed_seconds
+    for bound, gap in ((seconds / 2, 1.0), (seconds, 0.0), (2 * seconds, 0.0), (0.0, np.inf)):
+        assert replace(plan, lower_bound_seconds=bound).proven_gap == pytest.approx(gap)
+
+
 def test_diff_counts_rows_and_bytes(paper_cluster: Cluster) -> None:
     table = items()
     before = solve([table], paper_cluster, batch_size=4096)

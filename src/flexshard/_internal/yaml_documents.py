@@ -86,7 +86,7 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
             message = f"expected text, found {first['input']!r}"
         elif first["type"] == "model_type":
             message = f"expected fields, each with its value, found {first['input']!r}"
-        elif isinstance(first["input"], str) and _EXPONENT.fullmatch(first["input"]):
+        elif first["type"].startswith(("int_", "float_")) and _EXPONENT.fullmatch(str(first["input"])):
             message = f"YAML takes {first['input']} for a text; write {_number(first)}"
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error

@@ -25,7 +25,7 @@ from flexshard.tables import Table
 
 __all__ = ["plan_with_caches"]
 
-_ROUNDED = 1e-9  # of what a plan takes, which is nothing
+_ROUNDED = 1e-9  # a share of what a plan takes that counts as nothing
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

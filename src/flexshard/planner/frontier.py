@@ -9,6 +9,7 @@ an optimal plan of its memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Unpack
 
@@ -37,7 +38,7 @@ __all__ = ["pareto"]
 FloatArray = npt.NDArray[np.float64]
 
 _EVEN, _MOST_VERTICES, _CHOICES, _NOTHING = 24, 40, 16, 1e-6
-_WORK_OF_POINT = 100_000.0  # microseconds that may go into making one of them exact
+_WORK_OF_POINT, _WORK_OF_CHOICE = 100_000.0, 1_000_000.0  # microseconds that may go into making one of them exact
 
 
 def pareto(
@@ -108,8 +109,10 @@ def _of_choices(
         *np.maximum(memory[drops] - 1, memory[0]).tolist(),
     }
     price = None
-    for budget in sorted({*budgets, float(memory[-1]), max(neutral.memory_bytes, float(memory[0]))}):
-        instance, found = variants.solve(budget, tiers, start_price=price)
+    enough = _point(variants.plain, variants.plain.uniform(1)).memory_bytes + neutral.memory_bytes  # for any plan
+    for budget in sorted({*budgets, enough, max(neutral.memory_bytes, float(memory[0]))}):
+        with nullcontext() if budget == neutral.memory_bytes else ended_at(np.inf, _WORK_OF_CHOICE):
+            instance, found = variants.solve(budget, tiers, start_price=price)
         price = found.price or None
         points.append(_point(instance, found.allocation))
         bounds.append((budget, found.lower_bound_seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -93,9 +94,9 @@ def _decided(plan: Plan) -> str:
     if row_wise is not None and own > 0:
         ratio = plan.objective_seconds(row_wise) / own
         said.append(f"Splitting every table row by row over all GPUs would take <b>{ratio:.3g} times</b> as long.")
+    above = f"; this one is {plan.proven_gap:.3%} above that" if math.isfinite(plan.proven_gap) else ""
     said.append(
-        f"No plan within the budget takes less than {units.format_seconds(bound)} under the same cost model;"
-        f" this one is {plan.proven_gap:.3%} above that."
+        f"No plan within the budget takes less than {units.format_seconds(bound)} under the same cost model{above}."
     )
     sizes = plan.bounded_bytes(plan.predicted), plan.settings.budget_bytes
     needed, allowed = (units.format_bytes(nbytes) for nbytes in sizes)

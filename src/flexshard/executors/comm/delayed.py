@@ -195,7 +195,9 @@ class DelayedRows:
         self._early = self._answer(self._of_before.as_holder[1], self._of_before.as_asker[1], self._behind)
 
     def send_late(self) -> None:
-        """Send the others, once the batch before has trained them."""
+        """Send the others, once, when the batch before has trained them."""
+        if self._late:
+            return
         assert self._of_before is not None
         self._late = self._answer(self._of_before.as_holder[0], self._of_before.as_asker[0], self._ahead)
 
@@ -215,8 +217,7 @@ class DelayedRows:
         sent: list[tuple[list[Arrival], _Part]] = []
         if early:
             assert self._of_before is not None
-            if not self._late:
-                self.send_late()
+            self.send_late()
             late, others = self._of_before.as_asker
             sent += [(self._early, others), (self._late, late)]
         else:

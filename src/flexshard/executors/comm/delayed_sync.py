@@ -36,7 +36,9 @@ class DelayedSync:
         self._orders: dict[tuple[int, ...], _Order] = {}
         self._latest: dict[int, DelayedRows | None] = {}
         self._early: list[_Early] = []
+        self._held: list[DelayedRows] = []
         self._pending: list[DelayedRows] = []
+        self._lost = ""
 
     @property
     def on(self) -> bool:
@@ -84,15 +86,25 @@ class DelayedSync:
                 follower.send_early()
                 self._early.append(_Early(follower, rows))
 
-    def after_backward(self) -> None:
+    def scattered(self, rows: DelayedRows) -> None:
+        """Some of a batch's gradients were sent, and the others are held back."""
+        self._held.append(rows)
+
+    def after_backward(self, *, failed: bool = False) -> None:
         """Send, once a step's backward pass is over on every rank, the other rows of batches of which some were sent
         early, and after them the gradients that were held back.
+
+        Args:
+            failed: it is not, on this rank; nothing is sent then unless all that comes before was.
         """
-        for rows in self._pending:
-            for one in self._early:
-                if one.after is rows:
-                    one.rows.send_late()
+        if failed and not all(rows is None or rows.scattered for rows in self._latest.values()):
+            return
+        for one in self._early:
+            if one.after.scattered:
+                one.rows.send_late()
+        for rows in self._held:
             rows.send_rest()
+        self._held.clear()
 
     def settle(self, members: Iterable[int] | None = None, *, follower: DelayedRows | None = None) -> None:
         """Take gradients that are under way, of some modules or of all, but for those of which this follower of their
@@ -107,11 +119,16 @@ class DelayedSync:
                 continue
             if chosen is None or _overlap(rows.members, chosen):
                 self._pending.remove(rows)  # where it is lost, that is said once: a checkpoint can be loaded then
-                rows.take_rest()
+                try:
+                    rows.take_rest()
+                except CacheError as error:
+                    self._lost = str(error)
+                    raise
 
     def rows_replaced(self) -> None:
         """Rows are written to by what all ranks call: what was sent early no longer holds."""
         self._early.clear()
+        self._lost = ""
 
     def layout_changed(self) -> None:
         """Rows have other slots."""
@@ -124,7 +141,8 @@ class DelayedSync:
         """What to say where somebody wrote to parameters of which rows were sent early (until these are looked up, or
         others loaded), or are to be updated (once: what is lost is lost).
         """
-        text = next((one.rows.written_text for one in self._early if one.rows.written), "")
+        text, self._lost = self._lost, ""  # of which this rank alone has heard
+        text = next((one.rows.written_text for one in self._early if one.rows.written), text)
         for rows in [rows for rows in self._pending if rows.written]:
             self._pending.remove(rows)
             with suppress(CacheError):

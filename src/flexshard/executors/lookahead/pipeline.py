@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
@@ -14,7 +14,6 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from flexshard._internal import check_int, differing_ranks
 from flexshard.errors import CacheError
 from flexshard.executors.comm.collectives import Label
-from flexshard.executors.comm.delayed_sync import DelayedSync
 from flexshard.executors.lookahead.row_moves import CacheTraffic
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.module import ShardedRowsModule
@@ -44,12 +43,12 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         model, optimizer, device: as of ``TrainPipelineSparseDist``.
         lookahead: batches known beside the current one, at least 1; the same on every rank. By default as many as the
             caches of every rank have room for when training begins, less two, up to 200; 1 without caches.
-        delayed_sync: send rows of the next batch beside the current step's backward pass, but for those that the
-            current batch trains, and gradients beside the next step's forward pass, when those of the layers are
-            through, but for those of rows that its batch reads (BagPipe, section 3.3). The weights are the same to the
-            last bit. Gradients of the last batch may be under way between two calls: whatever goes through the model or
-            its ``state_dict`` takes them first, what reads ``parameters()`` directly does not see them. Writing to
-            parameters is an error then (to their ``data``, it is lost in part). On CPUs only, so far.
+        delayed_sync: send rows of the next batch that the current one does not train beside the current step's backward
+            pass, and gradients of rows that the next batch does not read beside its forward pass, behind those of the
+            layers (BagPipe, section 3.3). The weights are the same to the last bit. Gradients of the last batch may be
+            under way between two calls: whatever goes through the model or its ``state_dict`` takes them first, what
+            reads ``parameters()`` directly does not see them. Writing to parameters is an error then (to their
+            ``data``, it is lost in part). On CPUs only, so far.
         options: the others of ``TrainPipelineSparseDist``.
 
     Raises:
@@ -213,11 +212,13 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
                 sync.send_early()
             try:
                 self._backward(losses)
-            except Exception:  # on this rank alone, perhaps: others have sent theirs
-                with suppress(RuntimeError):
-                    _after_backward(delayed)
+            except Exception:
+                for sync in delayed:  # others send theirs, if it is this rank alone that fails
+                    with suppress(Exception):
+                        sync.after_backward(failed=True)
                 raise
-            _after_backward(delayed)
+            for sync in delayed:
+                sync.after_backward()
             self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])
             self._optimizer_step()
             self.trained += 1
@@ -230,8 +231,3 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
         """Let go of all batches."""
         super().reset()
         self._begun = 0
-
-
-def _after_backward(delayed: Sequence[DelayedSync]) -> None:
-    for sync in delayed:
-        sync.after_backward()

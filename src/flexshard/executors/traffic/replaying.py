@@ -73,7 +73,7 @@ def split_by_rank(
     if len(set(counts.values())) > 1:
         raise DataError(
             f"tables have different numbers of samples, as far as they were read: {counts}; give all of them the same"
-            " samples, as of one sample key"
+            " samples"
         )
     per_step = world_size * batch_size
     if number < per_step:

@@ -98,7 +98,7 @@ class PlanDiff:
 
     @property
     def rows(self) -> int:
-        """Rows of tables without pooling that move; those of tables that are gone do not."""
+        """Rows of tables without pooling that move; those that are gone, with their table or without it, do not."""
         return sum(move.rows for move in self.moves if move.target is not None or move.table in self._sharded)
 
     @property
