@@ -86,19 +86,20 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
             message = f"expected text, found {first['input']!r}"
         elif first["type"] == "model_type":
             message = f"expected fields, each with its value, found {first['input']!r}"
-        elif first["type"].startswith(("int_", "float_")) and _EXPONENT.fullmatch(str(first["input"])):
-            message = f"YAML takes {first['input']} for a text; write {_number(first)}"
+        elif first["type"].startswith(("int_", "float_")) and (number := _EXPONENT.fullmatch(str(first["input"]))):
+            as_yaml = _as_yaml(number, whole=first["type"].startswith("int_"))
+            message = f"YAML takes {first['input']} for a text; write {as_yaml}"
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise error_type(f"{located(path, tree, loc)}: {message}{more}") from error
 
 
-def _number(error: Any) -> str:
-    """How YAML wants a number with an exponent that it took for a text; whole where the field has to be."""
-    text = error["input"]
-    if error["type"].startswith("int_") and abs(float(text)) < 1 << 53 and float(text).is_integer():
-        return f"{float(text):.0f}"
-    sign, whole, of_power, power = _EXPONENT.fullmatch(text).groups()  # type: ignore[union-attr]
-    return f"{sign}{whole}{'' if '.' in whole else '.0'}e{of_power or '+'}{power}"
+def _as_yaml(number: re.Match[str], *, whole: bool) -> str:
+    """How YAML wants a number with an exponent that it took for a text; ``whole`` where the field has to be."""
+    value = float(number[0])
+    if whole and abs(value) < 1 << 53 and value.is_integer():
+        return f"{value:.0f}"
+    sign, digits, of_power, power = number.groups()
+    return f"{sign}{digits}{'' if '.' in digits else '.0'}e{of_power or '+'}{power}"
 
 
 def _field(error: Any) -> Any:

@@ -44,7 +44,7 @@ def modules_of(plan: Plan, given: list[str]) -> dict[str, str]:
     missing = [name for name in names if name not in found]
     if missing:
         raise PlanError(f"which module has table {missing[0]!r}? name it: {missing[0]}=PATH, or PATH for all tables")
-    pooled = {found[name]: name for name, table in plan.pooled.items() if table.pooling != "none"}
+    pooled = {found[name]: name for name in names if _is_pooled(plan, name)}
     beside = next((name for name in names if found[name] in pooled and not _is_pooled(plan, name)), None)
     if beside is not None:
         path = found[beside]
@@ -92,7 +92,7 @@ def export_torchrec(plan: Plan, modules: Mapping[str, str], path: PathLike, *, d
         OutputError: it could not be written.
     """
     tables = whole_tables(plan)
-    sequences = [*plan.tables, *(name for name, table in plan.pooled.items() if table.pooling == "none")]
+    sequences = [name for name in tables if not _is_pooled(plan, name)]
     for name in sequences if device == "cpu" else ():
         _check_runs_on_cpus(name, tables[name])
     try:

@@ -74,14 +74,11 @@ def pareto(
     prices = check_int(prices, "prices", JobError)
     variants = Variants(replace(problem, objective="communication", step=None))
     instance = variants.fixed
-    instances = [instance, variants.once] if variants.are_chosen else [instance]
-    subsets = instance.level_subsets(tiers)
     neutral = _point(variants.plain, variants.plain.uniform(world), "row_wise")
     replicated = _point(instance, instance.uniform(1), "full_replication")
     points: list[ParetoPoint] = []
-    for one in instances:
-        curves = [_vertices(one, levels, crossing_prices(one, levels, prices)) for levels in subsets]
-        points += _best(one, _envelope(one, subsets, curves), (neutral, replicated), tiers)
+    for one in variants.sides:
+        points += _best(one, _envelope(one, tiers, prices), (neutral, replicated), tiers)
     frontier = _frontier(points)
     if variants.are_chosen and len(problem.tables) > 1:  # one table's ids are all sent once, or none are
         others, bounds = _of_choices(variants, frontier, neutral, tiers, prices)
@@ -100,8 +97,7 @@ def _of_choices(
     variants: Variants, frontier: Sequence[ParetoPoint], neutral: ParetoPoint, tiers: int, prices: int
 ) -> tuple[list[ParetoPoint], list[tuple[float, float]]]:
     """Plans at some budgets, and the vertices of the tables that these deduplicate; the budgets, and bounds there."""
-    points, bounds, known = list[ParetoPoint](), [], {np.zeros(len(variants.problem.tables), np.bool_).tobytes()}
-    known.add(np.ones(len(variants.problem.tables), np.bool_).tobytes())
+    points, bounds, known = list[ParetoPoint](), [], {one.deduplicated.tobytes() for one in variants.sides}
     memory, seconds = (np.array([getattr(p, of) for p in frontier]) for of in ("memory_bytes", "exposed_seconds"))
     drops = np.argsort(np.diff(seconds), kind="stable")[: _CHOICES // 2] + 1  # what is just not enough for them
     budgets = {
@@ -118,10 +114,7 @@ def _of_choices(
         bounds.append((budget, found.lower_bound_seconds))
         if (choice := instance.deduplicated.tobytes()) not in known:
             known.add(choice)
-            subsets = instance.level_subsets(tiers)
-            curves = [_vertices(instance, levels, crossing_prices(instance, levels, prices)) for levels in subsets]
-            kept = _envelope(instance, subsets, curves)
-            points += [point for point in kept if point.waits_seconds <= _NOTHING * point.exposed_seconds]
+            points += [point for point in _envelope(instance, tiers, prices) if not _waits(point)]
     return points, bounds
 
 
@@ -131,8 +124,8 @@ def _best(
     """The vertices that are the best plans of their memory, and the best plans of the memory of those that may not be
     (ranks wait for the owner of a hot row), of ``others``, and of budgets between.
     """
-    points = [p for p in vertices if p.waits_seconds <= _NOTHING * p.exposed_seconds]
-    waiting = sorted({p.memory_bytes for p in vertices if p.waits_seconds > _NOTHING * p.exposed_seconds})
+    points = [p for p in vertices if not _waits(p)]
+    waiting = sorted({p.memory_bytes for p in vertices if _waits(p)})
     if waiting:
         chosen = np.unique(np.linspace(0, len(waiting) - 1, min(len(waiting), _MOST_VERTICES)).astype(np.int64))
         waiting = [waiting[index] for index in chosen.tolist()]
@@ -150,13 +143,18 @@ def _best(
     return points
 
 
-def _envelope(
-    instance: Instance, subsets: Sequence[npt.NDArray[np.int64]], curves: Sequence[Sequence[ParetoPoint]]
-) -> list[ParetoPoint]:
+def _waits(point: ParetoPoint) -> bool:
+    """Whether ranks wait for the owner of a hot row, so that there may be a better plan of its memory."""
+    return point.waits_seconds > _NOTHING * point.exposed_seconds
+
+
+def _envelope(instance: Instance, tiers: int, prices: int) -> list[ParetoPoint]:
     """The vertices of each subset's frontier that no mixture of another's neighbours beats at their memory.
 
     Between two vertices of one subset rows move one by one along a straight line, at the latency of the whole subset.
     """
+    subsets = instance.level_subsets(tiers)
+    curves = [_vertices(instance, levels, crossing_prices(instance, levels, prices)) for levels in subsets]
     lines = []
     for levels, curve in zip(subsets, curves, strict=True):
         latency = instance.latency_seconds(levels)

@@ -36,7 +36,6 @@ class DelayedSync:
         self._orders: dict[tuple[int, ...], _Order] = {}
         self._latest: dict[int, DelayedRows | None] = {}
         self._early: list[_Early] = []
-        self._held: list[DelayedRows] = []
         self._pending: list[DelayedRows] = []
         self._lost = ""
 
@@ -86,10 +85,6 @@ class DelayedSync:
                 follower.send_early()
                 self._early.append(_Early(follower, rows))
 
-    def scattered(self, rows: DelayedRows) -> None:
-        """Some of a batch's gradients were sent, and the others are held back."""
-        self._held.append(rows)
-
     def after_backward(self, *, failed: bool = False) -> None:
         """Send, once a step's backward pass is over on every rank, the other rows of batches of which some were sent
         early, and after them the gradients that were held back.
@@ -97,14 +92,14 @@ class DelayedSync:
         Args:
             failed: it is not, on this rank; nothing is sent then unless all that comes before was.
         """
-        if failed and not all(rows is None or rows.scattered for rows in self._latest.values()):
+        latest = [rows for rows in self._latest.values() if rows is not None]
+        if failed and not all(rows.scattered for rows in latest):
             return
         for one in self._early:
             if one.after.scattered:
                 one.rows.send_late()
-        for rows in self._held:
+        for rows in dict.fromkeys([*latest, *self._pending]):
             rows.send_rest()
-        self._held.clear()
 
     def settle(self, members: Iterable[int] | None = None, *, follower: DelayedRows | None = None) -> None:
         """Take gradients that are under way, of some modules or of all, but for those of which this follower of their
@@ -118,12 +113,16 @@ class DelayedSync:
             if rows.follower is follower and follower is not None:
                 continue
             if chosen is None or _overlap(rows.members, chosen):
-                self._pending.remove(rows)  # where it is lost, that is said once: a checkpoint can be loaded then
-                try:
-                    rows.take_rest()
-                except CacheError as error:
-                    self._lost = str(error)
-                    raise
+                self._take(rows)
+
+    def _take(self, rows: DelayedRows) -> None:
+        """Take a batch's gradients. Where they are lost, that is said once: a checkpoint can be loaded then."""
+        self._pending.remove(rows)
+        try:
+            rows.take_rest()
+        except CacheError as error:
+            self._lost = str(error)
+            raise
 
     def rows_replaced(self) -> None:
         """Rows are written to by what all ranks call: what was sent early no longer holds."""
@@ -141,14 +140,11 @@ class DelayedSync:
         """What to say where somebody wrote to parameters of which rows were sent early (until these are looked up, or
         others loaded), or are to be updated (once: what is lost is lost).
         """
-        text, self._lost = self._lost, ""  # of which this rank alone has heard
-        text = next((one.rows.written_text for one in self._early if one.rows.written), text)
         for rows in [rows for rows in self._pending if rows.written]:
-            self._pending.remove(rows)
             with suppress(CacheError):
-                rows.take_rest()
-            text = rows.written_text
-        return text
+                self._take(rows)
+        text, self._lost = self._lost, ""  # of which this rank alone has heard
+        return text or next((one.rows.written_text for one in self._early if one.rows.written), "")
 
 
 def _overlap(one: Iterable[int], other: Iterable[int]) -> bool:
@@ -172,7 +168,7 @@ class _Order:
         last = self._last
         if last is not None:
             last.hear()
-        if last is not None and not last.scattered:
-            of_before = self._stamps.index_select(0, last.asked) == self._number
-            rows.meets(last, of_before=of_before, of_this=of_this)
+            if not last.scattered:
+                of_before = self._stamps.index_select(0, last.asked) == self._number
+                rows.meets(last, of_before=of_before, of_this=of_this)
         self._last = rows

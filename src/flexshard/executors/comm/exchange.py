@@ -289,7 +289,6 @@ class Exchange:
         for level in reversed(self._levels):
             if self._parts is not None and level == self._levels[-1]:
                 self._parts.scatter(sent, has)
-                self._sync.scattered(self._parts)
                 continue
             for rows in sent:
                 part = rows.part(self._segments[level])

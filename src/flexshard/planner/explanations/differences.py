@@ -99,18 +99,14 @@ class PlanDiff:
     @property
     def rows(self) -> int:
         """Rows of tables without pooling that move; those that are gone, with their table or without it, do not."""
-        return sum(move.rows for move in self.moves if move.target is not None or move.table in self._sharded)
+        sharded = {move.table for move in self.pooled}
+        return sum(move.rows for move in self.moves if move.target is not None or move.table in sharded)
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that move; of tables that leave tiers for shards of TorchRec's, or come from them, once."""
         rows = sum(move.nbytes for move in self.moves if move.target is not None)
         return rows + sum(move.nbytes for move in self.pooled)
-
-    @property
-    def _sharded(self) -> set[str]:
-        """Tables of which TorchRec has shards before or after."""
-        return {move.table for move in self.pooled}
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
