@@ -167,10 +167,9 @@ def measure(samples: int, ahead: int, features: int, profiles: Sequence[flexshar
 
     ways = (decide, decide_as_published, decide_shortly)
     times: list[list[float]] = [[] for _ in ways]
-    starts = range(first_measured, number_of_batches, _TURN)
-    for turn in (range(first_measured), *(range(start, start + _TURN) for start in starts)):
+    for start in range(0, number_of_batches, _TURN):  # from the first batch on: by then memory is shared out, too
         for way, found in zip(ways, times, strict=True):
-            found += [_seconds(way, number) for number in turn]
+            found += [_seconds(way, number) for number in range(start, min(start + _TURN, number_of_batches))]
     our, as_published, shortly = (float(np.median(found[first_measured:])) for found in times)
     print(
         f"  {samples:>7,} samples, {features} features, lookahead {ahead:>3}: {samples / our / 1e6:5.2f} M samples/s"

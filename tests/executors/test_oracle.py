@@ -227,6 +227,31 @@ def test_sizes_that_cannot_be(rows: int, slots: int) -> None:
         LookaheadOracle(rows, slots)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wrong"), [("u4", 900), ("u4", 2**32 - 1), ("i4", -1), ("i8", -(2**63)), (">i8", 2**40)]
+)
+@pytest.mark.parametrize("place", [0, 300, 999])
+def test_an_id_that_is_no_row_leaves_everything_as_it_was_wherever_it_is(dtype: str, wrong: int, place: int) -> None:
+    oracle, other = LookaheadOracle(900, 600), LookaheadOracle(900, 600)
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        batch = rng.integers(0, 900, 1000).astype(dtype)
+        broken = batch.copy()
+        broken[place] = wrong
+        with pytest.raises(CacheError, match=rf"row {wrong} is outside the table, which has rows 0 to 899"):
+            oracle.admit(broken)
+        batch = batch[:500]
+        found, expected = oracle.admit(batch), other.admit(batch)
+        assert (found is None) == (expected is None)
+        if found is not None:
+            for name in ("slots", "rows", "row_slots", "fetched", "carried"):
+                assert (getattr(found, name) == getattr(expected, name)).all()
+            assert (found.evicted.rows == expected.evicted.rows).all()
+        if number % 2:
+            assert (oracle.retire().rows == other.retire().rows).all()
+    assert (oracle.find(np.arange(900)) == other.find(np.arange(900))).all()
+
+
 @pytest.mark.parametrize(("dtype", "rows"), [("i1", 1000), ("i2", 100_000), ("i4", 10), ("i8", 10), (">i8", 10)])
 def test_negative_ids_of_any_width_are_no_rows(dtype: str, rows: int) -> None:
     oracle = LookaheadOracle(rows, 4)

@@ -39,7 +39,7 @@ class Admission:
     Attributes:
         batch: its number, from 1.
         slots: of each lookup; shape (n,).
-        rows: distinct ones, in the order of their first lookups; shape (d,).
+        rows: distinct ones, in the order of their first lookups; shape (d,), of 32 bits.
         row_slots: theirs; shape (d,).
         fetched: which of them were not in the cache, as indices of ``rows``.
         evicted: what leaves for them.
@@ -49,7 +49,7 @@ class Admission:
 
     batch: int
     slots: Slots
-    rows: IntArray
+    rows: Slots
     row_slots: Slots
     fetched: Slots
     evicted: Eviction
@@ -64,7 +64,7 @@ class LookaheadOracle:
     that stay until their slots are needed, longest idle first, or, as in Algorithm 1, leave at once.
 
     How many rows are fetched depends on the slots, not on how many batches are known: what is known comes sooner. Work
-    per batch is proportional to its lookups, however many batches are known. Memory: 8 bytes per row and up to 44 per
+    per batch is proportional to its lookups, however many batches are known. Memory: 8 bytes per row and up to 36 per
     slot.
 
     Args:
@@ -83,9 +83,10 @@ class LookaheadOracle:
         if num_rows > _MOST or slots > _MOST // 2:
             raise CacheError(f"{num_rows:,} rows, {slots:,} slots: a cache has fewer than 2^32 rows and 2^31 slots")
         self.keep = keep
-        self._row_words, self._slot_words = np.zeros(num_rows, np.uint64), np.zeros(slots, np.uint64)
+        self._row_words = np.zeros(num_rows, np.uint64)
+        self._last_read, self._slot_rows = np.zeros(slots + 1, np.uint32), np.zeros(slots, np.uint32)
         self._free, self._num_free = np.arange(slots, dtype=np.uint32)[::-1].copy(), slots
-        self._idle, self._idle_first, self._idle_end = np.zeros(2 * slots if keep else 1, np.uint64), 0, 0
+        self._idle, self._idle_first, self._idle_end = np.zeros(1, np.uint64), 0, 0
         self._admitted: deque[Admission] = deque()
         self._batch = self._needed = self._missing = 0
         self._room: list[npt.NDArray[Any]] = []
@@ -111,16 +112,18 @@ class LookaheadOracle:
         """
         from flexshard.executors.lookahead import oracle_kernels
 
-        self._check(ids)
+        ids = _as_numbers(ids)
         slots, sizes = np.empty(ids.size, np.uint32), np.zeros(6, np.int64)
         rows, row_slots, before, fetched, evicted_rows, evicted_slots, carried = self._scratch(ids.size)
-        admitted = oracle_kernels.admit(
-            ids, self._batch + 1, self._row_words, self._slot_words, self._free, self._num_free,
+        outcome = oracle_kernels.admit(
+            ids, self._batch + 1, self._row_words, self._last_read, self._slot_rows, self._free, self._num_free,
             self._idle, self._idle_first, self._idle_end, slots, rows, row_slots, before, fetched, evicted_rows,
             evicted_slots, carried, sizes,
         )  # fmt: skip
         distinct, fetches, evictions, carries, num_free, self._idle_first = sizes.tolist()
-        if not admitted:
+        if outcome == oracle_kernels.NO_ROW:
+            self._check_rows(ids)
+        if outcome == oracle_kernels.NO_ROOM:
             self._needed, self._missing = distinct, fetches
             return None
         self._batch, self._num_free = self._batch + 1, num_free
@@ -136,10 +139,7 @@ class LookaheadOracle:
         self._admitted.append(admission)
         return admission
 
-    def _check(self, ids: npt.NDArray[Any]) -> None:
-        """Compiled loops do not look whether there is such a row."""
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise CacheError(f"ids of rows must be whole numbers in one dimension, found {ids.dtype}, {ids.shape}")
+    def _check_rows(self, ids: npt.NDArray[Any]) -> None:
         if not ids.size:
             return
         least = ids.min() if ids.dtype.kind == "i" else 0
@@ -151,7 +151,7 @@ class LookaheadOracle:
         """Room for what a batch's loops write; new memory for every batch would cost a third of their time."""
         most = min(lookups, self.num_rows) + 1
         if not self._room or self._room[0].size < most:
-            types = (np.int64, np.uint32, np.uint64, np.uint32, np.int64, np.uint32, np.uint32)
+            types = (np.uint32, np.uint32, np.uint64, np.uint32, np.int64, np.uint32, np.uint32)
             self._room = [np.empty(most + most // 8, kind) for kind in types]
         return self._room
 
@@ -164,18 +164,33 @@ class LookaheadOracle:
         batch = self._admitted.popleft()
         distinct = batch.row_slots.size
         if self.keep and self._idle_end - self._idle_first + distinct > self._idle.size:
-            kept = np.empty_like(self._idle)
-            number = oracle_kernels.compact(self._slot_words, self._idle, self._idle_first, self._idle_end, kept)
-            self._idle, self._idle_first, self._idle_end = kept, 0, number
+            self._make_room(distinct)
         leaving = 0 if self.keep else distinct
         rows, slots = np.empty(leaving, np.int64), np.empty(leaving, np.uint32)
         free = self._num_free
         self._num_free, self._idle_end = oracle_kernels.retire(
-            batch.batch, self.keep, batch.row_slots, self._slot_words, self._free, free, self._idle, self._idle_end,
-            rows, slots,
+            batch.batch, self.keep, batch.row_slots, self._row_words, self._last_read, self._slot_rows, self._free,
+            free, self._idle, self._idle_end, rows, slots,
         )  # fmt: skip
         left = self._num_free - free
         return Eviction(rows[:left], slots[:left].astype(np.int64))
+
+    def _make_room(self, entries: int) -> None:
+        """Let the ring of idle slots have room for so many more.
+
+        Entries that do not count any more go; those that do, and those that come, are of different slots. The ring is
+        no larger than it has to be, so that a processor's caches hold what it is at.
+        """
+        from flexshard.executors.lookahead import oracle_kernels
+
+        kept = np.empty(min(self._idle_end - self._idle_first, self.slots), np.uint64)
+        count = oracle_kernels.compact(self._last_read, self._idle, self._idle_first, self._idle_end, kept)
+        size = max(self._idle.size, 2 * (count + entries))
+        if size > self._idle.size:
+            self._idle = np.empty(0, np.uint64)  # before there is another
+            self._idle = np.zeros(size, np.uint64)
+        self._idle[:count] = kept[:count]
+        self._idle_first, self._idle_end = 0, count
 
     def find(self, ids: npt.NDArray[np.int64]) -> IntArray:
         """Slots of rows, -1 for those that are not in the cache; shape (n,). Nothing moves.
@@ -185,13 +200,20 @@ class LookaheadOracle:
         """
         from flexshard.executors.lookahead import oracle_kernels
 
-        self._check(ids)
+        ids = _as_numbers(ids)
+        self._check_rows(ids)
         slots = np.empty(ids.size, np.int64)
-        oracle_kernels.find(ids, self._row_words, self._slot_words, slots)
+        oracle_kernels.find(ids, self._row_words, slots)
         return slots
 
     def held(self) -> Eviction:
         """The rows that are in the cache, and their slots; nothing moves."""
-        slots = np.flatnonzero(self._slot_words)
-        rows = (self._slot_words[slots] & np.uint64(_MOST)).astype(np.int64)
-        return Eviction(rows, slots)
+        slots = np.flatnonzero(self._last_read[:-1])
+        return Eviction(self._slot_rows[slots].astype(np.int64), slots)
+
+
+def _as_numbers(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """For compiled loops, which take what this machine counts with."""
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise CacheError(f"ids of rows must be whole numbers in one dimension, found {ids.dtype}, {ids.shape}")
+    return ids.astype(ids.dtype.newbyteorder("="), copy=False)

@@ -286,7 +286,7 @@ class RowMoves:
     def _move(self, admission: Admission) -> None:
         self._write_back(admission.evicted.rows, admission.evicted.slots)
         fetched = admission.fetched
-        rows, slots = admission.rows[fetched], admission.row_slots[fetched].astype(np.int64)
+        rows, slots = (of_rows[fetched].astype(np.int64) for of_rows in (admission.rows, admission.row_slots))
         self._newer[slots] = False
         self._fetch(rows, slots)
         traffic = self.traffic
