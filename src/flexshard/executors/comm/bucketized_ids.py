@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from flexshard._internal import host_waits_for, runs_of, segment_of
+from flexshard._internal import host_waits_for, runs_of, segment_of, to_device
 
 __all__ = ["BucketizedIds", "Buckets", "bucketize"]
 
@@ -48,17 +48,28 @@ class BucketizedIds:
     Attributes:
         slots: of each row in its holder; shape (n,), or longer with no meaning behind those of all buckets.
         counts: how many of each class go to each bucket; shape (buckets, K).
-        index: of each of the batch's lookups among ``slots``; shape (lookups,). With index deduplication several
-            lookups share one.
+        order: of each of the batch's lookups its place among ``slots``; shape (lookups,). With index deduplication
+            several lookups share one. None: they stand as they are.
         lookups: of each class; they stand one class after the other.
         shared: whether lookups may share an index.
     """
 
     slots: torch.Tensor
     counts: torch.Tensor
-    index: torch.Tensor
+    order: torch.Tensor | None
     lookups: tuple[int, ...]
     shared: bool
+
+    @classmethod
+    def unsorted(cls, locations: torch.Tensor, lookups: Sequence[int]) -> BucketizedIds:
+        """Of a batch that stays on one rank: nothing is sent, be it once or for every lookup."""
+        counts = to_device(np.array([lookups], np.int64), locations.device)
+        return cls(locations, counts, None, tuple(lookups), False)
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """As ``order``, whether they are sorted or not."""
+        return torch.arange(len(self.slots), device=self.slots.device) if self.order is None else self.order
 
 
 def bucketize(

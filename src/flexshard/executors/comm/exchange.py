@@ -74,7 +74,9 @@ class Exchange:
         self._parts: DelayedRows | None = None  # the same, where they are trained
         self._updates: list[Callable[[torch.Tensor], None]] = []
         self._rates: list[float] = []
+        self._rows: list[torch.Tensor] = []
         self._answers: list[RowsBuffer] = []
+        self._given: list[torch.Tensor | None] = []
         self._gradients: list[list[RowsBuffer]] = []
         self._arrivals: list[list[Arrival]] = []
         self._index: list[torch.Tensor] = []
@@ -119,7 +121,8 @@ class Exchange:
 
     def tensors(self) -> list[torch.Tensor]:
         """What was made on the stream of the data distribution."""
-        return [*self._asked, self._batch.slots, self._batch.index]
+        order = self._batch.order
+        return [*self._asked, self._batch.slots, *([] if order is None else [order])]
 
     # -- forward
 
@@ -128,6 +131,11 @@ class Exchange:
         self.look_up()
         token: torch.Tensor = _LookUp.apply(self._context.anchor, self)
         return token
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether rows are looked up, and trained, as the batch's lookups ask for them."""
+        return self._batch.order is None and self._parts is None
 
     @property
     def zero(self) -> torch.Tensor:
@@ -147,7 +155,9 @@ class Exchange:
         # Stores that were told of the top level's have them.
         self._slots = [self._slots_of(level) for level in (self._levels[:-1] if self._announced else self._levels)]
         bundles, sent = self._context.bundles, self._splits.sent
-        if self._context.layout.group_sizes == (1,):  # rows are where they are wanted
+        if self._in_place:
+            self._rows = self._rows_of(0)
+        elif self._context.layout.group_sizes == (1,):  # rows are where they are wanted
             rows = self._rows_of(0)
             self._answers = [buffer_of(wire.plain, bundle, sent, rows) for bundle in bundles]
         else:
@@ -218,6 +228,11 @@ class Exchange:
 
     def gather(self) -> list[torch.Tensor]:
         """Rows of the batch's lookups of each class in their own order; shape (lookups, D) each."""
+        if self._in_place:
+            rows, self._rows = self._rows, []
+            for own in rows:
+                used_here(own)
+            return [own.to(dtype) for own, dtype in zip(rows, self._context.gathered_dtypes, strict=True)]
         for arrivals in self._arrivals:
             for arrival in arrivals:
                 arrival.take()
@@ -266,6 +281,11 @@ class Exchange:
         has = np.zeros(len(gradients), np.int64)
         for module in self._trained:
             has[self._context.modules[module]] = 1
+        self._gradients = [[] for _ in self._levels]
+        self._arrivals = [[] for _ in self._levels]
+        if self._in_place:
+            self._given = [self._gradient_of(one, given) if has[one] else None for one, given in enumerate(gradients)]
+            return
         sent = [
             RowsBuffer.make(wire.plain, bundle, splits.sent * has, self._device, zero=self._batch.shared)
             for bundle in self._context.bundles
@@ -276,16 +296,11 @@ class Exchange:
             for one in rows.classes:
                 if not has[one]:
                     continue
-                given = gradients[one]
-                if given is None:  # of a module that has others
-                    given = torch.zeros(self._batch.lookups[one], wire.dims[one], device=self._device)
-                gradient = given.to(wire.dtypes[one])
+                gradient = self._gradient_of(one, gradients[one])
                 if self._batch.shared:
                     rows.view(one).index_add_(0, index[one], gradient)
                 else:
                     rows.view(one).index_copy_(0, index[one], gradient)
-        self._gradients = [[] for _ in self._levels]
-        self._arrivals = [[] for _ in self._levels]
         for level in reversed(self._levels):
             if self._parts is not None and level == self._levels[-1]:
                 self._parts.scatter(sent, has)
@@ -297,6 +312,13 @@ class Exchange:
                     part = RowsBuffer.make(wire.plain, rows.classes, splits.received[level] * has, self._device)
                     self._arrivals[level].append(self._send(level, "gradients", wire, own, part))
                 self._gradients[level].append(part)
+
+    def _gradient_of(self, index: int, given: torch.Tensor | None) -> torch.Tensor:
+        """Of a class of a module that has some."""
+        wire = self._context.backward
+        if given is None:
+            return torch.zeros(self._batch.lookups[index], wire.dims[index], device=self._device)
+        return given.to(wire.dtypes[index])
 
     def update(self) -> None:
         """Take the gradients that came, and update the rows, at the learning rates that they were looked up at, as
@@ -325,7 +347,7 @@ class Exchange:
                 continue
             for arrival in self._arrivals[level]:
                 arrival.take()
-            gradients: list[Any] = [None] * len(context.stores)
+            gradients: list[Any] = self._given or [None] * len(context.stores)
             for rows in self._gradients[level]:
                 used_here(rows.buffer)
                 for index in rows.classes:
@@ -339,7 +361,7 @@ class Exchange:
                 continue
             for index in classes:
                 self._updates[index](gradients[index] if scale == 1.0 else gradients[index].mul_(scale))
-        self._gradients, self._arrivals = [], []
+        self._given, self._gradients, self._arrivals = [], [], []
 
 
 class _LookUp(torch.autograd.Function):

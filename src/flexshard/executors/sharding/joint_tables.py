@@ -129,9 +129,13 @@ class JointTables:
                 (own + shift[own // max(module.layout.num_slots, 1)]).to(self._type)
                 for own, shift, module in zip(locations, self._shifts, self._modules, strict=True)
             ]
+        together = torch.cat(locations) if len(parts) > 1 else locations[0]
+        lookups = [count for part in parts for count in part.lookups]
+        if self.layout.world_size == 1:
+            return BucketizedIds.unsorted(together, lookups)
         return bucketize(
-            torch.cat(locations) if len(parts) > 1 else locations[0],
-            [count for part in parts for count in part.lookups],
+            together,
+            lookups,
             self._buckets,
             index_dedup=[table for part in parts for table in part.once],
         )
