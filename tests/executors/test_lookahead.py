@@ -81,6 +81,9 @@ def train(
     return [pipeline.progress(batches).detach() for _ in steps], pipeline, parallel
 
 
+_fetch = RowMoves._fetch
+
+
 def every_case(
     rank: int, plan: Any, factors: Sequence[float], aheads: Sequence[int], *, mapped: bool = False
 ) -> list[Any]:
@@ -96,10 +99,17 @@ def every_case(
         outputs, _, parallel = train(rank, plan, None, optimizer, stock=True)
         expected = looking.everything(parallel)
         for factor, ahead in itertools.product(factors, aheads):
-            logits, _, parallel = train(rank, plan, factor, optimizer, ahead=ahead)
+            rows: list[np.ndarray] = []
+
+            def noted(self: RowMoves, fetched: np.ndarray, slots: np.ndarray, rows: list[np.ndarray] = rows) -> None:
+                rows.append(fetched)
+                _fetch(self, fetched, slots)
+
+            with mock.patch.object(RowMoves, "_fetch", noted):
+                logits, _, parallel = train(rank, plan, factor, optimizer, ahead=ahead)
             (store,) = looking.caches(parallel)
             assert isinstance(store, MappedStore) == sharded_tables.host_waits_for(HOST)
-            traffic, seen = replace(store.traffic), int(np.count_nonzero(store._moves._oracle._row_words))
+            traffic, seen = replace(store.traffic), np.unique(np.concatenate(rows)).size
             differing = looking.differs(looking.everything(parallel), expected)
             differing += looking.steps_that_differ(logits, outputs)
             found.append((optimizer, factor, ahead, differing, traffic, seen))
@@ -139,11 +149,9 @@ def _evicted_too_early(self: LookaheadOracle) -> Any:
     """As if no later batch were known."""
     batch = self._admitted[0]
     for slot in batch.row_slots.tolist():
-        word = int(self._slot_words[slot])
-        if word >> 32 > batch.batch:
-            row = word & 0xFFFFFFFF
-            self._slot_words[slot] = (batch.batch << 32) | row
-            self._row_words[row] = (batch.batch << 32) | slot
+        if self._last_read[slot] > batch.batch:
+            self._last_read[slot] = batch.batch
+            self._row_words[self._slot_rows[slot]] = (batch.batch << 32) | slot
     self.keep = False
     return _retire(self)
 
@@ -151,7 +159,7 @@ def _evicted_too_early(self: LookaheadOracle) -> Any:
 def _slot_used_too_early(self: RowMoves, admission: Any) -> None:
     """What comes overwrites what has not left."""
     fetched = admission.fetched
-    self._fetch(admission.rows[fetched], admission.row_slots[fetched].astype(np.int64))
+    self._fetch(*(of_rows[fetched].astype(np.int64) for of_rows in (admission.rows, admission.row_slots)))
     self._write_back(admission.evicted.rows, admission.evicted.slots)
 
 

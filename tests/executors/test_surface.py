@@ -70,6 +70,17 @@ def state_of(parallel: Any) -> dict[str, np.ndarray]:
     return state
 
 
+def alone(rank: int, code: Callable[..., Any], optimizer: str, *args: Any) -> list[tuple[Any, dict[str, np.ndarray]]]:
+    """The same on one rank, where nothing is sent."""
+    found = []
+    split = {name: [(1, rows, "dense")] for name, (rows, _) in (models.WIDE | models.NARROW).items()}
+    plan = models.plan_of(models.small_cluster(1, 1), split)
+    for parallel in (models.row_wise_of_torchrec(optimizer, 1, 1), models.shard(plan, optimizer)[0]):
+        result = code(parallel, rank, *args)
+        found.append((result, state_of(parallel)))
+    return found
+
+
 def on_both(rank: int, code: Callable[..., Any], optimizer: str, *args: Any) -> list[tuple[Any, dict[str, np.ndarray]]]:
     """What a user's code gives, and the state afterwards: with TorchRec's sharder, then with ours."""
     found = []
@@ -80,15 +91,40 @@ def on_both(rank: int, code: Callable[..., Any], optimizer: str, *args: Any) -> 
     return found
 
 
-def equal_on_both(code: Callable[..., Any], *args: Any, optimizer: str = "sgd", tolerance: float = 2e-6) -> Any:
+def equal_on_both(
+    code: Callable[..., Any], *args: Any, optimizer: str = "sgd", tolerance: float = 2e-6, world: int = 4
+) -> Any:
     """Run a user's code with both sharders: its results and every table, state and dense weight have to be the same."""
-    results = ranks.run(2, 2, on_both, code, optimizer, *args)
+    if world == 1:
+        results = ranks.run(1, 1, alone, code, optimizer, *args)
+    else:
+        results = ranks.run(2, 2, on_both, code, optimizer, *args)
     for (expected, expected_state), (result, state) in results:
         assert (result or []) == pytest.approx(expected or [], rel=1e-5, abs=tolerance)
         assert state.keys() == expected_state.keys()
         for name, value in expected_state.items():
             np.testing.assert_allclose(state[name], value, atol=tolerance, err_msg=name)
     return results[0][0][0]
+
+
+# -- rows
+
+
+def summed(parallel: Any, rank: int) -> list[float]:
+    """Gradients of a sum have no memory of their own."""
+    losses = []
+    for step in range(STEPS):
+        batch = models.make_batch(step, rank)
+        loss, _ = parallel(batch)
+        loss = loss + parallel.module.narrow(batch.features)["user"].values().sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(("world", "optimizer"), crossed([1, 4], ["sgd", "rowwise_adagrad"]))
+def test_rows_that_are_summed_as_they_come(world: int, optimizer: str) -> None:
+    equal_on_both(summed, optimizer=optimizer, world=world, tolerance=3e-5)
 
 
 # -- optimizers
