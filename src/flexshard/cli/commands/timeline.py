@@ -19,7 +19,7 @@ def timeline_command(
     plan: PlanFile,
     observed: Annotated[Path | None, typer.Argument(help="Observation of the plan, as Observer saves it.")] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Trace to write (JSON), for ui.perfetto.dev.")] = Path(
-        "step.json"
+        "step.trace.json"
     ),
     force: Force = False,
     as_json: AsJson = False,
