@@ -261,7 +261,7 @@ class RowMoves:
                 batch.admission = admission
                 self._move(admission)
                 self._under_way.append(batch)
-                slots = to_device(admission.slots.astype(np.int64), self._device)
+                slots = to_device(admission.slots.view(np.int32), self._device).long()  # half as much travels
                 batch.fetched = self._side.moment()
                 batch.slots.set_result(slots)
             self._waiting.popleft()
