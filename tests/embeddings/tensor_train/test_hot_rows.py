@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 
@@ -96,14 +97,32 @@ def test_hot_rows_are_folded_back() -> None:
     wanted, others = table.rows(hot).detach(), table.to_dense()
     found = table.unpin_rows(steps=200)
     assert found.before > 0.3
-    assert found.after < 0.1 * found.before
-    assert found.others < 0.1
+    assert found.after < 0.4 * found.before
+    assert found.others < 0.15
     assert table.hot.pinned.numel() == 0
     error = (table.rows(hot).detach() - wanted).norm() / wanted.norm()
     assert float(error) == pytest.approx(found.after, rel=1e-3)
     still = torch.ones(3000, dtype=torch.bool)
     still[hot] = False
-    assert float((table.to_dense() - others)[still].norm() / others[still].norm()) < 0.3
+    assert float((table.to_dense() - others)[still].norm() / others[still].norm()) == pytest.approx(found.others, rel=0.2)
+
+
+@pytest.mark.parametrize("rows", [1000, 50_000])
+@pytest.mark.parametrize("tolerance", [0.2, math.inf])
+def test_what_is_said_of_other_rows_holds_for_those_that_the_fit_was_not_told_of(rows: int, tolerance: float) -> None:
+    torch.manual_seed(0)
+    table = TTEmbedding(rows, 16, tt_ranks=8, hot_rows=20, std=1.0)
+    table.pin_rows(torch.arange(10))
+    assert table.hot is not None
+    with torch.no_grad():
+        table.hot.rows.add_(1.0)  # cores of this rank cannot hold that
+    before = table.to_dense()
+    with nullcontext() if tolerance == math.inf else pytest.warns(UserWarning, match="rows stay pinned"):
+        found = table.unpin_rows(tolerance=tolerance)
+    moved = (table.to_dense() - before)[10:].norm() / before[10:].norm()
+    assert found.others == pytest.approx(float(moved), rel=0.25)
+    assert found.others <= tolerance
+    assert found.kept < 10
 
 
 def test_what_leaves_the_hot_rows_is_folded_and_what_stays_is_kept() -> None:

@@ -12,13 +12,14 @@ from torch import nn
 from flexshard.errors import TableError
 from flexshard.profiling import AccessProfile
 
-__all__ = ["Fit", "Folded", "Frequencies", "SeenIds", "fit_rows", "most_rows", "relative_error"]
+__all__ = ["MOST_ROWS", "Fit", "Folded", "Frequencies", "SeenIds", "fit_rows", "most_rows", "relative_error"]
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 _SEEN, _PER_LOOKUP = 1 << 16, 256
-_MOST_KNOWN = 1 << 14
+# That a fit is told of, but for those that are unpinned.
+MOST_ROWS = 1 << 14
 _BISECTIONS = 3
 
 
@@ -28,7 +29,7 @@ class Folded:
 
     Attributes:
         before, after: of the cores' rows to the pinned ones that they took over, before and after.
-        others: how far other rows moved.
+        others: how far other rows moved, those that the fit was not told of among them (a sample of these).
         weights: where frequencies are from: "profile", "lookups" (a sample of the ids that were trained on), or "none"
             where neither was there and all rows counted alike.
         kept: rows that stay pinned, since the cores cannot hold them too.
@@ -94,7 +95,7 @@ class Frequencies:
                 raise TableError(
                     f"the profile is of {profile.num_rows:,} rows, the table has {num_rows:,}; give this table's"
                 )
-            ranked = np.asarray(profile.ranked_rows[:_MOST_KNOWN], np.int64)
+            ranked = np.asarray(profile.ranked_rows[:MOST_ROWS], np.int64)
             counts = np.repeat(profile.counts, profile.rows)[: len(ranked)].astype(np.float32)
             order = np.argsort(ranked)
             return cls(
@@ -102,7 +103,7 @@ class Frequencies:
             )
         if seen is not None and seen.count:
             ids, found = seen.counts()
-            most = torch.sort(torch.topk(found, min(_MOST_KNOWN, found.numel())).indices).values
+            most = torch.sort(torch.topk(found, min(MOST_ROWS, found.numel())).indices).values
             return cls(ids[most], found[most].float(), "lookups")
         return cls(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device), "none")
 

@@ -14,6 +14,7 @@ from flexshard._internal import HostCopy, check_int, deprecated_attribute, host_
 from flexshard.embeddings.tensor_train.core_optimizer import in_full
 from flexshard.embeddings.tensor_train.distinct import NO_ID, DistinctIds, marked, prefix_counts, without_row
 from flexshard.embeddings.tensor_train.folding import (
+    MOST_ROWS,
     Fit,
     Folded,
     Frequencies,
@@ -135,7 +136,8 @@ class PinnableTable(TTTable):
             tolerance: greatest relative error, weighted, of the rows that are given back, and of these and the others
                 together. ``math.inf`` gives all back, whatever becomes of them.
             steps: most of L-BFGS, on a copy of the cores in float32; of each of about eight fits at most.
-            seed: of the rarely read rows that are to stay too, four times as many as are unpinned.
+            seed: of the rarely read rows that are to stay too, four times as many as are unpinned (more where nothing
+                says how often rows are read), and of as many that the fit is not told of, by which it is judged.
 
         Raises:
             TableError: a row that is not pinned, a profile of a larger table, or a tolerance below 0.
@@ -157,11 +159,21 @@ class PinnableTable(TTTable):
         if not given.numel():
             return Folded(0.0, 0.0, 0.0, known.source)
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(self.num_embeddings, (4 * given.numel(),), generator=generator)
-        others = torch.unique(torch.cat([known.ids, drawn.to(given.device)]))
+        number = 4 * given.numel()
+        if not known.ids.numel():  # as many as leave the cores no room to be anything elsewhere
+            cores = sum(core.numel() for core in self.cores.parameters())
+            number = max(number, min(-(-2 * cores // self.embedding_dim), MOST_ROWS))
+        drawn = torch.randint(self.num_embeddings, (2, number), generator=generator).to(given.device)
+        others = torch.unique(torch.cat([known.ids, drawn[0]]))
         others = others[~torch.isin(others, hot.pinned)]
-        kept = in_full(self._rows(others))
-        weights = [known.of_rows(part) for part in (given, others)]
+        # What the fit is not told of says what becomes of the rows that it is not told of.
+        tested = torch.unique(drawn[1])
+        tested = tested[~torch.isin(tested, torch.cat([hot.pinned, others]))]
+        kept, known_of_tested = (in_full(self._rows(part)) for part in (others, tested))
+        weights = [known.of_rows(part) for part in (given, others, tested)]
+        if not known.ids.numel():  # each stands for as many as nobody looks at
+            weights[2] *= (self.num_embeddings - hot.pinned.numel() - others.numel()) / max(tested.numel(), 1)
+        staying = torch.cat([others, tested]), torch.cat([kept, known_of_tested]), torch.cat(weights[1:])
         trial = copy.deepcopy(self).to(wanted.dtype)
         trial.core_optimizer, trial.hot = None, None
         trial.cores.requires_grad_(True)
@@ -176,7 +188,9 @@ class PinnableTable(TTTable):
             fit_rows(trial.cores.parameters(), trial._rows, both, rows, weight, steps)
             squares = weights[0][going] * ((trial._rows(given[going]).float() - wanted[going].float()) ** 2).sum(1)
             own = relative_error(trial._rows, given[going], wanted[going], weights[0][going])
-            error = max(own, relative_error(trial._rows, both, rows, weight))
+            back = given[going], wanted[going], weights[0][going]
+            everything = (torch.cat(pair) for pair in zip(back, staying, strict=True))
+            error = max(own, relative_error(trial._rows, *everything))
             return Fit([core.detach().clone() for core in trial.cores.parameters()], squares, error)
 
         found = most_rows(fit, given.numel(), tolerance, given.device)
@@ -187,17 +201,17 @@ class PinnableTable(TTTable):
         for core, fitted in zip(self.cores, [] if found is None else found[1].cores, strict=found is not None):
             core.copy_(fitted)
         after = relative_error(self._rows, *measured)
-        moved = relative_error(self._rows, others, kept, weights[1])
+        moved = relative_error(self._rows, *staying)
         hot.drop(given[going])
         self._share()
-        staying = int((~going).sum())
-        if staying:
+        pinned = int((~going).sum())
+        if pinned:
             warnings.warn(
-                f"{staying:,} of {given.numel():,} rows stay pinned: the cores cannot hold them within tolerance="
+                f"{pinned:,} of {given.numel():,} rows stay pinned: the cores cannot hold them within tolerance="
                 f"{tolerance:g}; larger tt_ranks may, and tolerance=math.inf gives them back whatever becomes of them",
                 stacklevel=2,
             )
-        return Folded(before, after, moved, known.source, staying)
+        return Folded(before, after, moved, known.source, pinned)
 
     def _of_first_rank(self, chosen: torch.Tensor) -> torch.Tensor:
         """The first rank's choice, of those that average gradients."""
