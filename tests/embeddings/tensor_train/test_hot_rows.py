@@ -104,7 +104,9 @@ def test_hot_rows_are_folded_back() -> None:
     assert float(error) == pytest.approx(found.after, rel=1e-3)
     still = torch.ones(3000, dtype=torch.bool)
     still[hot] = False
-    assert float((table.to_dense() - others)[still].norm() / others[still].norm()) == pytest.approx(found.others, rel=0.2)
+    assert float((table.to_dense() - others)[still].norm() / others[still].norm()) == pytest.approx(
+        found.others, rel=0.2
+    )
 
 
 @pytest.mark.parametrize("rows", [1000, 50_000])

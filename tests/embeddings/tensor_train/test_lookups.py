@@ -369,6 +369,27 @@ def test_tables_without_numbers_get_them_later() -> None:
     assert torch.equal(other.to_dense(), table.to_dense())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(TTEmbedding, torch.nn.Embedding), (TTEmbeddingBag, torch.nn.EmbeddingBag)]
+)
+def test_from_pretrained_is_as_torchs(ours: Any, theirs: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    dense, ids = torch.randn(12, 4).to(dtype), torch.tensor([[3, 1], [0, 3]])
+    table = ours.from_pretrained(dense, tt_ranks=12, padding_idx=np.int64(1)) if ours is TTEmbeddingBag else None
+    if ours is TTEmbedding:  # torch reads that row as it is
+        with pytest.raises(TableError, match="the row of padding_idx 1 has numbers, and would read as zeros"):
+            ours.from_pretrained(dense, tt_ranks=12, padding_idx=1)
+        dense[1] = 0.0
+        table = ours.from_pretrained(dense, tt_ranks=12, padding_idx=1)
+    expected = theirs.from_pretrained(dense, padding_idx=1)
+    found = table(ids)
+    assert found.dtype == expected(ids).dtype
+    torch.testing.assert_close(found, expected(ids), atol=0.05 if dtype == torch.bfloat16 else 1e-5, rtol=0.02)
+    assert {one.dtype for one in table.parameters()} == {dtype}
+    assert not any(one.requires_grad for one in table.parameters())
+
+
 def test_from_pretrained_and_weight() -> None:
     torch.manual_seed(0)
     dense = TTEmbedding(125, 8, tt_ranks=4, std=1.0).to_dense()

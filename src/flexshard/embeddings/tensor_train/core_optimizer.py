@@ -79,6 +79,8 @@ class CoreOptimizer:
         self.lost: tuple[str, ...] = ()
         self.learning_rate = at_least_0(0.01 if learning_rate is None else learning_rate, "learning_rate")
         self.eps = self.checked_eps(1e-8 if eps is None else eps)
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TableError(f"process_group must be a torch.distributed.ProcessGroup, found {process_group!r}")
         self.process_group, self.grad_scaler, self.checked = process_group, checked_scaler(grad_scaler), checked
 
     def checked_eps(self, value: float) -> float:

@@ -61,6 +61,8 @@ class TTEmbeddingBag(PinnableTable):
         cores: parameters of shape (p_k, r_{k-1}, q_k, r_k).
     """
 
+    _reads_padding = False
+
     def __init__(
         self,
         num_embeddings: int,

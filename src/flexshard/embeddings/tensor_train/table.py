@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexshard._internal import host_waits_for, renamed_parameters
+from flexshard._internal import check_int, host_waits_for, renamed_parameters
 from flexshard.embeddings.tensor_train.core_optimizer import (
     CoreOptimizer,
     StepCount,
@@ -42,6 +42,8 @@ _CHUNK = 1 << 16
 @renamed_parameters(rows="row_factors", dims="dim_factors", ranks="tt_ranks")
 class TTTable(nn.Module):
     """Cores, and rows of distinct ids."""
+
+    _reads_padding = True  # as zeros; bags leave it out
 
     def __init__(
         self,
@@ -110,8 +112,8 @@ class TTTable(nn.Module):
         if backend == "triton" and dtype == torch.float64:
             raise TableError("the kernels in Triton compute in float32; cores of float64 take another backend")
         if padding_idx is not None:
-            within = isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
-            if not within or isinstance(padding_idx, bool):
+            padding_idx = check_int(padding_idx, "padding_idx", TableError, least=-num_embeddings)
+            if padding_idx >= num_embeddings:
                 raise TableError(f"padding_idx must be within the {num_embeddings:,} rows, found {padding_idx}")
             padding_idx %= num_embeddings
         self.padding_idx = padding_idx
@@ -189,10 +191,11 @@ class TTTable(nn.Module):
         Args:
             embeddings: the table; shape (E, D).
             freeze: whether its cores are not trained, as ``nn.Embedding.from_pretrained`` has it.
-            how: arguments of the table, ``tt_ranks`` among them.
+            how: arguments of the table, ``tt_ranks`` among them; by default ``embeddings`` gives ``dtype`` and ``device``.
 
         Raises:
-            TableError: a table of another kind, or with numbers that are not finite.
+            TableError: a table of another kind, or with numbers that are not finite, or in the row of ``padding_idx``
+                where that would be read: it is zeros here.
 
         Warns:
             UserWarning: a relative error above 0.5; :attr:`error` has it.
@@ -200,7 +203,12 @@ class TTTable(nn.Module):
         if not isinstance(embeddings, torch.Tensor) or embeddings.dim() != 2:
             found = tuple(embeddings.shape) if isinstance(embeddings, torch.Tensor) else type(embeddings).__name__
             raise TableError(f"a table to decompose is a tensor of two dimensions, found {found}")
-        table = cls(*embeddings.shape, **how)
+        own = {"dtype": embeddings.dtype} if embeddings.is_floating_point() else {}
+        table = cls(*embeddings.shape, **{**own, "device": embeddings.device, **how})
+        padding = table.padding_idx
+        if cls._reads_padding and padding is not None and bool(embeddings[padding].count_nonzero()):
+            what = f"the row of padding_idx {padding} has numbers, and would read as zeros"
+            raise TableError(f"{what}; set it to zero before, or leave padding_idx out")
         if table.decompose_(embeddings) > LARGE_ERROR:
             warn_of_error("the table", embeddings, table.shape, table.error or 0.0)
         return table.requires_grad_(not freeze)
