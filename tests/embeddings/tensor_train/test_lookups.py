@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torchrec")
