@@ -191,7 +191,7 @@ class TTTable(nn.Module):
         Args:
             embeddings: the table; shape (E, D).
             freeze: whether its cores are not trained, as ``nn.Embedding.from_pretrained`` has it.
-            how: arguments of the table, ``tt_ranks`` among them; ``embeddings`` gives ``dtype`` and ``device`` by default.
+            how: arguments of the table, ``tt_ranks`` among them; by default ``dtype`` and ``device`` stay.
 
         Raises:
             TableError: a table of another kind, or with numbers that are not finite, or in the row of ``padding_idx``

@@ -20,6 +20,8 @@ def explain_table(decision: CompressionPlan, name: str) -> str:
     price = decision.memory_price_seconds_per_gib
     if price:
         lines.append(f"The budget binds: memory is worth {units.format_seconds(price)} per GiB at the margin.")
+    elif any(_is_beyond(decision, table, option) for option in table.options):
+        lines.append("At the margin more memory saves nothing.")
     else:
         lines.append("The budget does not bind: the least time wins.")
     for index, option in enumerate(table.options):
@@ -38,10 +40,11 @@ def explain_table(decision: CompressionPlan, name: str) -> str:
 
 def _reason(decision: CompressionPlan, table: TableChoice, option: TableOption, more: float) -> str:
     """Why something that is faster, or cheaper at the price of memory, was not taken."""
-    if more >= 0 and option.seconds >= table.option.seconds:
+    is_worse = more >= 0 and option.seconds >= table.option.seconds
+    if _is_beyond(decision, table, option):
+        return ", and beyond the budget" if is_worse else ", but beyond the budget"
+    if is_worse:
         return ""
-    if decision.memory_bytes - table.option.memory_bytes + option.memory_bytes > decision.budget_bytes:
-        return ", but beyond the budget"
     loss = decision.loss - table.option.loss + option.loss
     if decision.loss_limit is not None and loss > decision.loss_limit:
         return f", but beyond the loss allowed ({loss:.4g} above {decision.loss_limit:.4g})"
@@ -49,7 +52,12 @@ def _reason(decision: CompressionPlan, table: TableChoice, option: TableOption, 
         return ""
     if any(one.sharding for one in table.options):  # whose figures are of an average rank
         return ", but it would make the busiest rank busier, not fit beside the others, or start further collectives"
-    return ", but tables are taken whole, and other choices pay for it"
+    return ", but it would start calls that nothing else needs, or leave less to others, since tables are taken whole"
+
+
+def _is_beyond(decision: CompressionPlan, table: TableChoice, option: TableOption) -> bool:
+    """Whether this instead of what was taken, and nothing else, would not fit."""
+    return decision.memory_bytes - table.option.memory_bytes + option.memory_bytes > decision.budget_bytes
 
 
 def _words(option: TableOption) -> str:

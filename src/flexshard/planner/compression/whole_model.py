@@ -231,7 +231,7 @@ def _choice(
 
     def of(option: PooledOption, given: TTOption | None) -> TableOption:
         world = costs.cluster.world_size
-        memory = float((option.static_bytes + option.dynamic_bytes).sum()) / world
+        memory = float((option.static_bytes + option.dynamic_bytes).sum()) / world + costs.received_bytes(table)
         compute, whole = float(option.local_seconds.sum()) / world, float(costs.seconds(option).sum()) / world
         held = "" if option.dtype == table.dtype else f" in {option.dtype}"
         shape, sharding = (None, option.name + held) if given is None else (given.shape, "")
@@ -255,7 +255,9 @@ def _tiers(decision: WholeDecision, table: Table, price: float) -> TableOption:
     """A table in tiers of rows, as planned; or as it would be at the price of memory, where it is a tensor train."""
     decided = decision.sequences
     if decided is not None and table in decided.problem.tables:
-        instance, allocation = decided.placement.instance, decided.placement.allocation
+        # The one that was solved weighs times by what of them counts in a step.
+        instance = Variants(decided.problem).of(decided.placement.instance.deduplicated)
+        allocation = decided.placement.allocation
     else:
         instance = Variants(decision.problem.of_rows([table])).fixed
         levels = max(instance.level_subsets(decision.problem.tiers), key=len)
