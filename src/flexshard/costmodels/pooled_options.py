@@ -64,6 +64,7 @@ POOLED_LOADS = (
     *(f"{what} {SEQUENCE}{kind}" for kind in UNEVEN if kind in SEQUENCE_TYPES for what in ("ids", "rows")),
 )
 
+_IDS = ("pooled ids", "sequence ids")  # contents of collectives
 FLOAT_BYTES = 4  # sums and their gradients travel as float32
 
 
@@ -106,6 +107,11 @@ class PooledOption:
         return f"{self.sharding_type}/{self.compute_kernel}{cached}"
 
     @property
+    def sends_ids(self) -> bool:
+        """Whether ids go to other ranks; copies, and tensor trains, are everywhere."""
+        return any(content in _IDS for _, _, content in self.moved)
+
+    @property
     def shards(self) -> int:
         """How many."""
         return len(self.cuts)
@@ -142,7 +148,7 @@ def load_of(shared_calls: str, content: str) -> int:
         return POOLED_LOADS.index(LOOK_UP if content == "pooled host reads" else UPDATE)
     if type_of(shared_calls) not in UNEVEN:
         return POOLED_LOADS.index(EVEN)
-    return POOLED_LOADS.index(f"{'ids' if content in ('pooled ids', 'sequence ids') else 'rows'} {shared_calls}")
+    return POOLED_LOADS.index(f"{'ids' if content in _IDS else 'rows'} {shared_calls}")
 
 
 def module_of(table: Table) -> str:

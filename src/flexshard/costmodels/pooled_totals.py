@@ -121,7 +121,7 @@ def pooled_cost(
     return Cost(
         static_memory_bytes=float(loads.static_bytes[fullest]),
         dynamic_memory_bytes=float(loads.dynamic_bytes[fullest]),
-        input_ids=float(loads.ids.mean()),
+        input_ids=sum(float(one.ids.sum()) for one, _ in placed if one.sends_ids) / costs.cluster.world_size,
         rows_read=float(loads.ids.max()),
         collectives=tuple(collectives),
         dynamic_memory_sigma_bytes=None,

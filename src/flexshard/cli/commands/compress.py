@@ -71,12 +71,12 @@ def _grid(decision: CompressionPlan) -> Grid:
         times = (units.format_seconds(option.compute_seconds), units.format_seconds(option.comm_seconds))
         loss = "" if option.shape is None else f"{option.loss:.4g}"
         grid.add_row(table.name, option.name, units.format_bytes(option.memory_bytes), *times, loss, smaller)
-    gap = decision.step_seconds - decision.lower_bound_seconds
+    gap = units.format_seconds(round(decision.step_seconds - decision.lower_bound_seconds, 12))
+    less = "less" if gap == "0 s" else f"{gap} less"
     grid.caption = (
         f"{units.format_bytes(decision.memory_bytes)} of {units.format_bytes(decision.budget_bytes)} per rank, with"
         " what it receives of sharded tables; a step of lookups, communication and the job's dense work takes"
-        f" {units.format_seconds(decision.step_seconds)}, and no choice within the budget takes"
-        f" {units.format_seconds(gap)} less.\nTimes of tables are an average rank's, without what calls take to start;"
-        " a step waits for the busiest rank."
+        f" {units.format_seconds(decision.step_seconds)}, and no choice within the budget takes {less}.\nTimes of"
+        " tables are an average rank's, without what calls take to start; a step waits for the busiest rank."
     )
     return grid

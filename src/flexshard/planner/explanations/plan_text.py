@@ -8,7 +8,7 @@ from rich.text import Text
 from flexshard import units
 from flexshard._internal import Grid, as_text, new_grid
 from flexshard.costmodels import Cost
-from flexshard.planner.explanations.pooled_text import pooled_grid
+from flexshard.planner.explanations.pooled_text import at_the_margin, pooled_grid
 from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.solver.cached_sums import BATCHES
 
@@ -222,9 +222,7 @@ def _proof(plan: Plan) -> list[Text]:
             f" ({BATCHES[0]} to {BATCHES[-1]:,}), and the proof is of these."
         )
     if plan.pooled or (plan.settings.method == "optimal" and plan.next_gib_seconds is None):
-        price = units.format_seconds(plan.memory_price_seconds_per_gib)
-        worth = f"is worth about {price}" if plan.memory_price_seconds_per_gib else "is worth nothing"
-        lines.append(f"Memory: at the bound's prices one more GiB per rank {worth} per iteration.")
+        lines.append(f"Memory: {at_the_margin(plan.memory_price_seconds_per_gib)}.")
     elif plan.settings.method == "optimal":
         saved = cost - (plan.next_gib_seconds if plan.next_gib_seconds is not None else cost)
         lines.append(f"Memory: {worth_of_memory(plan, saved)}.")

@@ -10,7 +10,7 @@ from flexshard._internal import Grid, new_grid
 from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledAlternative, PooledShard, PooledTablePlan
 
-__all__ = ["PooledExplanation", "asked_of", "explain_pooled", "pooled_grid", "ranks_in_words"]
+__all__ = ["PooledExplanation", "asked_of", "at_the_margin", "explain_pooled", "pooled_grid", "ranks_in_words"]
 
 _MOST_TABLES, _RANKS_NAMED = 40, 6
 _UNEVEN = 1.2  # times the mean, of shards
@@ -96,12 +96,8 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
     else:
         lines.append("There is no other way of sharding it: its constraints and the cluster leave this one.")
     price = plan.memory_price_seconds_per_gib
-    lines.append(
-        f"One more GiB per rank would save about {units.format_seconds(price)} of"
-        f" {units.format_seconds(plan.objective_seconds(plan.predicted))} per iteration, at the bound's prices."
-        if price
-        else "Memory is not scarce: at the bound's prices another byte saves nothing."
-    )
+    whole = units.format_seconds(plan.objective_seconds(plan.predicted))
+    lines.append(f"For the whole plan of {whole} per iteration, {at_the_margin(price)}.")
     lines += asked_of(plan, table.name)
     return PooledExplanation(table, price, "\n".join(lines))
 
@@ -166,3 +162,11 @@ def _alternative(one: PooledAlternative) -> str:
         f" {signed(one.memory_bytes, units.format_bytes(abs(one.memory_bytes)))};"
         f" {signed(one.priced_seconds, units.format_seconds(abs(one.priced_seconds)))} at the price of memory"
     )
+
+
+def at_the_margin(price_seconds_per_gib: float) -> str:
+    """What a dual price says of memory, which is no more than of a little of it."""
+    if not price_seconds_per_gib:
+        return "a little more memory would not lower the bound; much more may"
+    price = units.format_seconds(price_seconds_per_gib)
+    return f"a little more memory would lower the bound, at a rate of {price} per GiB and rank"

@@ -34,7 +34,7 @@ def explain_table(menus: Menus, plan: Assignment, table: str, unit: str) -> str:
     chosen = next(option for option in menu if option.source == plan.choice[position])
     prices = lagrangian_bound(menus).per_byte
     worth = [
-        f"one more GiB of {kind} per rank would save {price * 2**30:.3g} {unit}"
+        f"a little more {kind} per rank would save {price * 2**30:.3g} {unit} per GiB"
         for price, kind in zip(prices, menus.kinds, strict=True)
         if price > 0
     ]
@@ -47,7 +47,7 @@ def explain_table(menus: Menus, plan: Assignment, table: str, unit: str) -> str:
         f"  {_figures(chosen, menus, unit)}",
         f"  at the bound's prices {', '.join(worth)}"
         if worth
-        else "  memory is not scarce: at the bound's prices another byte saves nothing",
+        else "  at the bound's prices a little more memory saves nothing; much more may",
     ]
     others: list[Option] = []
     for option in sorted(menu, key=priced):
