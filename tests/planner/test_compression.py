@@ -139,6 +139,12 @@ def test_a_budget_that_row_wise_needs_leaves_tables_as_they_are_and_a_small_one_
     alone = solve(own, cluster, batch_size=256, budget="+30GiB", step=StepWork(0.0, RATES.local))
     assert rich.plan.predicted == alone.predicted
     assert "budget does not bind" in rich.explain("a")
+    assert sum(table.option.memory_bytes for table in rich.tables.values()) == pytest.approx(rich.memory_bytes)
+    cost = rich.plan.predicted
+    busiest = cost.look_up_seconds + cost.overlapped_look_up_seconds
+    busiest += cost.overlapped_update_seconds + cost.row_wise_update_seconds
+    compute = sum(table.option.compute_seconds for table in rich.tables.values())  # an average rank's
+    assert 0.5 * busiest <= compute <= busiest * (1 + 1e-9)
     least = plan_compression(own, CLUSTER, options=offered, rates=RATES, batch_size=256, budget="-14MB")
     assert least.shapes
     assert least.plan is None or least.plan.predicted.memory_bytes < least.budget_bytes
@@ -164,6 +170,10 @@ def test_all_tables_may_be_compressed_and_decisions_are_kept(tmp_path: Path) -> 
     assert found.plan is None
     assert found.shapes == {"a": shape}
     assert found.memory_bytes == pytest.approx(memory)
+    assert found.table("a").option.memory_bytes == pytest.approx(memory)
+    tight = plan_compression(own, CLUSTER, options={"a": [TTOption(shape)]}, rates=RATES, batch_size=256)
+    if not tight.shapes and memory > tight.budget_bytes:
+        assert "beyond the budget" in tight.explain("a")
     for decided in (found, plan_compression(own, CLUSTER, options={}, rates=RATES, batch_size=256)):
         path = tmp_path / "decision.json"
         decided.save(path)
