@@ -19,6 +19,7 @@ pytest.importorskip("torchrec")
 pytest.importorskip("numba")
 
 import torch
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import flexshard
@@ -34,7 +35,7 @@ from flexshard.executors.stores.cached import CachedStore
 from flexshard.executors.stores.mapped import MappedStore
 from flexshard.planner import Plan
 from flexshard.tables import OPTIMIZERS
-from tests.executors import lookahead_model as looking, ranks
+from tests.executors import lookahead_model as looking, models, ranks
 from tests.host_waits import as_on_cuda
 from tests.slow import first
 
@@ -399,6 +400,35 @@ def too_small(rank: int, plan: Any) -> str:
 def test_a_cache_too_small_for_a_batch_names_the_least_size() -> None:
     (text,) = ranks.run(1, 1, too_small, looking.plan_for(1, 1))
     assert text.startswith("CacheError: rank 0, tables goods, shops: the cache has 19 rows, one batch reads 4")
+
+
+FEW = {"goods": 1, "shops": 2, "days": 3}
+
+
+def of_few_rows(step: int, first: int) -> models.Batch:
+    """Of one row of each table, and from a batch on of all."""
+    ids = [torch.arange(6) % (rows if step >= first else 1) for rows in FEW.values()]
+    features = KeyedJaggedTensor(list(FEW), torch.cat(ids), lengths=torch.ones(18, dtype=torch.int64))
+    return models.Batch(features, torch.ones(6))
+
+
+def too_small_on_one_rank(rank: int, plan: Any, first: int, delayed: bool) -> str:
+    with mock.patch.object(looking, "ROWS", FEW):
+        parallel, optim = looking.shard(plan, 0.3, fused("sgd"))
+    pipeline = LookaheadPipeline(parallel, optim, HOST, lookahead=2, delayed_sync=delayed)
+    batches = (of_few_rows(step, first) for step in range(20))
+    with mock.patch.object(looking, "ROWS", FEW):
+        return message_of(lambda: [pipeline.progress(batches) for _ in range(20)])
+
+
+@pytest.mark.parametrize(("first", "delayed"), [(0, False), (0, True), (6, False), (6, True)])
+def test_every_rank_hears_of_a_cache_that_is_too_small_on_one(first: int, delayed: bool) -> None:
+    with mock.patch.object(looking, "ROWS", FEW):
+        plan = looking.plan_for(1, 2)
+    said = ranks.run(1, 2, too_small_on_one_rank, plan, first, delayed, timeout=30.0)
+    assert all(text.startswith("CacheError: ") and "rank 1" in text for text in said), said
+    assert "the cache has 1 rows, one batch reads 2; make it at least as large" in said[1]
+    assert said[1] == said[0] or "its own message names it" in said[0]
 
 
 def without_room(rank: int, plan: Any, **how: Any) -> list[Any]:

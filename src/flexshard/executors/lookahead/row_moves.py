@@ -133,12 +133,6 @@ class RowMoves:
             used_here(slots)
             return slots
         batch.dropped = True
-        distinct, _ = self._oracle.needed
-        if distinct > self._oracle.slots:
-            raise CacheError(
-                f"{self._label}: the cache has {self._oracle.slots:,} rows, one batch reads {distinct:,}; make it at"
-                " least as large, or batches smaller"
-            )
         self.traffic.beside += batch.lookups
         return None
 
@@ -257,6 +251,7 @@ class RowMoves:
                 admission = self._oracle.admit(batch.ids.numbers())
                 if admission is None:
                     self._refused = batch
+                    self._check_size()
                     return
                 batch.admission = admission
                 self._move(admission)
@@ -265,6 +260,17 @@ class RowMoves:
                 batch.fetched = self._side.moment()
                 batch.slots.set_result(slots)
             self._waiting.popleft()
+
+    def _check_size(self) -> None:
+        """Whether what was refused would fit into an empty cache; if not, every rank hears of it before that batch's
+        turn, as of all that fails here.
+        """
+        distinct, _ = self._oracle.needed
+        if distinct > self._oracle.slots:
+            raise CacheError(
+                f"{self._label}: the cache has {self._oracle.slots:,} rows, one batch reads {distinct:,}; make it at"
+                " least as large, or batches smaller"
+            )
 
     def _retire(self) -> None:
         while self._under_way and (self._under_way[0].over or self._under_way[0].dropped):
