@@ -342,6 +342,34 @@ def test_names_of_parameters() -> None:
     equal_on_both(names_of)
 
 
+def frozen_before(rank: int) -> tuple[float, float]:
+    moved = []
+    plan = models.plan_of(models.small_cluster(1, 2), {name: [(2, rows, "dense")] for name, rows in rows_of_tables()})
+    for ours_ in (False, True):
+        model = models.new_model()
+        model.wide.requires_grad_(False)
+        if ours_:
+            with pytest.warns(UserWarning, match="requires_grad=False is not heeded by fused optimizers"):
+                parallel, _ = models.shard(plan, model=model)
+        else:
+            parallel = models.row_wise_of_torchrec("sgd", 1, 2, model=model)
+        before = state_of(parallel)
+        models.train(parallel, dense_of(parallel), rank, range(2))
+        after = state_of(parallel)
+        moved.append(max(float(np.abs(after[name] - before[name]).max()) for name in PER_TABLE if "wide" in name))
+    return moved[0], moved[1]
+
+
+def rows_of_tables() -> list[tuple[str, int]]:
+    return [(name, rows) for name, (rows, _) in (models.WIDE | models.NARROW).items()]
+
+
+def test_tables_frozen_before_they_are_sharded_are_trained_as_torchrecs_are_with_a_word() -> None:
+    for theirs_, ours_ in ranks.run(1, 2, frozen_before):
+        assert theirs_ > 0
+        assert ours_ == pytest.approx(theirs_, rel=1e-4)
+
+
 def zeroed(parallel: Any, rank: int, which: str) -> None:
     found = parallel.parameters() if which == "model" else parallel.fused_optimizer.params.values()
     with torch.no_grad():

@@ -122,6 +122,14 @@ class RowSharding:
             PlanError, TableError: as of :meth:`FlexShardEmbeddingCollectionSharder.shard`.
         """
         index_dedup = frozenset(name for name, how in planned.items() if how.index_dedup)
+        frozen = [name for name in planned if not weights[name].requires_grad]
+        if frozen:
+            warnings.warn(
+                f"tables {', '.join(frozen[:3])}: requires_grad=False is not heeded by fused optimizers, TorchRec's or"
+                " these; they are trained, but where they are looked up under torch.no_grad()",
+                UserWarning,
+                stacklevel=3,
+            )
         if codecs is not None:
             _warn_of_loss(codecs.backward, list(planned))
         traits = on_all_ranks(
