@@ -400,6 +400,18 @@ def test_memory_that_apart_needs_is_found_out() -> None:
     assert pareto(problem).points  # although "neutral" may not be enough
 
 
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
+def test_ids_that_are_sent_are_those_of_tables_that_are_not_copied(kind: str) -> None:
+    profile = AccessProfile.from_counts(np.arange(1, 401), 1_000)
+    given = [Table(name, 400, 16, profile, pooling="sum") for name in ("p", "q")]
+    asked = {"p": TableConstraints(sharding_types=[kind]), "q": TableConstraints(sharding_types=["data_parallel"])}
+    plan = solve(given, cluster(), batch_size=64, constraints=asked, budget="100MiB")
+    sent = 0.0 if kind == "data_parallel" else given[0].lookups(64)
+    assert plan.predicted.input_ids == pytest.approx(sent)
+    if not sent:
+        assert not any("ids" in one.content for one in plan.predicted.collectives)
+
+
 def test_rows_that_are_read_most_are_priced_where_they_lie() -> None:
     """Of tables whose ids are numbered by popularity: what is planned, priced and explained is the busiest rank's."""
     counts = np.maximum(200_000 // np.arange(1, 4_001), 1)
