@@ -84,7 +84,7 @@ class Problem:
         overlap: what other work hides; see :func:`flexshard.costmodels.overlap_of`.
         index_dedup: send a batch's repeated ids once per rank, and their rows and gradients: of all tables, of none, or
             of those where it takes less time, that of finding them included ("auto"). "neutral" is the memory that
-            row-wise needs without. False on one rank, which sends nothing.
+            row-wise needs without.
         index_dedup_seconds_per_id: that time, per lookup; by default a nanosecond, about what GPUs take to sort so many
             ids. CPUs need 20 to 100 times as long.
         reduction: how gradients of copies are brought together: "dense" (all-reduce), "sparse" (all-gather of the rows
@@ -179,7 +179,7 @@ class Problem:
             raise JobError(f"cluster must be a Cluster, found {cluster!r}; Cluster.preset and Cluster.load make one")
         if not isinstance(index_dedup, (bool, np.bool_)) and index_dedup != "auto":
             raise JobError(f"index_dedup must be True, False or 'auto', found {index_dedup!r}")
-        values["index_dedup"] = cluster.world_size > 1 and (index_dedup if index_dedup == "auto" else bool(index_dedup))
+        values["index_dedup"] = index_dedup if index_dedup == "auto" else bool(index_dedup)
         per_id = check_finite(index_dedup_seconds_per_id, "index_dedup_seconds_per_id", JobError)
         if per_id < 0:
             raise JobError(f"index_dedup_seconds_per_id is a time of at least 0 s, found {per_id}")

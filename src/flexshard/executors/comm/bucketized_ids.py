@@ -62,7 +62,7 @@ class BucketizedIds:
 
     @classmethod
     def unsorted(cls, locations: torch.Tensor, lookups: Sequence[int]) -> BucketizedIds:
-        """Of a batch that stays on one rank: nothing is sent, be it once or for every lookup."""
+        """Of a batch that stays on one rank, every lookup by itself."""
         counts = to_device(np.array([lookups], np.int64), locations.device)
         return cls(locations, counts, None, tuple(lookups), False)
 

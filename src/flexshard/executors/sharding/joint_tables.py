@@ -131,14 +131,10 @@ class JointTables:
             ]
         together = torch.cat(locations) if len(parts) > 1 else locations[0]
         lookups = [count for part in parts for count in part.lookups]
-        if self.layout.world_size == 1:
+        once = [table for part in parts for table in part.once]
+        if self.layout.world_size == 1 and not any(which for _, which in once):
             return BucketizedIds.unsorted(together, lookups)
-        return bucketize(
-            together,
-            lookups,
-            self._buckets,
-            index_dedup=[table for part in parts for table in part.once],
-        )
+        return bucketize(together, lookups, self._buckets, index_dedup=once)
 
     def first_outside(self, found: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """The first table that ids lie outside of, from those of modules among their own tables, shape (1,) each; as

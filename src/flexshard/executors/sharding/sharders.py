@@ -185,7 +185,7 @@ class _RowWise:
 
     table: _RowWiseTable
     fingerprint: str
-    index_dedup: bool = True
+    index_dedup: bool  # once to each rank; one alone sends nothing
     ranked_rows: None = None
 
 
@@ -255,7 +255,11 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 )
         device = torch.device("cpu") if device is None else device
         planned = {
-            name: _RowWise(_row_wise(configs[name], env.world_size, sorted(factors).index(name)), fingerprint)
+            name: _RowWise(
+                _row_wise(configs[name], env.world_size, sorted(factors).index(name)),
+                fingerprint,
+                index_dedup=env.world_size > 1,
+            )
             for name in cached
         }
         shared = self._rows.shard(
