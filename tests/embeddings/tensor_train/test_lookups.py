@@ -389,6 +389,8 @@ def test_from_pretrained_is_as_torchs(ours: Any, theirs: Any, dtype: torch.dtype
     torch.testing.assert_close(found, expected(ids), atol=0.05 if dtype == torch.bfloat16 else 1e-5, rtol=0.02)
     assert {one.dtype for one in table.parameters()} == {dtype}
     assert not any(one.requires_grad for one in table.parameters())
+    with pytest.raises(TableError, match=r"found torch\.float16; dtype= says which they are"):
+        ours.from_pretrained(dense.half(), tt_ranks=12)
 
 
 def test_from_pretrained_and_weight() -> None:

@@ -71,7 +71,7 @@ def _grid(decision: CompressionPlan) -> Grid:
         times = (units.format_seconds(option.compute_seconds), units.format_seconds(option.comm_seconds))
         loss = "" if option.shape is None else f"{option.loss:.4g}"
         grid.add_row(table.name, option.name, units.format_bytes(option.memory_bytes), *times, loss, smaller)
-    gap = units.format_seconds(round(decision.step_seconds - decision.lower_bound_seconds, 12))
+    gap = units.format_seconds(max(round(decision.step_seconds - decision.lower_bound_seconds, 12), 0.0))
     less = "less" if gap == "0 s" else f"{gap} less"
     grid.caption = (
         f"{units.format_bytes(decision.memory_bytes)} of {units.format_bytes(decision.budget_bytes)} per rank, with"

@@ -103,7 +103,7 @@ class DistinctIds:
 def check_dtype(cores: torch.dtype) -> None:
     """Raises TableError for cores of a type that is not computed with."""
     if cores not in (torch.float32, torch.bfloat16, torch.float64):
-        raise TableError(f"cores are float32, float64 or bfloat16, found {cores}")
+        raise TableError(f"cores are float32, float64 or bfloat16, found {cores}; dtype= says which they are")
 
 
 def check_ids(ids: torch.Tensor) -> None:

@@ -348,6 +348,9 @@ class Exchange:
             for arrival in self._arrivals[level]:
                 arrival.take()
             gradients: list[Any] = self._given or [None] * len(context.stores)
+            for one in self._given:
+                if one is not None:
+                    used_here(one)
             for rows in self._gradients[level]:
                 used_here(rows.buffer)
                 for index in rows.classes:

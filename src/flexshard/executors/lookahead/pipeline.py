@@ -158,25 +158,6 @@ class LookaheadPipeline(TrainPipelineSparseDist[Any, Any]):
                 " the same"
             )
         self._delay_sync()
-        if self._model.training:
-            self._check_caches(group)
-
-    def _check_caches(self, group: dist.ProcessGroup) -> None:
-        """Whether caches of every rank have the first batch's rows. Of later batches ranks hear with the ids of those
-        behind them, which nobody waits for before the first one's rows.
-
-        Raises:
-            CacheError: some rank's have not, nor can have.
-        """
-        self._announce()
-        failed = ""
-        for module in self._ours():
-            module.drained()
-            failure = module.tables.failure()
-            failed = failed or (f"rank {module.tables.rank}, {failure[1]}" if failure else "")
-        said, _ = differing_ranks(failed, group)
-        if any(said):
-            raise CacheError(next(text for text in said if text))
 
     def _delay_sync(self) -> None:
         """As this pipeline has it, whatever another one of the same model does."""

@@ -108,8 +108,16 @@ class RowMoves:
         self._last: Future[None] | None = None  # of what was asked for and is not waited for
         self._refused: AnnouncedBatch | None = None  # for want of room, since when nothing has left
         self.failure: CacheError | None = None
+        self._too_large: CacheError | None = None
 
     # -- on the steps' thread
+
+    def take_problem(self) -> CacheError | None:
+        """What every rank has to hear of with the next batch: a failure, or, once, that a batch is larger than the
+        cache. That one is read and trained beside it: a rank that stopped alone would let the others wait.
+        """
+        too_large, self._too_large = self._too_large, None
+        return self.failure or too_large
 
     def announce(self, ids: torch.Tensor) -> AnnouncedBatch:
         """Fetch a batch's rows (of its lookups, shape (n,), int64) as soon as there is room for them."""
@@ -123,7 +131,7 @@ class RowMoves:
         forgotten then.
 
         Raises:
-            CacheError: it would not fit into an empty cache, or rows could not be moved.
+            CacheError: rows could not be moved.
         """
         if not batch.slots.done():
             self._run(lambda: self._admit_now(batch))
@@ -251,7 +259,7 @@ class RowMoves:
                 admission = self._oracle.admit(batch.ids.numbers())
                 if admission is None:
                     self._refused = batch
-                    self._check_size()
+                    self._note_size()
                     return
                 batch.admission = admission
                 self._move(admission)
@@ -261,13 +269,11 @@ class RowMoves:
                 batch.slots.set_result(slots)
             self._waiting.popleft()
 
-    def _check_size(self) -> None:
-        """Whether what was refused would fit into an empty cache; if not, every rank hears of it before that batch's
-        turn, as of all that fails here.
-        """
+    def _note_size(self) -> None:
+        """Whether what was refused would fit into an empty cache."""
         distinct, _ = self._oracle.needed
         if distinct > self._oracle.slots:
-            raise CacheError(
+            self._too_large = CacheError(
                 f"{self._label}: the cache has {self._oracle.slots:,} rows, one batch reads {distinct:,}; make it at"
                 " least as large, or batches smaller"
             )

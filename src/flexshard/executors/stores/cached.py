@@ -86,7 +86,7 @@ class CachedStore(MemoryStore):
     def failure(self) -> CacheError | None:
         with suppress(CacheError):
             self._take_writes()
-        return self._moves.failure
+        return self._moves.take_problem()
 
     def part(self, name: str) -> torch.Tensor:
         self.flush()
