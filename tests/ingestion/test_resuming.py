@@ -95,6 +95,26 @@ def test_the_last_samples_are_divided_dropped_or_padded(folder: Path) -> None:
     assert again[:16] == rows_of(first)
 
 
+@pytest.mark.parametrize("how", [{}, {"shuffle": "samples", "seed": 1}])
+def test_what_more_ranks_drop_of_an_epoch_is_no_reason_to_read_it_again(folder: Path, how: dict[str, Any]) -> None:
+    reader, done = reader_of(folder, drop_last=True, **how), ROWS // 16 - 2
+    reader.set_epoch(3)
+    batches = iter(reader)
+    state = reader.state_dict([next(batches) for _ in range(done)][-1])
+    assert not state["finished"]
+    for world, left in ((8, 0), (2, 1), (1, 2)):
+        for rank in range(world):
+            other = reader_of(folder, rank=rank, world_size=world, drop_last=True, **how)
+            other.load_state_dict(state)
+            assert len(list(other)) == left
+            assert len(list(other)) == ROWS // 16 // world  # another pass
+    last = list(batches)[-1]
+    assert reader.state_dict(last)["finished"]
+    again = reader_of(folder, drop_last=True, **how)
+    again.load_state_dict(reader.state_dict(last))
+    assert len(list(again)) == ROWS // 16
+
+
 def test_as_many_samples_as_torchs_distributed_sampler(folder: Path) -> None:
     for drop in (False, True):
         theirs = [len(DistributedSampler(range(ROWS), 8, rank, drop_last=drop)) for rank in range(8)]  # type: ignore[arg-type]

@@ -114,7 +114,9 @@ class NGrams(Derived):
 
 
 class Bucketize:
-    """A feature of one id per sample: how many of some boundaries a dense column's number has reached."""
+    """A feature of one id per sample: how many of some boundaries a dense column's number has reached (NaN: all, as
+    ``torch.bucketize`` has it).
+    """
 
     def __init__(self, column: str, into: str, *, boundaries: Sequence[float]) -> None:
         """Cut a column at ``boundaries``.

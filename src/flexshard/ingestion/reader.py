@@ -212,6 +212,7 @@ class SessionReader(BatchDataset):
         if position is None:
             position = BatchPosition(self.epoch, consumed=self._place.first)
         state = {"epoch": position.epoch, "batches": position.consumed, **self._identity()}
+        state["finished"] = self._is_over(position.epoch, position.consumed)
         return state | ({"worker": dict(self._worker)} if self._worker else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -226,12 +227,11 @@ class SessionReader(BatchDataset):
         epoch, consumed = checked_state(state, own)
         lanes = check_int(own["lanes"], "the state's lanes", DataError)
         window = check_int(own["shuffle_window"], "the state's shuffle window", DataError) if self.shuffle else 1
-        batches = self._order(epoch, lanes, window).num_batches
-        if consumed > batches:
+        if consumed > (batches := self._order(epoch, lanes, window).num_batches):
             raise DataError(f"the reader's state is after {consumed:,} batches of {batches:,}")
         if get_worker_info() is None:
             self._place.order_by(lanes, window if self.shuffle else self.shuffle_window)
-            self._place.set(epoch, consumed)
+            self._place.set(epoch, consumed, unfinished=not state.get("finished", True))
             self._last = None
         else:  # of a DataLoader that keeps its workers' states, each of which loads its own
             self._own_order = lanes, window
@@ -378,23 +378,19 @@ class SessionReader(BatchDataset):
 
     def _first_of(self, epoch: int, first: int) -> int:
         """Batches that a pass leaves out: none, where the pass before was over and no epoch was named."""
-        is_over = not self._order(epoch).steps(self.world_size, drop_last=self.drop_last, consumed=first)
-        return 0 if is_over and not self._place.is_named else first
+        goes_on = self._place.is_named or self._place.is_unfinished or not self._is_over(epoch, first)
+        return first if goes_on else 0
+
+    def _is_over(self, epoch: int, consumed: int) -> bool:
+        return not self._order(epoch).steps(self.world_size, drop_last=self.drop_last, consumed=consumed)
 
     def _order(self, epoch: int, lanes: int | None = None, window: int | None = None) -> EpochOrder:
         """Of an epoch; the last one is kept."""
         own = self._own_order or (self.lanes, self.shuffle_window)
         key = (epoch if self.shuffle else 0, lanes or own[0], (window or own[1]) if self.shuffle else 1)
         if key not in self._orders:
-            settings = OrderSettings(
-                self._stored.num_rows,
-                self.batch_size,
-                key[1],
-                self.shuffle,
-                key[2],
-                self._stored.group_starts[:-1],
-                self._sessions,
-                self.whole_sessions,
-            )
+            rows, groups = self._stored.num_rows, self._stored.group_starts[:-1]
+            how = (key[1], self.shuffle, key[2], groups, self._sessions, self.whole_sessions)
+            settings = OrderSettings(rows, self.batch_size, *how)
             self._orders = {key: EpochOrder(settings, self.seed, key[0])}
         return self._orders[key]

@@ -13,14 +13,14 @@ from flexshard.errors import DataError
 __all__ = ["ReaderPlace", "checked_state"]
 
 _WORKERS = 1024
-_EPOCH, _FIRST, _NAMED, _BY_WORKERS, _LANES, _WINDOW, _TAKEN, _SEED, _COUNT = range(9)
+_EPOCH, _FIRST, _NAMED, _BY_WORKERS, _LANES, _WINDOW, _TAKEN, _SEED, _COUNT, _UNFINISHED = range(10)
 
 
 class ReaderPlace:
     """Epoch, first batch and order of the next pass, in memory that workers which stay see as well."""
 
     def __init__(self, lanes: int, window: int) -> None:
-        self._shared = torch.zeros(9, dtype=torch.int64)
+        self._shared = torch.zeros(10, dtype=torch.int64)
         self._shared[_LANES], self._shared[_WINDOW] = lanes, window
         # Whether a worker has begun a pass since then; each writes its own, so that none hides it from another.
         self._begun = torch.zeros(_WORKERS, dtype=torch.int64)
@@ -69,9 +69,14 @@ class ReaderPlace:
         """Whether the last who began a pass was a process of a DataLoader."""
         return bool(self._shared[_BY_WORKERS])
 
-    def set(self, epoch: int, first: int) -> None:
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether who wrote the state that was loaded would have read on in its epoch."""
+        return bool(self._shared[_UNFINISHED])
+
+    def set(self, epoch: int, first: int, *, unfinished: bool = False) -> None:
         """Start the next pass in ``epoch``, after ``first`` of its batches."""
-        self._shared[_EPOCH], self._shared[_FIRST] = epoch, first
+        self._shared[_EPOCH], self._shared[_FIRST], self._shared[_UNFINISHED] = epoch, first, unfinished
         self._shared[[_NAMED, _BY_WORKERS, _TAKEN]] = 0
         self._begun.zero_()
 

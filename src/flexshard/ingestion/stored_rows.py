@@ -344,7 +344,7 @@ def _stamp_of(source: ParquetSource) -> _Stamp:
     try:
         if source.filesystem is None or is_local(source):
             found = os.stat(source.path)  # noqa: PTH116 (a Path for every chunk takes longer than asking)
-            return _Stamp(found.st_size, found.st_mtime_ns)
+            return _Stamp(found.st_size, found.st_mtime_ns, str(found.st_ino))  # copies may keep the time
         info = source.filesystem.get_file_info(source.path)
         version = _version_of(source)
     except FileNotFoundError as error:

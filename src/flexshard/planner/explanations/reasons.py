@@ -188,9 +188,13 @@ def _tier_lines(plan: Plan, table: TablePlan, boundaries: tuple[Boundary, ...]) 
             else "The budget does not bind: tiers end where the next one takes less time, whatever its memory."
         )
     elif plan.settings.method == "optimal":
+        # With pooled tables it is the bound's price, and the plan may have room to spare.
+        spent = (
+            " here, at the bound's prices" if plan.pooled else " here: at that price the plan just spends its budget"
+        )
         lines.append(
-            f"A GiB of memory counts as {units.format_seconds(plan.memory_price_seconds_per_gib)} here: at that price"
-            " the plan just spends its budget. A tier ends where its next row would be as good in the following tier."
+            f"A GiB of memory counts as {units.format_seconds(plan.memory_price_seconds_per_gib)}{spent}. A tier ends"
+            " where its next row would be as good in the following tier."
         )
     else:
         lines.append(
