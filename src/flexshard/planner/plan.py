@@ -207,7 +207,7 @@ class Plan:
             this placement if ids that are sent once a rank were sent once a node, which is priced and not run.
         lower_bound_seconds: no plan within the budget has less exposed communication, or a shorter step, whichever the
             objective is.
-        memory_price_seconds_per_gib: exposed time that one more GiB would save at the margin.
+        memory_price_seconds_per_gib: exposed time that a little more memory would save, as of a GiB.
         next_gib_seconds: the same of the best plan with one GiB more; None for method "paper".
         job_digest: SHA-256 of the tables, profiles, cluster and settings that the plan was made from.
         pooled: tables that TorchRec shards by name, in the order given: pooled ones, and others that constraints or the

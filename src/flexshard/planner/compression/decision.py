@@ -102,7 +102,7 @@ class CompressionPlan:
         memory_bytes: what all tables need.
         step_seconds: predicted time of lookups, exposed communication and the problem's dense work per iteration.
         lower_bound_seconds: no choice within the budget takes less.
-        memory_price_seconds_per_gib: what one more GiB would save at the margin.
+        memory_price_seconds_per_gib: what a little more memory would save, as of a GiB.
         loss, loss_limit: of all chosen options together, and the most that was allowed (None: any).
     """
 
