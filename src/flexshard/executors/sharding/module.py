@@ -218,8 +218,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
 
     def drained(self) -> bool:
         """Wait until the caches of this rank have taken up what they were told of; whether there was room for it."""
-        room = [group.store.drained() for group in self.groups]  # each is waited for, whatever another says
-        return all(room)
+        return False not in [group.store.drained() for group in self.groups]  # each is waited for
 
     # -- output
 
