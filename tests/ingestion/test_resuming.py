@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import shutil
 import time
@@ -312,7 +313,14 @@ def test_files_that_change_are_named_and_never_mixed_in(folder: Path, tmp_path: 
     def truncate(path: Path) -> None:
         path.write_bytes(path.read_bytes()[:500])
 
+    def replace_and_keep_times(path: Path) -> None:
+        times, other = path.stat(), path.with_suffix(".other")
+        shutil.copyfile(path, other)
+        other.replace(path)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
     for how in ({}, {"shuffle": "samples", "shuffle_window": 64}):
+        after_some(replace_and_keep_times, "has changed since reading began", **how)
         after_some(Path.unlink, "is no longer there; put it back", **how)
         after_some(rewrite, "has changed since reading began; start again", **how)
         after_some(truncate, "has changed since reading began", **how)
