@@ -79,7 +79,7 @@ def test_writing_to_parameters_counts_or_is_refused() -> None:
     write(made)  # to what is older than the copy
     with pytest.raises(CacheError, match="parameters were written to while the cache had newer rows"):
         made.rows_at(every)
-    assert made.failure is not None
+    assert made.take_failure() is not None
 
 
 def test_what_is_released_is_not_the_hosts() -> None:

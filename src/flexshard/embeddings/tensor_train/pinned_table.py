@@ -187,10 +187,9 @@ class PinnableTable(TTTable):
             weight = torch.cat([weights[0][going], weights[1]])[order]
             fit_rows(trial.cores.parameters(), trial._rows, both, rows, weight, steps)
             squares = weights[0][going] * ((trial._rows(given[going]).float() - wanted[going].float()) ** 2).sum(1)
-            own = relative_error(trial._rows, given[going], wanted[going], weights[0][going])
             back = given[going], wanted[going], weights[0][going]
             everything = (torch.cat(pair) for pair in zip(back, staying, strict=True))
-            error = max(own, relative_error(trial._rows, *everything))
+            error = max(relative_error(trial._rows, *back), relative_error(trial._rows, *everything))
             return Fit([core.detach().clone() for core in trial.cores.parameters()], squares, error)
 
         found = most_rows(fit, given.numel(), tolerance, given.device)

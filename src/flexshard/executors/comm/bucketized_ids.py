@@ -48,15 +48,15 @@ class BucketizedIds:
     Attributes:
         slots: of each row in its holder; shape (n,), or longer with no meaning behind those of all buckets.
         counts: how many of each class go to each bucket; shape (buckets, K).
-        order: of each of the batch's lookups its place among ``slots``; shape (lookups,). With index deduplication
-            several lookups share one. None: they stand as they are.
+        index: of each of the batch's lookups among ``slots``; shape (lookups,). With index deduplication several
+            lookups share one. None where they were not sorted, on one rank.
         lookups: of each class; they stand one class after the other.
         shared: whether lookups may share an index.
     """
 
     slots: torch.Tensor
     counts: torch.Tensor
-    order: torch.Tensor | None
+    index: torch.Tensor | None
     lookups: tuple[int, ...]
     shared: bool
 
@@ -65,11 +65,6 @@ class BucketizedIds:
         """Of a batch that stays on one rank, every lookup by itself."""
         counts = to_device(np.array([lookups], np.int64), locations.device)
         return cls(locations, counts, None, tuple(lookups), False)
-
-    @cached_property
-    def index(self) -> torch.Tensor:
-        """As ``order``, whether they are sorted or not."""
-        return torch.arange(len(self.slots), device=self.slots.device) if self.order is None else self.order
 
 
 def bucketize(

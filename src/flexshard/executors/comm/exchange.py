@@ -121,8 +121,8 @@ class Exchange:
 
     def tensors(self) -> list[torch.Tensor]:
         """What was made on the stream of the data distribution."""
-        order = self._batch.order
-        return [*self._asked, self._batch.slots, *([] if order is None else [order])]
+        index = self._batch.index
+        return [*self._asked, self._batch.slots, *([] if index is None else [index])]
 
     # -- forward
 
@@ -134,8 +134,8 @@ class Exchange:
 
     @property
     def _in_place(self) -> bool:
-        """Whether rows are looked up, and trained, as the batch's lookups ask for them."""
-        return self._batch.order is None and self._parts is None
+        """Whether rows are looked up, and trained, as lookups ask for them: on one rank, which delays nothing."""
+        return self._batch.index is None
 
     @property
     def zero(self) -> torch.Tensor:
@@ -252,6 +252,7 @@ class Exchange:
     def _index_in(self, rows: Sequence[RowsBuffer]) -> list[torch.Tensor]:
         """Of each class, its lookups' rows in the view of its buffer."""
         index, counts = self._batch.index, self._splits.sent
+        assert index is not None
         if counts.shape[1] == 1:
             return [index]
         lookups = list(self._batch.lookups)

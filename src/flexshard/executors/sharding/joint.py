@@ -66,9 +66,9 @@ class JointModules:
         self._sent.clear()
         self._started = None  # its ids go where rows were
 
-    def failure(self, tables: ShardedTables) -> BatchProblem | None:
+    def take_failure(self, tables: ShardedTables) -> BatchProblem | None:
         """What went wrong beside the steps with a module's tables."""
-        failed, written = tables.failure(), self.sync.take_written()
+        failed, written = tables.take_failure(), self.sync.take_written()
         if written:
             return BatchProblem(WRITTEN, 0, written)
         return None if failed is None else BatchProblem(CACHE_FAILED, *failed)

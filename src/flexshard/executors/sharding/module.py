@@ -189,7 +189,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         variable = not self._torchrec or self._device.type != "cpu"
         ids, problem = ids_of_tables(*wanted, translated=translated, variable=variable)
         locations, counts, once, table = tables.locations(ids)
-        refused: BatchProblem | OutsideIds | None = self.joint.failure(tables) or problem
+        refused: BatchProblem | OutsideIds | None = self.joint.take_failure(tables) or problem
         if refused is None and table is not None:
             refused = OutsideIds(table, partial(outside_ids, *wanted, translated=translated))
         return BatchPart(self, locations, counts, once, refused, given, features, versions_of(features))

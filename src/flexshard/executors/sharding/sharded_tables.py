@@ -305,9 +305,9 @@ class ShardedTables:
         """The group that a table is in."""
         return self.groups[self._group_of[table]]
 
-    def failure(self) -> tuple[int, str] | None:
+    def take_failure(self) -> tuple[int, str] | None:
         """The first table of a group whose store has failed beside the steps, and how."""
-        failed = ((group.tables.start, group.store.failure) for group in self.groups)
+        failed = ((group.tables.start, group.store.take_failure()) for group in self.groups)
         own = f"rank {self.rank}, "  # said again where it is raised
         return next(((table, str(error).removeprefix(own)) for table, error in failed if error is not None), None)
 

@@ -109,9 +109,8 @@ class RowStore(nn.Module, abc.ABC):
         """Whether there was room for all that was announced."""
         return True
 
-    @property
-    def failure(self) -> FlexShardError | None:
-        """What went wrong beside the steps, if anything did."""
+    def take_failure(self) -> FlexShardError | None:
+        """What went wrong beside the steps, if anything did; some of it is said once."""
         return None
 
     @property

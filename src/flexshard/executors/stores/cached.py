@@ -82,8 +82,7 @@ class CachedStore(MemoryStore):
         """What the cache has done so far."""
         return self._moves.traffic
 
-    @property
-    def failure(self) -> CacheError | None:
+    def take_failure(self) -> CacheError | None:
         with suppress(CacheError):
             self._take_writes()
         return self._moves.take_problem()

@@ -20,6 +20,7 @@ from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import cheapest_tables
+from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.thresholds import allocate
 from flexshard.planner.solving import solve
 from flexshard.planner.whole_model.assembly import plan_decided
@@ -80,6 +81,7 @@ def compress_whole(
     plan = _rest(decision, seconds)
     price = decision.prices.get(HBM, 0.0)
     chosen = {table.name: option for table, (option, _) in zip(decision.menus.tables, decision.pooled, strict=True)}
+    planned = _planned_tiers(decision, price)
     return CompressionPlan(
         tables={
             table.name: _choice(
@@ -87,6 +89,7 @@ def compress_whole(
                 table,
                 chosen.get(table.name),
                 list(zip(options.get(table.name, ()), trains[table.name], strict=True)),
+                planned.get(table.name),
                 price,
             )
             for table in problem.tables
@@ -222,10 +225,11 @@ def _choice(
     table: Table,
     chosen: PooledOption | None,
     trains: Sequence[tuple[TTOption, PooledOption]],
+    planned: TableOption | None,
     price: float,
 ) -> TableChoice:
     """A table's options: the one that it has, or the best that is none of its tensor trains, and these. ``chosen`` is
-    None of a table in tiers of rows.
+    None of a table in tiers of rows, which are ``planned``.
     """
     costs, tables = decision.menus.costs, decision.menus.tables
 
@@ -245,25 +249,36 @@ def _choice(
         best = min(range(len(others)), key=lambda index: sharded[index].priced_seconds)
         stays = sharded[next((index for index, option in enumerate(others) if option is chosen), best)]
     else:
-        stays = _tiers(decision, table, price)
+        stays = planned or _lone_tiers(decision, table, price)
     taken = next((1 + index for index, (_, option) in enumerate(trains) if option is chosen), 0)
     rest = tuple(of(option, given) for given, option in trains)
     return TableChoice(table.name, table.rows, table.dim, (stays, *rest), taken)
 
 
-def _tiers(decision: WholeDecision, table: Table, price: float) -> TableOption:
-    """A table in tiers of rows, as planned; or as it would be at the price of memory, where it is a tensor train."""
+def _planned_tiers(decision: WholeDecision, price: float) -> dict[str, TableOption]:
+    """Tables in tiers of rows, as planned."""
     decided = decision.sequences
-    if decided is not None and table in decided.problem.tables:
-        # The one that was solved weighs times by what of them counts in a step.
-        instance = Variants(decided.problem).of(decided.placement.instance.deduplicated)
-        allocation = decided.placement.allocation
-    else:
-        instance = Variants(decision.problem.of_rows([table])).fixed
-        levels = max(instance.level_subsets(decision.problem.tiers), key=len)
-        allocation, _ = allocate(instance, levels, price)
-    index = [one.name for one in instance.tables].index(table.name)
-    seconds, memory = (each[index] for each in instance.per_table(allocation))
-    memory += instance.table_held_bytes[index]
-    compute = float(instance.local_seconds[index])
-    return TableOption(None, float(memory), compute, float(seconds), 0.0, float(seconds + compute + price * memory))
+    if decided is None:
+        return {}
+    # The instance that was solved weighs times by what of them counts in a step.
+    instance = Variants(decided.problem).of(decided.placement.instance.deduplicated)
+    return _in_tiers(instance, decided.placement.allocation, price)
+
+
+def _lone_tiers(decision: WholeDecision, table: Table, price: float) -> TableOption:
+    """A tensor train, as it would be in tiers at the price of memory."""
+    instance = Variants(decision.problem.of_rows([table])).fixed
+    levels = max(instance.level_subsets(decision.problem.tiers), key=len)
+    return _in_tiers(instance, allocate(instance, levels, price)[0], price)[table.name]
+
+
+def _in_tiers(instance: Instance, allocation: Allocation, price: float) -> dict[str, TableOption]:
+    """An instance's tables, by name."""
+    seconds, memory = instance.per_table(allocation)
+    memory = memory + instance.table_held_bytes
+    compute = instance.local_seconds
+    figures = np.stack([memory, compute, seconds, seconds + compute + price * memory]).T.tolist()
+    return {
+        table.name: TableOption(None, needed, busy, sent, 0.0, priced)
+        for table, (needed, busy, sent, priced) in zip(instance.tables, figures, strict=True)
+    }
