@@ -140,6 +140,20 @@ def test_pooled_tables_are_shown_by_rank(tmp_path: Path) -> None:
     assert "pooled:" in text
 
 
+def test_bounds_of_a_frontier_are_drawn(tmp_path: Path) -> None:
+    few = Cluster.preset("a100-4x8-roce", nodes=1)
+    asked = replace(problem(3, pooling="sum", cluster=few), timeout_seconds=5.0)
+    text, _ = page_of(solve(asked), tmp_path / "a.html", problem=asked)
+    assert 'class="bound"' in text
+    assert "memory per GPU (dashed: no plan is below)" in text
+    assert "best plan found: " in text
+    proven = replace(problem(), index_dedup=True)
+    text, _ = page_of(solve(proven), tmp_path / "a.html", problem=proven)
+    assert 'class="bound"' not in text
+    assert "dashed" not in text
+    assert "best plan: " in text
+
+
 def test_many_tables_are_not_all_drawn(tmp_path: Path) -> None:
     asked = problem(30)
     text, _ = page_of(solve(asked), tmp_path / "a.html", problem=asked)

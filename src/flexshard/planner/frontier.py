@@ -79,17 +79,18 @@ def pareto(
     points: list[ParetoPoint] = []
     for one in variants.sides:
         points += _best(one, _envelope(one, tiers, prices), (neutral, replicated), tiers)
-    frontier = _frontier(points)
+    frontier, bounds = tuple(_frontier(points)), tuple[tuple[float, float], ...]()
     if variants.are_chosen and len(problem.tables) > 1:  # one table's ids are all sent once, or none are
-        others, bounds = _of_choices(variants, frontier, neutral, tiers, prices)
-        frontier = with_bounds(_frontier([*points, *others]), bounds)
+        others, at_budgets = _of_choices(variants, frontier, neutral, tiers, prices)
+        frontier, bounds = with_bounds(_frontier([*points, *others]), at_budgets)
     neutral_plan = max((p for p in frontier if p.memory_bytes <= memory_limit(neutral.memory_bytes)), key=_memory)
     return ParetoCurve(
         tuple(int(size) for size in instance.group_sizes),
-        tuple(frontier),
+        frontier,
         tuple(_marked(variants.plain, frontier, neutral, replicated, neutral_plan)),
         neutral.memory_bytes,
         problem.title,
+        bounds,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 __all__ = ["ParetoCurve", "ParetoPoint", "with_bounds"]
 
 
@@ -44,6 +46,7 @@ class ParetoCurve:
             "communication_neutral" lie on the frontier.
         neutral_bytes: memory of row-wise.
         title: what was planned, in a few words.
+        bounds: memory in order, and seconds that no plan of at most so much is below; empty where points are optima.
     """
 
     group_sizes: tuple[int, ...]
@@ -51,6 +54,36 @@ class ParetoCurve:
     marked: tuple[ParetoPoint, ...]
     neutral_bytes: float
     title: str = ""
+    bounds: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def corners(self) -> tuple[tuple[float, float], ...]:
+        """The frontier as a line, in bytes and seconds: straight where rows move one by one, a step where a collective
+        comes or goes or where whole tables move.
+        """
+        line: list[tuple[float, float]] = []
+        before: tuple[bool, ...] = ()
+        for point in self.points:
+            used = tuple(rows > 0 for rows in point.rows)
+            if line and (used != before or point.pooled):
+                line.append((point.memory_bytes, line[-1][1]))
+            line.append((point.memory_bytes, point.exposed_seconds))
+            before = used
+        return tuple(line)
+
+    @property
+    def bound_corners(self) -> tuple[tuple[float, float], ...]:
+        """What no plan is below, as a line of steps between the frontier's ends, in bytes and seconds; empty where
+        points are optima.
+        """
+        least, most = self.points[0].memory_bytes, self.points[-1].memory_bytes
+        ends = [(least, seconds) for memory, seconds in self.bounds if memory >= least][:1]
+        line, before = list(ends), least
+        for memory, seconds in self.bounds:
+            if memory >= least and before < most:
+                line += [(before, seconds), (min(memory, most), seconds)]
+                before = memory
+        return tuple(line)
 
     def mark(self, name: str) -> ParetoPoint:
         """A marked point by name; KeyError if there is none."""
@@ -60,17 +93,21 @@ class ParetoCurve:
         raise KeyError(name)
 
 
-def with_bounds(frontier: Sequence[ParetoPoint], bounds: Sequence[tuple[float, float]]) -> list[ParetoPoint]:
-    """Points with the highest of the bounds that hold for them: those of budgets of at least their memory.
+def with_bounds(
+    frontier: Sequence[ParetoPoint], bounds: Sequence[tuple[float, float]]
+) -> tuple[tuple[ParetoPoint, ...], tuple[tuple[float, float], ...]]:
+    """Points with the highest of the bounds that hold for them, those of budgets of at least their memory; and the
+    bounds as a curve's.
 
     Args:
         frontier: in order of memory.
         bounds: bytes, and seconds that no plan within them is below.
     """
-    left, least, found = sorted(bounds), 0.0, list(frontier)
-    for index in range(len(found) - 1, -1, -1):
-        point = found[index]
-        while left and left[-1][0] >= point.memory_bytes * (1 - 1e-12):
-            least = max(least, left.pop()[1])
-        found[index] = replace(point, lower_bound_seconds=min(least, point.exposed_seconds))
-    return found
+    memory, seconds = np.array(sorted(bounds)).T
+    highest = np.maximum.accumulate(seconds[::-1])[::-1]  # what holds with more memory does with less
+    holds = np.append(highest, 0.0)[np.searchsorted(memory, [p.memory_bytes * (1 - 1e-12) for p in frontier])]
+    points = (
+        replace(point, lower_bound_seconds=min(bound, point.exposed_seconds))
+        for point, bound in zip(frontier, holds.tolist(), strict=True)
+    )
+    return tuple(points), tuple(zip(memory.tolist(), highest.tolist(), strict=True))

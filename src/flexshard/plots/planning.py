@@ -36,13 +36,11 @@ def plot_pareto(curve: ParetoCurve, path: PathLike) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         axes = figure.add_subplot()
-        line = np.array(_frontier_line(curve.points)) / (scale, 1e-3)
+        line = np.array(curve.corners) / (scale, 1e-3)
         axes.plot(*line.T, "-", color=COLORS[0], lw=1.6)
-        bounds = [(p.memory_bytes, p.lower_bound_seconds) for p in curve.points if p.lower_bound_seconds is not None]
+        bounds = curve.bound_corners
         if bounds:
-            memory, seconds = np.array(bounds).T
-            below = axes.plot(memory / scale, seconds * 1e3, "--", color="gray", lw=1)
-            below[0].set_drawstyle("steps-pre")
+            axes.plot(*(np.array(bounds) / (scale, 1e-3)).T, "--", color="gray", lw=1)
         axes.axvline(curve.neutral_bytes / scale, color="gray", ls=":", lw=1)
         for number, point in enumerate(curve.marked):
             look: dict[str, Any] = {"mfc": "none", "mec": COLORS[1 if point.name in _OTHERS else 0], "mew": 1.4}
@@ -80,21 +78,6 @@ def _size(curve: ParetoCurve, number: int) -> float:
         and np.isclose(one.exposed_seconds, point.exposed_seconds, 1e-3)
     ]
     return 7.0 + 5.0 * len(same)
-
-
-def _frontier_line(points: Sequence[ParetoPoint]) -> list[tuple[float, float]]:
-    """Corners of the frontier: straight where rows move one by one, a step where a collective comes or goes or where
-    whole tables move.
-    """
-    line: list[tuple[float, float]] = []
-    before: tuple[bool, ...] = ()
-    for point in points:
-        used = tuple(rows > 0 for rows in point.rows)
-        if line and (used != before or point.pooled):
-            line.append((point.memory_bytes, line[-1][1]))
-        line.append((point.memory_bytes, point.exposed_seconds))
-        before = used
-    return line
 
 
 def _pareto_label(point: ParetoPoint, curve: ParetoCurve) -> str:

@@ -37,11 +37,15 @@ class Line:
         label: in the legend.
         points: (x, y, what it is).
         marks: single points, (x, y, name, what it is), which are labelled.
+        corners: of the line, (x, y), where it does not lead straight from point to point.
+        bound: corners of what nothing is below, (x, y), dashed.
     """
 
     label: str
     points: tuple[tuple[float, float, str], ...]
     marks: tuple[tuple[float, float, str, str], ...] = ()
+    corners: tuple[tuple[float, float], ...] = ()
+    bound: tuple[tuple[float, float], ...] = ()
 
 
 def bars(given: Sequence[Bar], *, limit: tuple[float, str] | None = None, what: str) -> str:
@@ -99,6 +103,9 @@ def lines(
         )
         return left + share * width, bottom - y / top * height
 
+    def path_of(corners: Sequence[tuple[float, float]]) -> str:
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(x, y) for x, y in corners))
+
     pieces = [f'<svg viewBox="0 0 {_WIDTH} 350" role="img" aria-label="{escape(what)}">']
     for y in _ticks(0.0, top):
         _, at = place(lowest, y)
@@ -111,8 +118,10 @@ def lines(
         pieces.append(f'<text x="{at:.1f}" y="{bottom + 18}" class="middle">{escape(show_x(x))}</text>')
     for number, line in enumerate(given):
         colour = COLOURS[number % len(COLOURS)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(x, y) for x, y, _ in line.points))
+        path = path_of(line.corners or [(x, y) for x, y, _ in line.points])
         pieces.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if line.bound:
+            pieces.append(f'<polyline points="{path_of(line.bound)}" fill="none" class="bound"/>')
         for x, y, said in line.points:
             at, up = place(x, y)
             tip = f"<title>{escape(said)}</title>"

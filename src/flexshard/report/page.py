@@ -236,6 +236,7 @@ def _frontier(problem: Problem, plan: Plan) -> str:
     # Ticks are round in the unit that they are shown in.
     scale = units.GIB if max(point.memory_bytes for point in curve.points) >= units.GIB else 1 << 20
     points = [(point.memory_bytes, point.exposed_seconds) for point in curve.points]
+    best = "best plan found" if curve.bound_corners else "best plan"
     marked = [("this plan", own.memory_bytes, own.exposed_seconds)]
     marked += [
         (spoken(point.name), point.memory_bytes, point.exposed_seconds)
@@ -244,12 +245,14 @@ def _frontier(problem: Problem, plan: Plan) -> str:
     ]
     line = Line(
         "frontier",
-        tuple((memory / scale, seconds, said("best plan", memory, seconds)) for memory, seconds in points),
+        tuple((memory / scale, seconds, said(best, memory, seconds)) for memory, seconds in points),
         tuple((memory / scale, seconds, name, said(name, memory, seconds)) for name, memory, seconds in marked),
+        tuple((memory / scale, seconds) for memory, seconds in curve.corners),
+        tuple((memory / scale, seconds) for memory, seconds in curve.bound_corners),
     )
     return lines(
         [line],
-        x_title="memory per GPU",
+        x_title="memory per GPU" + (" (dashed: no plan is below)" if line.bound else ""),
         y_title="exposed communication per step",
         show_x=lambda memory: units.format_bytes(memory * scale),
         show_y=units.format_seconds,

@@ -34,7 +34,7 @@ svg{width:100%;height:auto;display:block;margin:.4em 0}
 svg text{fill:var(--ink);font:12px system-ui,sans-serif}
 svg .end{text-anchor:end}svg .middle{text-anchor:middle}
 svg .grid{stroke:var(--line)}svg .limit{stroke:var(--ink);stroke-dasharray:4 3}
-svg .mark{stroke:var(--ink);stroke-width:2}
+svg .mark{stroke:var(--ink);stroke-width:2}svg .bound{stroke:var(--soft);stroke-dasharray:5 4}
 table{border-collapse:collapse;font-size:.9rem}
 th,td{padding:.25em .7em;border-bottom:1px solid var(--line);text-align:left}
 th{color:var(--soft);font-weight:600}.n{text-align:right;font-variant-numeric:tabular-nums}

@@ -501,6 +501,17 @@ def test_points_of_the_frontier_are_plans_of_their_memory(sequences: int) -> Non
         assert (sum(point.rows) > 0) == (sequences > 0)
         assert point.lower_bound_seconds is not None
         assert point.lower_bound_seconds <= point.exposed_seconds
+    for baseline in ("row_wise", "table_wise"):  # none is below what was found
+        other = curve.mark(baseline)
+        within = [point.exposed_seconds for point in curve.points if point.memory_bytes <= other.memory_bytes]
+        assert not within or min(within) <= other.exposed_seconds
+    budgets, bounds = zip(*curve.bounds, strict=True)
+    assert (list(budgets), list(bounds)) == (sorted(budgets), sorted(bounds, reverse=True))
+    for budget, bound in curve.bounds:
+        assert all(point.exposed_seconds >= bound for point in curve.points if point.memory_bytes <= budget)
+    steps = curve.bound_corners
+    assert (steps[0][0], steps[-1][0]) == (memory[0], memory[-1])
+    assert all(here[0] == there[0] or here[1] == there[1] for here, there in itertools.pairwise(steps))
     neutral = curve.mark("memory_neutral")
     assert neutral.memory_bytes <= curve.neutral_bytes == curve.mark("row_wise").memory_bytes
     if sequences:  # each plan with a close bound takes longer than this test may

@@ -36,7 +36,7 @@ def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> Pare
         BudgetError: nothing fits the cluster's memory.
     """
     cluster = problem.cluster
-    seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + 3)
+    seconds = problem.timeout_seconds / (_POINTS + _HALVINGS + len(_BASELINES) + 3)
     each = replace(
         problem, objective="communication", step=None, timeout_seconds=seconds, memory="mean", method=Optimal()
     )
@@ -57,15 +57,22 @@ def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> Pare
             high = min(high, plans[-1].predicted.memory_bytes)
         except BudgetError:
             low = middle
-    plans += [within(budget) for budget in np.geomspace(high, most, _POINTS + 2)[1:-1].tolist() if most > high]
+    budgets = np.geomspace(high, most, _POINTS + 2)[1:-1].tolist() if most > high else []
+    budgets += [  # so that no baseline is below what is found
+        roomy.baselines[name].memory_bytes
+        for name in _BASELINES
+        if name in roomy.baselines and high < roomy.baselines[name].memory_bytes < most
+    ]
+    plans += [within(budget) for budget in budgets]
     neutral = roomy.baselines["row_wise"].memory_bytes
-    points = _frontier(plans)
+    at_budgets = [(plan.settings.budget_bytes, plan.lower_bound_seconds) for plan in plans]
+    points, bounds = with_bounds(_frontier(plans), at_budgets)
     fitting = [point for point in points if point.memory_bytes <= neutral * (1 + 1e-12)]
     marked = [replace(points[0], name="greatest_memory_saving"), replace(points[-1], name="communication_neutral")]
     marked += [replace(fitting[-1], name="memory_neutral")] if fitting else []
     sizes = cluster.group_sizes
     marked += [_baseline(roomy, name, mark) for name, mark in _BASELINES.items() if name in roomy.baselines]
-    return ParetoCurve(sizes, tuple(points), tuple(marked), neutral, problem.title)
+    return ParetoCurve(sizes, points, tuple(marked), neutral, problem.title, bounds)
 
 
 def _point(plan: Plan) -> ParetoPoint:
@@ -77,7 +84,6 @@ def _point(plan: Plan) -> ParetoPoint:
         plan.predicted.memory_bytes,
         plan.predicted.exposed_seconds,
         tuple(rows),
-        lower_bound_seconds=plan.lower_bound_seconds,
         pooled=tuple(sorted(kinds.items())),
     )
 
@@ -98,9 +104,9 @@ def _baseline(plan: Plan, name: str, mark: str) -> ParetoPoint:
 
 
 def _frontier(plans: list[Plan]) -> list[ParetoPoint]:
-    """Those that no other one beats, with their bounds."""
+    """Those that no other one beats."""
     kept: list[ParetoPoint] = []
     for point in sorted(map(_point, plans), key=lambda one: (one.memory_bytes, one.exposed_seconds)):
         if not kept or point.exposed_seconds < kept[-1].exposed_seconds:
             kept.append(point)
-    return with_bounds(kept, [(point.memory_bytes, point.lower_bound_seconds or 0.0) for point in kept])
+    return kept
