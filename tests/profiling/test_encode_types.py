@@ -140,6 +140,68 @@ def test_types_that_would_not_stay(tmp_path: Path, nested: bool) -> None:
     assert pq.read_table(tmp_path / "out.parquet")["c"].to_pylist() == of(few).to_pylist()
 
 
+def test_columns_that_are_not_encoded_have_their_types(tmp_path: Path) -> None:
+    of_text = pa.dictionary(pa.int32(), pa.string())
+    columns = {
+        "user": ["b", "a", "a"],
+        "zone": pa.array([1, None, 3], pa.timestamp("us", "Europe/Berlin")),
+        "nanoseconds": pa.array([1001, None, 3003], pa.timestamp("ns", "Asia/Tokyo")),
+        "category": pa.array(["x", None, "x"], of_text),
+        "large": pa.array(["x", None, "z"], pa.large_string()),
+        "view": pa.array(["x", None, "z"], pa.string_view()),
+        "bytes": pa.array([b"x", None, b"z"], pa.large_binary()),
+        "fixed": pa.array([[1.0, 2.0]] * 3, pa.list_(pa.float32(), 2)),
+        "lists": pa.array([[1], None, []], pa.large_list(pa.int16())),
+        "zones": pa.array([[5], None, []], pa.list_(pa.timestamp("us", "Asia/Tokyo"))),
+        "struct": pa.array([{"a": 1, "b": "x"}] * 3, pa.struct([("a", pa.int8()), ("b", of_text)])),
+        "map": pa.array([[("a", 1)]] * 3, pa.map_(pa.string(), pa.int32())),
+    }
+    table = pa.table(columns)
+    pq.write_table(table, tmp_path / "log.parquet")
+    encode(tmp_path / "log.parquet", tmp_path / "ids.parquet", columns=["user"])
+    written = pq.read_table(tmp_path / "ids.parquet")
+    assert written.schema.metadata[b"flexshard.encoded"]
+    assert written["user"].to_pylist() == [1, 0, 0]
+    before = pq.read_table(tmp_path / "log.parquet")
+    for name in before.column_names[1:]:
+        assert written[name].type == before[name].type
+        assert written[name].to_pylist() == before[name].to_pylist()
+    # Of files that differ, what Parquet has.
+    other = table.set_column(1, "zone", table["zone"].cast(pa.timestamp("us", "Asia/Tokyo")))
+    pq.write_table(other, tmp_path / "more.parquet")
+    both = [tmp_path / "log.parquet", tmp_path / "more.parquet"]
+    encode(both, tmp_path / "all.parquet", columns=["user"])
+    written = pq.read_table(tmp_path / "all.parquet")
+    assert written.schema.field("zone").type == pa.timestamp("us", "UTC")
+    assert written.schema.field("category").type == of_text
+    assert written["zone"].cast(pa.int64()).to_pylist() == [1, None, 3] * 2
+
+
+def test_what_pandas_knows_of_columns_stays(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {
+            "user": ["b", "a", "a", None],
+            "shop": pandas.Categorical(["u", "v", "v", "v"]),
+            "category": pandas.Categorical(["x", "y", "x", None], categories=["y", "x", "z"], ordered=True),
+            "when": pandas.date_range("2026-01-01", periods=4, tz="Europe/Berlin"),
+            "count": pandas.array([1, None, 2, 3], dtype="Int64"),
+        },
+        index=pandas.Index([3, 5, 7, 9], name="number"),
+    )
+    frame.to_parquet(tmp_path / "log.parquet")
+    encode(tmp_path / "log.parquet", tmp_path / "ids.parquet", columns=["user", "shop"], nulls="drop")
+    read, before = (pandas.read_parquet(tmp_path / f"{name}.parquet") for name in ("ids", "log"))
+    assert read["user"].tolist() == [1, 0, 0]
+    assert read["shop"].tolist() == [1, 0, 0]
+    assert [str(kind) for kind in read.dtypes[["user", "shop"]]] == ["int32", "int32"]
+    others = ["category", "when", "count"]
+    pandas.testing.assert_frame_equal(read[others], before[others].iloc[:3], check_categorical=False)
+    assert str(read["category"].dtype) == "category"
+    assert read["category"].cat.ordered
+    assert str(read.index.name) == "number"
+
+
 def test_csv_files_of_other_types(tmp_path: Path) -> None:
     """007 is a text in one file, so that it is one in the other, though all values there are numbers."""
     (tmp_path / "a.csv").write_text("c,x\n007,1\n8,2\n")

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from flexshard.profiling.count.parquet import columns_of as columns_of, read_samples as read_samples
     from flexshard.profiling.count.reuse import read_reuse_histogram as read_reuse_histogram
     from flexshard.profiling.drift_point import DriftPoint as DriftPoint
-    from flexshard.profiling.encoding.encoding import (
-        EncodedColumn as EncodedColumn,
-        encode as encode,
+    from flexshard.profiling.encoding.encoding import EncodedColumn as EncodedColumn, encode as encode
+    from flexshard.profiling.encoding.mapping import (
+        Mapping as Mapping,
+        load_mapping as load_mapping,
         mapping_path as mapping_path,
     )
-    from flexshard.profiling.encoding.mapping import Mapping as Mapping, load_mapping as load_mapping
     from flexshard.profiling.hashing import HASHES as HASHES, hash_to_rows as hash_to_rows, splitmix64 as splitmix64
     from flexshard.profiling.holdout import Holdout as Holdout
     from flexshard.profiling.moments import LengthMoments as LengthMoments
@@ -38,8 +38,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "count.parquet": ["columns_of", "read_samples"],
         "count.reuse": ["read_reuse_histogram"],
         "drift_point": ["DriftPoint"],
-        "encoding.encoding": ["EncodedColumn", "encode", "mapping_path"],
-        "encoding.mapping": ["Mapping", "load_mapping"],
+        "encoding.encoding": ["EncodedColumn", "encode"],
+        "encoding.mapping": ["Mapping", "load_mapping", "mapping_path"],
         "hashing": ["HASHES", "hash_to_rows", "splitmix64"],
         "holdout": ["Holdout"],
         "moments": ["LengthMoments"],

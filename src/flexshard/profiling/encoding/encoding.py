@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from flexshard import units
 from flexshard._internal import (
     PathLike,
@@ -24,8 +26,9 @@ from flexshard._internal import (
     sql_text,
 )
 from flexshard.errors import DataError, OutputError
+from flexshard.profiling.encoding.arrow_types import with_types
 from flexshard.profiling.encoding.encoded_by import METADATA_KEY, digest_of, encodings
-from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping
+from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping, mapping_path
 from flexshard.profiling.encoding.sources import Scan, Values, check_kept, check_types, resolved, scan
 
 __all__ = ["EncodedColumn", "encode", "encoded"]
@@ -68,7 +71,8 @@ def encode(
     """Write data with dense ids, 0 for the most frequent value, in place of a column's values, and each mapping.
 
     DuckDB does the work, and spills what does not fit its memory. Rows keep their order; other columns stay as they
-    are. Whole numbers that pandas made floats are whole numbers again.
+    are, in pandas too (of Parquet's types, half floats become floats, and times of seconds and milliseconds those of
+    microseconds). Whole numbers that pandas made floats are whole numbers again.
 
     Args:
         paths: Parquet, CSV or JSON files, globs or folders.
@@ -126,11 +130,12 @@ def encode(
                 draft = scratch / f"mapping-{column.number}.parquet"
                 column.save(database, draft, place)
                 made.append((draft, place))
-        draft = scratch / "data.parquet"
-        database.execute(
-            f"COPY ({_query(data, own, wide)}) TO {sql_text(str(draft))} (FORMAT parquet, COMPRESSION zstd,"
-            f" KV_METADATA {{{sql_name(METADATA_KEY)}: {sql_text(json.dumps(_encodings(data, own)))}}})"
-        )
+        query, draft = _query(data, own, wide), scratch / "data.parquet"
+        said = {METADATA_KEY: json.dumps(_encodings(data, own))}
+        if data.kind == "parquet":
+            _write(database, f"SELECT * FROM ({query}) LIMIT 0", draft, {})
+            said = with_types(said, pq.read_schema(draft), data.schemas, [column.values.name for column in own])
+        _write(database, query, draft, said)
         made.append((draft, target))
         with replacing_all(place for _, place in made) as free:
             for (source, _), place in zip(made, free, strict=True):
@@ -173,12 +178,6 @@ def _check_outputs(target: Path, columns: list[str], inputs: Sequence[PathLike])
     for place in (target, *places):
         if place.exists() and any("://" not in str(path) and place.samefile(path) for path in inputs):
             raise OutputError(f"{place} is what is read, and would be lost; choose another path with -o")
-
-
-def mapping_path(output: Path, column: str) -> Path:
-    """Where the mapping of a column is written."""
-    stem = output.name.removesuffix(".parquet")
-    return output.with_name(f"{stem}.{column.replace(os.sep, '_')}.mapping.parquet")
 
 
 def _database(scratch: str, limit: int | None) -> Any:
@@ -355,6 +354,12 @@ def _check_names(data: Scan, columns: Iterable[str]) -> None:
         other = seen.setdefault(name.lower(), name)
         if other != name or name == _ROW:
             raise DataError(f"{data.files[0]}: columns {other!r} and {name!r} differ by case at most; rename one")
+
+
+def _write(database: Any, query: str, place: Path, said: dict[str, str]) -> None:
+    entries = ", ".join(f"{sql_name(key)}: {sql_text(value)}" for key, value in said.items())
+    metadata = f", KV_METADATA {{{entries}}}" if said else ""
+    database.execute(f"COPY ({query}) TO {sql_text(str(place))} (FORMAT parquet, COMPRESSION zstd{metadata})")
 
 
 def _query(data: Scan, columns: Sequence[_Column], wide: Sequence[str]) -> str:

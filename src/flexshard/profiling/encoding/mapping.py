@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 from flexshard._internal import DocumentFormat, PathLike
 from flexshard.errors import DataError
 
-__all__ = ["FORMAT", "Mapping", "load_mapping"]
+__all__ = ["FORMAT", "Mapping", "load_mapping", "mapping_path"]
 
 FORMAT = DocumentFormat(
     "flexshard.mapping", 1, "a mapping that 'flexshard encode' wrote", "mappings", DataError, "encode the data anew"
@@ -42,6 +44,12 @@ class Mapping:
         """What its file says of itself."""
         about = {"column": self.column, "rows": self.rows, "nulls": self.nulls, "separator": self.separator}
         return json.dumps(FORMAT.stamped(about))
+
+
+def mapping_path(output: Path, column: str) -> Path:
+    """Where the mapping of a column is written."""
+    stem = output.name.removesuffix(".parquet")
+    return output.with_name(f"{stem}.{column.replace(os.sep, '_')}.mapping.parquet")
 
 
 def load_mapping(path: PathLike) -> Mapping:
