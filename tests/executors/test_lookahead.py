@@ -548,7 +548,7 @@ def copies_fail(rank: int, plan: Any) -> str:
 
 def test_copies_that_fail_stop_every_rank_with_the_cause() -> None:
     first, second = ranks.run(1, 2, copies_fail, looking.plan_for(1, 2))
-    assert "rank 1 has a cache of rows of table 'goods' that cannot be moved" in first
+    assert "rank 1 has a cache of table 'goods' that is too small for a batch, or whose rows cannot be moved" in first
     assert "AttributeError" in second
 
 

@@ -41,7 +41,7 @@ _WHAT = {
     _NO_FEATURE: "no feature for table {}",
     _VARIABLE_BATCH: "a variable batch",
     _MISFIT: "a batch whose lengths do not fit its ids",
-    CACHE_FAILED: "a cache of rows of table {} that cannot be moved",
+    CACHE_FAILED: "a cache of table {} that is too small for a batch, or whose rows cannot be moved",
     WRITTEN: "parameters of table {} or others that were written to between two steps",
 }
 
