@@ -232,7 +232,8 @@ class Exchange:
             rows, self._rows = self._rows, []
             for own in rows:
                 used_here(own)
-            return [own.to(dtype) for own, dtype in zip(rows, self._context.gathered_dtypes, strict=True)]
+            # Detached, or autograd would write on the stores' own tensors, which would keep this exchange for ever.
+            return [own.detach().to(dtype) for own, dtype in zip(rows, self._context.gathered_dtypes, strict=True)]
         for arrivals in self._arrivals:
             for arrival in arrivals:
                 arrival.take()
