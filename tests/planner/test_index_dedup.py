@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -221,3 +222,29 @@ def test_the_frontier_knows_choices_of_tables(seed: int) -> None:
         above = np.searchsorted(memory, found.memory_bytes)
         if above < memory.size:
             assert (curve.points[above].lower_bound_seconds or 0.0) <= found.exposed_seconds * (1 + 1e-9)
+
+
+def often_read(seed: int) -> list[Table]:
+    generator = np.random.default_rng([9, seed])
+    tables = []
+    for number in range(int(generator.integers(3, 6))):
+        rows = int(10 ** generator.uniform(1, 3.5))
+        weights = np.arange(1.0, rows + 1) ** -generator.uniform(0.3, 1.3)
+        counts = generator.multinomial(int(10 ** generator.uniform(4, 6)), weights / weights.sum())
+        dim, samples = int(generator.choice([16, 64, 256])), int(10 ** generator.uniform(2.5, 4))
+        tables.append(Table(f"t{number}", rows, dim, AccessProfile.from_counts(counts, num_samples=samples)))
+    return tables
+
+
+@pytest.mark.parametrize("seed", [3, 4, 14, 15])
+def test_hidden_all_to_alls_leave_the_choice_to_memory(seed: int) -> None:
+    """Where no time is saved by sending ids once, tables are chosen by what just fits: prices give none or all."""
+    problem = Problem(often_read(seed), Cluster.preset("dgx-h100", 4), 2048, overlap="paper")
+    plan, least = solve(problem), np.inf
+    for mask in product((False, True), repeat=len(problem.tables)):
+        with suppress(BudgetError):
+            instance = Variants(problem).of(np.array(mask))
+            least = min(least, solve_instance(instance, plan.settings.budget_bytes, problem.tiers).seconds)
+    assert plan.predicted.exposed_seconds == pytest.approx(least, rel=1e-3)
+    assert plan.lower_bound_seconds == pytest.approx(least, rel=1e-3)
+    assert plan.predicted.exposed_seconds <= pareto(problem).mark("memory_neutral").exposed_seconds * (1 + 1e-9)

@@ -1,7 +1,8 @@
 """Which tables' repeated ids to send once per batch: fewer rows and ids to move, for the time to find distinct ones.
 
 At a price of memory every table takes the cheaper of both, which bounds every choice from below; the tables that do so
-where the budget is met are then planned row by row. With few tables every choice is tried.
+where the budget is met are then planned row by row, and while that bound is not met so are choices that differ from
+the best ones in one table. With few tables every choice is tried, or bounded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flexshard.planner.solver.gathered import MANY_COUNTS, reduced_seconds
 from flexshard.planner.solver.gathering import Gathering, GatheringCosts, latency_of_gathering
 from flexshard.planner.solver.instance import Instance, memory_limit
 from flexshard.planner.solver.solution import Solution
+from flexshard.planner.solver.table_choices import ROUNDED, between, choices_left, climb, most_of_best
 
 __all__ = ["Variants"]
 
@@ -37,8 +39,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _TABLES_TRIED, _FEW_TABLES, _FEW_COUNTS = 2, 4, 2_000
-_ON_THE_WAY, _CLOSE = 9, 1e-4
-_ROUNDED = 1e-9  # of a bound, more than rounding changes
+_CLOSE = 1e-4  # part of a bound, that is not looked into
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ class _Joint:
     and the price that just meets it.
     """
 
+    levels: IntArray
     bound: float
     ends: tuple[BoolArray, BoolArray]
     price: float
@@ -209,13 +211,14 @@ class Variants:
                     raise
             # One rank sends nothing, but distinct ids take less memory.
             return self.once, solve_instance(self.once, limit_bytes, tiers, start_price=start_price)
-        masks, bound, price = self._candidates(limit_bytes, tiers, start_price)
+        masks, joint = self._candidates(limit_bytes, tiers, start_price)
+        bound, price = (None, start_price) if joint is None else (joint.bound, joint.price)
         found: list[tuple[Instance, Solution]] = []
         errors: list[BudgetError] = []
 
-        def plan(mask: BoolArray) -> None:
+        def plan(mask: BoolArray, known: float | None = None) -> None:
             instance = self.of(mask)
-            known = _most_of_best(found)
+            known = most_of_best(found) if known is None else known
             try:
                 one = solve_instance(instance, limit_bytes, tiers, start_price=price, known_seconds=known)
                 found.append((instance, one))
@@ -231,6 +234,14 @@ class Variants:
             for mask in (none, ~none):  # never worse than either
                 if not any(np.array_equal(mask, tried) for tried in masks):
                     plan(mask)
+        if joint is not None and found:
+            (seconds, memory), (less_seconds, less_memory) = self._of_sides(joint.levels, joint.price)
+            climb(seconds - less_seconds + joint.price * (memory - less_memory), joint.bound, self.plain, found, plan)
+            left = choices_left(joint.bound, self.plain, found)
+            if left is not None:
+                for mask in self._in_order_of_bounds(left, limit_bytes, tiers, found, [joint.price]):
+                    plan(mask)
+                bound = max(joint.bound, min(one.lower_bound_seconds for _, one in found))
         if not found:
             raise min(errors, key=lambda error: error.least_bytes)
         instance, best = min(found, key=lambda pair: (pair[1].seconds, int(pair[0].deduplicated.sum())))
@@ -238,30 +249,33 @@ class Variants:
         return instance, replace(best, lower_bound_seconds=min(best.seconds, least))
 
     def _in_order_of_bounds(
-        self, masks: Sequence[BoolArray], limit_bytes: float, tiers: int, found: Sequence[tuple[Instance, Solution]]
+        self,
+        masks: Sequence[BoolArray],
+        limit_bytes: float,
+        tiers: int,
+        found: Sequence[tuple[Instance, Solution]],
+        prices: Sequence[float] = (),
     ) -> Iterator[BoolArray]:
-        """Choices of tables whose bound, at the price of memory of what was found first, is not above the best that was
-        found by then; in their own order where bounds are the same, and all where nothing was found.
+        """Choices of tables whose bound, at the price of memory of what was found first or another, is not above the
+        best that was found by then; in their own order where bounds are the same, and all where nothing was found.
         """
         if not found:
             yield from masks
             return
-        price = found[0][1].price
-        bounds = [bound_at_price(self.of(mask), limit_bytes, tiers, price) for mask in masks]
+        at = [found[0][1].price, *prices]
+        bounds = [max(bound_at_price(self.of(mask), limit_bytes, tiers, price) for price in at) for mask in masks]
         for index in np.argsort(bounds, kind="stable").tolist():
-            if bounds[index] > _most_of_best(found):
+            if bounds[index] > most_of_best(found):
                 return
             yield masks[index]
 
     def _candidates(
         self, limit_bytes: float, tiers: int, start_price: float | None
-    ) -> tuple[list[BoolArray], float | None, float | None]:
-        """Choices of tables to plan, a lower bound of all others, None where there are no others, and what the price of
-        memory may be.
-        """
+    ) -> tuple[list[BoolArray], _Joint | None]:
+        """Choices of tables to plan, and what bounds all others, None where there are no others."""
         count = len(self.problem.tables)
         if count <= _TABLES_TRIED or (count <= _FEW_TABLES and self.plain.reads.size <= _FEW_COUNTS):
-            return [np.array(mask) for mask in product((False, True), repeat=count)], None, start_price
+            return [np.array(mask) for mask in product((False, True), repeat=count)], None
         best: _Joint | None = None
         # The largest choices of levels first: their bounds rule most of the others out. Of equals, the smallest.
         for levels in reversed(subsets_of(self.plain, tiers)):
@@ -270,8 +284,8 @@ class Variants:
                 best = found
         if best is None:
             # Where none fits, deduplicating all needs the least memory there is.
-            return [np.ones(count, np.bool_)], None, start_price
-        return list({mask.tobytes(): mask for mask in _between(*best.ends)}.values()), best.bound, best.price
+            return [np.ones(count, np.bool_)], None
+        return list({mask.tobytes(): mask for mask in between(*best.ends)}.values()), best
 
     def _joint(self, levels: IntArray, limit_bytes: float, best: _Joint | None, near: float | None) -> _Joint | None:
         """Lagrangian bound of all choices with rows at some levels, and those of the prices beside the budget; None
@@ -286,17 +300,17 @@ class Variants:
         floor, ceiling = price_range(self.plain)
         if best is not None:
             seconds, memory, _ = at(best.price)  # at any price there is a bound
-            if seconds + best.price * (memory - limit) + latency > best.bound * (1 + _ROUNDED):
+            if seconds + best.price * (memory - limit) + latency > best.bound * (1 + ROUNDED):
                 return None
         if at(floor)[1] <= limit:
-            return _Joint(at(0.0)[0] + latency, (at(floor)[2], at(floor)[2]), floor)
+            return _Joint(levels, at(0.0)[0] + latency, (at(floor)[2], at(floor)[2]), floor)
         if at(ceiling)[1] > limit:
             return None
         bits = bits_alike(self.plain.reads.size)
         low, high = bisect_floats(floor, ceiling, lambda price: at(price)[1] <= limit, bits=bits, near=near)
         ends = [(price, *at(price)) for price in (low, high)]
         bound = max(seconds + price * (memory - limit) for price, seconds, memory, _ in ends)
-        return _Joint(bound + latency, (ends[0][3], ends[1][3]), high)
+        return _Joint(levels, bound + latency, (ends[0][3], ends[1][3]), high)
 
     def _cheapest(self, levels: IntArray, price: float) -> tuple[float, float, BoolArray]:
         """Seconds without latencies, and memory, of tables whose rows are where they cost least at a price, and which
@@ -311,16 +325,20 @@ class Variants:
         """Of each table whose rows are where they cost least at a price: seconds without those of calls, memory, and
         whether it is deduplicated; shape (T,) each.
         """
+        (seconds, memory), (less_seconds, less_memory) = self._of_sides(levels, price)
+        better = less_seconds + price * less_memory < seconds + price * memory
+        once = better if self.are_chosen else self.fixed.deduplicated
+        return np.where(better, less_seconds, seconds), np.where(better, less_memory, memory), once
+
+    def _of_sides(self, levels: IntArray, price: float) -> tuple[tuple[FloatArray, FloatArray], ...]:
+        """Seconds and memory of each table as all are sent, and as distinct ids are, or as the problem says."""
         found = []
         for side in self.sides:
             seconds, memory = cheapest_tables(side, levels, price)
             # Rows that are not sent are not looked up either.
             local = side.local_seconds + np.where(side.deduplicated, side.once_seconds, 0.0)
             found.append((seconds + local, memory + side.table_held_bytes))
-        (seconds, memory), (less_seconds, less_memory) = found[0], found[-1]
-        better = less_seconds + price * less_memory < seconds + price * memory
-        once = better if self.are_chosen else self.fixed.deduplicated
-        return np.where(better, less_seconds, seconds), np.where(better, less_memory, memory), once
+        return found[0], found[-1]
 
     def _bound(self, limit_bytes: float, tiers: int, price: float) -> float:
         """No placement within a budget takes less, whatever the price at which this is said."""
@@ -329,17 +347,3 @@ class Variants:
             seconds, memory, _ = self._cheapest(levels, price)
             bounds.append(seconds + price * (memory - limit) + fixed.latency_seconds(levels))
         return min(bounds)
-
-
-def _most_of_best(found: Sequence[tuple[Instance, Solution]]) -> float:
-    """What the best of these takes, and any other that is as good but for rounding; of such, one may be preferred."""
-    return min((one.seconds for _, one in found), default=np.inf) * (1 + _ROUNDED)
-
-
-def _between(a: BoolArray, b: BoolArray) -> Iterator[BoolArray]:
-    """Both choices, and some on the way from one to the other, to fill what one leaves of the budget."""
-    differ = np.flatnonzero(a != b)
-    for number in np.unique(np.linspace(0, differ.size, min(differ.size + 1, _ON_THE_WAY)).astype(np.int64)).tolist():
-        mask = a.copy()
-        mask[differ[:number]] = b[differ[:number]]
-        yield mask
