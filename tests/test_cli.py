@@ -699,6 +699,13 @@ def test_a_plan_is_planned_again(project: Path, tmp_path: Path) -> None:
     assert again["moved_bytes"] == 0
     same = json.loads(good(project, "replan", "plan.json", "items.parquet", "--json"))
     assert same["moved_bytes"] == 0
+    # What row-wise needs is another number of bytes with other reads.
+    assert found["budget_bytes_before"] == Plan.load(project / "plan.json").settings.budget_bytes
+    assert found["budget_bytes_after"] == Plan.load(tmp_path / "new.json").settings.budget_bytes
+    assert 0 < found["memory_bytes_after"] <= found["budget_bytes_after"] != found["budget_bytes_before"]
+    assert "The budget (neutral) is " in " ".join(out.split())
+    assert same["budget_bytes_before"] == same["budget_bytes_after"]
+    assert "The budget" not in good(project, "replan", "plan.json", "items.parquet")
     assert same["saved_seconds_per_step"] == pytest.approx(0, abs=1e-9)
     assert "x=items.parquet: no such file" in bad(project, "replan", "plan.json", "x=items.parquet")
     assert "no such file" in bad(project, "replan", "plan.json", "nothing.profile")

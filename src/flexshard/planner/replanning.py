@@ -58,7 +58,7 @@ class Replan:
     Attributes:
         before: the plan that runs.
         after: the plan for the newer profiles, under the same budget and settings.
-        cost_before, cost_after: of both under the newer profiles.
+        cost_before, cost_after: of both under the newer profiles, their mean memory among it.
         moves: of each table.
         moving_seconds: to move them over the cluster's links.
     """
@@ -104,6 +104,10 @@ class Replan:
             "moving_seconds": self.moving_seconds,
             "moved_bytes": self.nbytes,
             "steps_to_pay": self.steps_to_pay if np.isfinite(self.steps_to_pay) else None,
+            "memory_bytes_before": self.cost_before.memory_bytes,
+            "memory_bytes_after": self.cost_after.memory_bytes,
+            "budget_bytes_before": self.before.settings.budget_bytes,
+            "budget_bytes_after": self.after.settings.budget_bytes,
             "tables": [vars(table) for table in self.moves],
             "before": self.before.fingerprint,
             "after": self.after.fingerprint,
@@ -118,6 +122,9 @@ def replan(
     base: PathLike = ".",
 ) -> Replan:
     """Plan again with newer profiles, within the same budget, and say what moving there takes and saves.
+
+    A budget that is "neutral", or a difference to that, is what row-wise needs with the newer profiles: fewer reads, or
+    other ones, make it other bytes, which the plan that runs may be above.
 
     Args:
         plan: that runs.

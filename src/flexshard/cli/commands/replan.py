@@ -17,6 +17,8 @@ from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say, working
 from flexshard.errors import JobError
 
+_SAME = 1e-3  # of a budget, less than anybody cares for
+
 
 @app.command("replan")
 def replan_command(
@@ -58,7 +60,7 @@ def replan_command(
         f"With the newer profiles {what} takes {show(found.seconds_before)} under this plan,"
         f" {show(found.seconds_after)} under the new one.\n"
         f"Moving {units.format_bytes(found.nbytes)} takes {show(found.moving_seconds)} over"
-        f" {loaded.cluster.name}'s links: {_advice(found)}"
+        f" {loaded.cluster.name}'s links: {_advice(found)}{_memory(found)}"
     )
     emit(found.document(), as_json=as_json, text=grid)
     if output is not None and not as_json:
@@ -74,6 +76,20 @@ def _with_paths_from(folder: Path, after: planner.Plan, newer: Mapping[str, Path
 
     tables = {name: replace(one, profile_path=path_of(name, one.profile_path)) for name, one in after.tables.items()}
     return replace(after, tables=tables)
+
+
+def _memory(found: planner.Replan) -> str:
+    """Budgets, where that of the newer profiles is another one."""
+    before, after = (plan.settings.budget_bytes for plan in (found.before, found.after))
+    if abs(after - before) < _SAME * before:
+        return ""
+    show = units.format_bytes
+    above = ", which is above it" if found.cost_before.memory_bytes > after * (1 + _SAME) else ""
+    return (
+        f"\nThe budget ({found.after.settings.budget}) is {show(after)} a rank with the newer profiles, and was"
+        f" {show(before)}. With them this plan needs {show(found.cost_before.memory_bytes)}{above}, the new one"
+        f" {show(found.cost_after.memory_bytes)}."
+    )
 
 
 def _advice(found: planner.Replan) -> str:
