@@ -263,6 +263,8 @@ def test_downsampling(tmp_path: Path, by: str) -> None:
     else:  # S falls
         assert found.samples_per_session < 0.6 * found.samples_per_session_read
     assert found.kept_by[by] == (found.rows, found.sessions)
+    per_row = found.bytes_alike / found.rows_read, found.bytes_after / found.rows
+    assert found.storage_ratio == pytest.approx(per_row[0] / per_row[1])  # what the order does, not downsampling
     means = {name: rows / sessions for name, (rows, sessions) in found.kept_by.items()}
     assert means["session"] > 1.5 * means["sample"]
     again = cluster_sessions(tmp_path / "in", tmp_path / "again", **how)  # type: ignore[arg-type]

@@ -293,3 +293,28 @@ def test_a_mapping_of_another_type(tmp_path: Path, values: Any, expected: str | 
     with pytest.raises(DataError, match=rf"a.c.mapping.parquet: its values are BIGINT, and column 'c' {expected}"):
         encode(tmp_path / "two.parquet", tmp_path / "b.parquet", **how)
     assert not (tmp_path / "b.parquet").exists()
+
+
+def test_a_file_is_given_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "a.parquet"
+    pq.write_table(pa.table({"user": ["b", "a", "a"]}), log)
+    (tmp_path / "logs" / "b.parquet").symlink_to(log)
+    for paths in ([log, log], tmp_path / "logs", [log, str(tmp_path / "logs" / "a*.parquet")]):
+        with pytest.raises(DataError, match=r"a\.parquet: is given twice, and would be written twice"):
+            encode(paths, tmp_path / "ids.parquet", columns=["user"])
+    assert not (tmp_path / "ids.parquet").exists()
+
+
+def test_a_mapping_of_other_values_leaves_nothing(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"user": ["b", "a", "a"], "shop": ["x", "y", "z"]}), tmp_path / "log.parquet")
+    encode(tmp_path / "log.parquet", tmp_path / "ids.parquet", columns=["user", "shop"])
+    users, out = tmp_path / "ids.user.mapping.parquet", tmp_path / "out.parquet"
+    for unknown in ("error", "drop"):
+        with pytest.raises(DataError, match=r"column 'user' holds rows of .*user\.mapping\.parquet already; use it as"):
+            encode(tmp_path / "ids.parquet", out, columns=["user"], mappings={"user": users}, unknown=unknown)
+        with pytest.raises(DataError, match=r"column 'shop' has no value that .*user\.mapping\.parquet has"):
+            encode(tmp_path / "log.parquet", out, columns=["shop"], mappings={"shop": users}, unknown=unknown)
+    with pytest.raises(DataError, match="holds rows of"):
+        AccessProfile.from_parquet(tmp_path / "ids.parquet", column="user", mapping=users)
+    assert not out.exists()

@@ -98,8 +98,9 @@ def _clustered_text(clustered: Clustered) -> RenderableType:
             mean = rows / sessions if sessions else 0.0
             lines.append(f"downsampling by {by} keeps {rows:,} rows and {mean:.2f} samples per session")
     files = f"{len(clustered.files)} file{'s' * (len(clustered.files) > 1)}"
+    each = "a row " if clustered.rows < clustered.rows_read else ""
     last = (
-        f"{clustered.storage_ratio:.2f} times smaller than the input's order, encoded alike"
+        f"{each}{clustered.storage_ratio:.2f} times smaller than the input's order, encoded alike"
         f" ({units.format_bytes(clustered.bytes_alike)}); written to {clustered.path} ({files})"
     )
     from rich.console import Group

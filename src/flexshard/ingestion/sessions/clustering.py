@@ -71,11 +71,8 @@ class Clustered:
 
     @property
     def storage_ratio(self) -> float:
-        """What the order does: bytes of the input, encoded alike, per byte after.
-
-        Of as many rows, unless the data were downsampled.
-        """
-        return self.bytes_alike / self.bytes_after if self.bytes_after else 1.0
+        """What the order does: bytes of a row of the input, encoded alike, per byte of one after."""
+        return self.bytes_alike / self.bytes_after * (self.rows / self.rows_read) if self.bytes_after else 1.0
 
 
 def cluster_sessions(

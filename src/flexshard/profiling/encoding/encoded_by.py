@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from flexshard._internal import ParquetSource, PathLike
 from flexshard.errors import DataError
 
-__all__ = ["METADATA_KEY", "digest_of", "encoded_by", "encodings"]
+__all__ = ["METADATA_KEY", "check_is_of", "digest_of", "encoded_by", "encodings"]
 
 METADATA_KEY = "flexshard.encoded"
 
@@ -65,3 +65,20 @@ def encoded_by(sources: Sequence[ParquetSource], column: str) -> str | None:
             " two values; encode both together, or one with the mapping of the other (--mapping)"
         )
     return None if None in digests else digests[0]
+
+
+def check_is_of(mapping: str, digest: str, column: str, file: str, schemas: Iterable[pa.Schema], *, none: bool) -> None:
+    """Whether a mapping that has not all values of a column, or ``none``, is of such values at all.
+
+    Raises:
+        DataError: the column holds its rows already, or nothing that it has.
+    """
+    if any(encodings(schema).get(column) == digest for schema in schemas):
+        raise DataError(
+            f"{file}: column {column!r} holds rows of {mapping} already; use it as it is, without the mapping"
+        )
+    if none:
+        raise DataError(
+            f"{file}: column {column!r} has no value that {mapping} has, so nothing would be left; give the column's"
+            " own mapping"
+        )

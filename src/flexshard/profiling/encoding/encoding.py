@@ -27,7 +27,7 @@ from flexshard._internal import (
 )
 from flexshard.errors import DataError, OutputError
 from flexshard.profiling.encoding.arrow_types import with_types
-from flexshard.profiling.encoding.encoded_by import METADATA_KEY, digest_of, encodings
+from flexshard.profiling.encoding.encoded_by import METADATA_KEY, check_is_of, digest_of, encodings
 from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping, mapping_path
 from flexshard.profiling.encoding.sources import Scan, Values, check_kept, check_types, resolved, scan
 
@@ -276,6 +276,9 @@ class _Column:
                 f" FROM counts_{number} c LEFT JOIN {column.table} m ON c.value IS NOT DISTINCT FROM m.value"
                 " WHERE m.row IS NULL AND c.value IS NOT NULL"
             ).fetchall()[0]
+            if lost[0]:
+                schemas = data.schemas if data.kind == "parquet" else ()
+                check_is_of(given.path, column.digest, name, data.files[0], schemas, none=lost[0] == ids - missing)
             if lost[0] and unknown == "error":
                 raise DataError(
                     f"{data.files[0]}: column {name!r} has {lost[2]:,} values that {given.path} has not, {lost[1]!r}"

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexshard._internal import PathLike, files_below, sql_name, sql_text, there_are
+from flexshard._internal import PathLike, files_below, first_repeated, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
 
@@ -143,11 +143,15 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Scan:
         files += sorted(_matches(given))
     if not files:
         raise DataError("no data files were given")
+    places = [os.path.realpath(file) for file in files]
+    twice = first_repeated(places)
+    if twice is not None:
+        raise DataError(f"{files[places.index(twice)]}: is given twice, and would be written twice")
     kinds = {_kind(file): file for file in reversed(files)}
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(f"{first} is {one}, but {second} {other}; give files of one kind")
-    kind, unique = next(iter(kinds)), tuple(dict.fromkeys(files))
+    kind, unique = next(iter(kinds)), tuple(files)
     if kind != "parquet" and len(unique) > 1:
         full = tuple(file for file in unique if Path(file).stat().st_size)
         for file in unique if full else ():
