@@ -56,6 +56,39 @@ def test_plans_for_something_else() -> None:
     assert "the plan is for 2 ranks, 2 per node; the job has 2, 1 per node" in refused(plan_for(1, 2))
 
 
+def on_a_node_of_its_own_size(rank: int, plan: Any) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = ("1", "many")[rank]
+    models.shard(plan)
+
+
+def test_nodes_of_other_sizes() -> None:
+    """Ranks whose node fits the plan hear of one that does not."""
+    for error in ranks.run(2, 1, on_a_node_of_its_own_size, plan_for(), expect_failures=True):
+        assert isinstance(error, PlanError)
+        assert "the plan is for 2 ranks, 1 per node; the job has 2, many per node" in str(error)
+
+
+def in_two_dimensions(rank: int, plan: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchrec.distributed.types import ShardingEnv2D
+
+    from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
+
+    alone, world = [torch.distributed.new_group([one]) for one in range(2)][rank], torch.distributed.group.WORLD
+    env = ShardingEnv2D(alone, world, world, init_device_mesh("cpu", (2, 1)))
+    sharders: list[Any] = [FlexShardEmbeddingCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD})]
+    model = models.new_model()
+    profiles = {name: models.profile_of(name) for _, name in models.table_names()}
+    planned = FlexShardPlanner(plan, profiles=profiles).plan(model, sharders).plan["wide"]
+    sharders[0].shard(model.wide, planned, env, torch.device("cpu"))
+
+
+def test_replicas_of_sharded_models_are_refused() -> None:
+    for error in ranks.run(2, 1, in_two_dimensions, plan_for(), expect_failures=True):
+        assert isinstance(error, PlanError)
+        assert "not for DMPCollection" in str(error)
+
+
 def with_plan_of_its_own(rank: int, plans: list[Any], collective: bool) -> None:
     if collective:
         models.shard(plans[rank])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -57,6 +58,7 @@ class DedupedEmbeddingCollection(_StockNames):
         self.collection = collection
         self.register_state_dict_post_hook(_without_collection)
         self.register_load_state_dict_pre_hook(_with_collection)
+        self.register_load_state_dict_post_hook(functools.partial(_named_from_outside, change=_outside_collection))
 
     def _collections(self) -> Sequence[nn.Module]:
         return [self.collection]
@@ -77,10 +79,15 @@ class DedupedEmbeddingCollection(_StockNames):
 
 
 def _without_collection(_module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    _renamed(state, prefix, lambda name: name.removeprefix("collection."))
+    _renamed(state, prefix, _outside_collection)
 
 
-def _with_collection(_module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+def _outside_collection(name: str) -> str:
+    return name.removeprefix("collection.")
+
+
+def _with_collection(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    module._loaded_as = prefix
     _renamed(state, prefix, lambda name: name if name.startswith("collection.") else f"collection.{name}")
 
 
@@ -88,6 +95,13 @@ def _renamed(state: dict[str, Any], prefix: str, change: Callable[[str], str]) -
     """Change the names of what is under a prefix, in place, as hooks have to."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[prefix + change(key.removeprefix(prefix))] = state.pop(key)
+
+
+def _named_from_outside(module: nn.Module, incompatible: Any, *, change: Callable[[str], str]) -> None:
+    """Say which names were missing, or too many, as ``state_dict`` has them."""
+    prefix = str(module._loaded_as)
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+        names[:] = [prefix + change(name.removeprefix(prefix)) if name.startswith(prefix) else name for name in names]
 
 
 # What is wrapped stays whole where a pipeline traces the model to find out what its lookups are given.
@@ -201,6 +215,7 @@ class DedupedEmbeddingBagCollection(_StockNames):
         )
         self.register_state_dict_post_hook(_without_groups)
         self.register_load_state_dict_pre_hook(_with_groups)
+        self.register_load_state_dict_post_hook(functools.partial(_named_from_outside, change=_outside_groups))
 
     def _collections(self) -> Sequence[nn.Module]:
         return list(self.collections.values())
@@ -243,14 +258,19 @@ def _checked_group(group: Any) -> list[str]:
 
 
 def _without_groups(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    _renamed(state, prefix, lambda name: name.split(".", 2)[2] if name.startswith("collections.") else name)
+    _renamed(state, prefix, _outside_groups)
     place = {table: number for number, table in enumerate(module._home)}
     own = [name for name in state if name.startswith(f"{prefix}embedding_bags.")]
     for name in sorted(own, key=lambda name: place.get(name.removeprefix(prefix).split(".")[1], -1)):
         state[name] = state.pop(name)  # in the tables' order, as a stock collection has them
 
 
+def _outside_groups(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith("collections.") else name
+
+
 def _with_groups(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    module._loaded_as = prefix
     homes: dict[str, str] = module._home
 
     def home(name: str) -> str:

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodec, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import (
+    ParameterSharding,
+    QuantizedCommCodec,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+)
 from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
@@ -170,8 +176,13 @@ class RowSharding:
         """The shares of tables in caches, in words; every rank must ask.
 
         Raises:
-            PlanError: those of other ranks differ.
+            PlanError: those of other ranks differ, or the model is in TorchRec's 2D parallelism.
         """
+        if isinstance(env, ShardingEnv2D):  # which brings replicas together by what it knows of its own modules
+            raise PlanError(
+                "FlexShard's sharders are not for DMPCollection (2D parallelism); use DistributedModelParallel, where"
+                " plans copy the rows that are worth it"
+            )
         here = repr(sorted(self.cache_load_factors.items()))
         words, different = differing_ranks(here, env.process_group)
         if different:
@@ -285,12 +296,16 @@ def check_world(
     world = dist.get_world_size(process_group)
     how = next(iter(planned.values()))
     where = f"collection {fqn!r}" if fqn else "the collection"
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", how.ranks_per_node))
-    if how.world_size != world or how.ranks_per_node != local:
-        raise PlanError(
-            f"{where}: the plan is for {how.world_size} ranks, {how.ranks_per_node} per node; the job has"
-            f" {world}, {local} per node: plan for this cluster"
-        )
+
+    def check_size() -> None:
+        local = os.environ.get("LOCAL_WORLD_SIZE", str(how.ranks_per_node))
+        if (str(how.world_size), str(how.ranks_per_node)) != (str(world), local):
+            raise PlanError(
+                f"{where}: the plan is for {how.world_size} ranks, {how.ranks_per_node} per node; the job has"
+                f" {world}, {local} per node: plan for this cluster"
+            )
+
+    on_all_ranks(check_size, PlanError, process_group)  # nodes may differ
     fingerprints, different = differing_ranks(how.fingerprint, process_group)
     if different:
         raise PlanError(

@@ -112,8 +112,8 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
                 )
             return self._torchrec_sharder.shard(module, dict(params), env, device, module_fqn)
         device = torch.device("cpu") if device is None else device
-        check_world(planned, env.process_group, module_fqn)
         self._rows.compared(env)
+        check_world(planned, env.process_group, module_fqn)
         part = None
         configs = {config.name: config for config in module.embedding_configs()}
         shared = self._rows.shard(
