@@ -20,7 +20,7 @@ def diff_command(
     after: Annotated[Path, typer.Argument(help="Another plan file.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say which rows move between two plans, and how many bytes.
+    """Say which rows have other ranks under two plans, and how many bytes one copy of them is.
 
     Example: flexshard diff plan.json other.json
     """
@@ -51,7 +51,9 @@ def diff_command(
             " all of the others are counted, though one or other keeps its rank."
         )
     note += "".join(f"\n{change.table}: {_cached(change)}." for change in changes.caches)
-    grid.caption = f"{changes.rows:,} rows, {units.format_bytes(changes.nbytes)} move{note}"
+    grid.caption = (
+        f"{changes.rows:,} rows have other ranks, one copy of them is {units.format_bytes(changes.nbytes)}{note}"
+    )
     emit(changes.document(), as_json=as_json, text=grid)
 
 

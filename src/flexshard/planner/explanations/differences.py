@@ -1,4 +1,4 @@
-"""What changes between two plans: rows and bytes that move."""
+"""What changes between two plans: rows that have other ranks, and bytes of one copy of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class PlanDiff:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that move; of tables that leave tiers for shards of TorchRec's, or come from them, once."""
+        """Bytes of one copy of the weights of rows that move, not of what travels (:func:`replan` counts that); of
+        tables that leave tiers for shards of TorchRec's, or come from them, once.
+        """
         rows = sum(move.nbytes for move in self.moves if move.target is not None)
         return rows + sum(move.nbytes for move in self.pooled)
 
