@@ -373,8 +373,8 @@ def test_weights_and_order_are_those_of_stock_collections() -> None:
         with pytest.raises(RuntimeError, match="Unexpected key"):
             mine.load_state_dict(state | {"lookup.other": torch.zeros(1)})
         others = {name: value for name, value in state.items() if ".a." not in name and ".t." not in name}
-        others |= {"lookup.other": torch.zeros(1), "elsewhere": torch.zeros(1)}
-        assert len(others) == len(state) + 1
+        others |= {name: torch.zeros(1) for name in ("lookup.other", "elsewhere", "lookup.collections.x")}
+        assert len(others) == len(state) + 2
         told = [module.load_state_dict(others, strict=False) for module in (theirs, mine)]
         assert sorted(told[0].missing_keys) == sorted(told[1].missing_keys)
         assert sorted(told[0].unexpected_keys) == sorted(told[1].unexpected_keys)

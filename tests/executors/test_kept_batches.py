@@ -38,6 +38,9 @@ def looped(rank: int, plan: Any, *, of_bags: bool, ahead: bool) -> list[int]:
         parallel, optimizer = looking.shard(plan, 0.8, fused("sgd"))
     pipeline = LookaheadPipeline(parallel, optimizer, torch.device("cpu"), lookahead=2) if ahead else None
     batches, kept = (batch_of(step, rank) for step in range(100)), []
+    underway = parallel(batch_of(0, rank))[0]
+    assert alive() > 0
+    del underway
     for _ in range(2):
         for _ in range(STEPS):
             if pipeline is not None:

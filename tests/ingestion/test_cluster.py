@@ -245,6 +245,12 @@ def test_numbers_of_partitions_beyond_what_floats_tell_apart(tmp_path: Path, kee
     assert sorted(by_start) == sorted(set(by_key))
 
 
+def test_data_without_rows(tmp_path: Path) -> None:
+    pq.write_table(log().slice(0, 0), tmp_path / "in.parquet")
+    found = cluster_sessions(tmp_path / "in.parquet", tmp_path / "out", session="session", time="time")
+    assert (found.rows, found.storage_ratio) == (0, 1.0)
+
+
 @pytest.mark.parametrize("by", first(1, ["sample", "session"]))
 def test_downsampling(tmp_path: Path, by: str) -> None:
     table = log(400)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from flexshard import AccessProfile, Cluster, Plan, Table, explain, solve
 from flexshard.errors import BudgetError, JobError
 from flexshard.planner import Problem, pareto
+from flexshard.planner.solver import deduplication
 from flexshard.planner.solver.build import build_instance
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.dual_search import solve_instance
@@ -222,6 +224,18 @@ def test_the_frontier_knows_choices_of_tables(seed: int) -> None:
         above = np.searchsorted(memory, found.memory_bytes)
         if above < memory.size:
             assert (curve.points[above].lower_bound_seconds or 0.0) <= found.exposed_seconds * (1 + 1e-9)
+
+
+def test_choices_of_many_small_tables_are_not_all_tried() -> None:
+    even = [
+        Table(f"t{k}", 1000 * (k + 1), 64, AccessProfile.from_counts(np.full(1000 * (k + 1), 50), num_samples=2000))
+        for k in range(16)
+    ]
+    problem = Problem(even, Cluster.preset("dgx-h100", 4), 2048, overlap="paper")
+    with mock.patch.object(deduplication, "bound_at_price", wraps=deduplication.bound_at_price) as bounded:
+        plan = solve(problem)
+    assert bounded.call_count < 3_000
+    assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds
 
 
 def often_read(seed: int) -> list[Table]:

@@ -83,12 +83,12 @@ def _memory(found: planner.Replan) -> str:
     before, after = (plan.settings.budget_bytes for plan in (found.before, found.after))
     if abs(after - before) < _SAME * before:
         return ""
-    show = units.format_bytes
-    above = ", which is above it" if found.cost_before.memory_bytes > after * (1 + _SAME) else ""
+    show, needed = units.format_bytes, found.before.bounded_bytes(found.cost_before)
+    above = ", which is above it" if needed > after * (1 + _SAME) else ""
     return (
         f"\nThe budget ({found.after.settings.budget}) is {show(after)} a rank with the newer profiles, and was"
-        f" {show(before)}. With them this plan needs {show(found.cost_before.memory_bytes)}{above}, the new one"
-        f" {show(found.cost_after.memory_bytes)}."
+        f" {show(before)}. With them this plan needs {show(needed)}{above}, the new one"
+        f" {show(found.after.bounded_bytes(found.cost_after))}."
     )
 
 

@@ -266,7 +266,8 @@ def _without_groups(module: nn.Module, state: dict[str, Any], prefix: str, *_oth
 
 
 def _outside_groups(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith("collections.") else name
+    parts = name.split(".", 2)
+    return parts[2] if parts[0] == "collections" and len(parts) > 2 else name
 
 
 def _with_groups(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:

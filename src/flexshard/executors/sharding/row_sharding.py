@@ -38,7 +38,7 @@ from flexshard.executors.stores.updates import OptimizerSpec
 from flexshard.planner import FlexShardParameterSharding, TableCache
 from flexshard.tables import data_type_of_torchrec
 
-__all__ = ["PlannedRows", "RowSharding", "check_world", "placement_of"]
+__all__ = ["PlannedRows", "RowSharding", "check_environment", "check_world", "placement_of"]
 
 # What ParameterConstraints say of a table that holds however its rows are stored.
 _OPTIONS = ("bounds_check_mode", "output_dtype", "stochastic_rounding")
@@ -176,13 +176,8 @@ class RowSharding:
         """The shares of tables in caches, in words; every rank must ask.
 
         Raises:
-            PlanError: those of other ranks differ, or the model is in TorchRec's 2D parallelism.
+            PlanError: those of other ranks differ.
         """
-        if isinstance(env, ShardingEnv2D):  # which brings replicas together by what it knows of its own modules
-            raise PlanError(
-                "FlexShard's sharders are not for DMPCollection (2D parallelism); use DistributedModelParallel, where"
-                " plans copy the rows that are worth it"
-            )
         here = repr(sorted(self.cache_load_factors.items()))
         words, different = differing_ranks(here, env.process_group)
         if different:
@@ -282,6 +277,19 @@ def _warn_of_loss(codec: QuantizedCommCodec[Any], tables: Sequence[str]) -> None
             " they add up; backward_precision=CommType.FP32 sends them whole",
             UserWarning,
             stacklevel=3,
+        )
+
+
+def check_environment(env: ShardingEnv) -> None:
+    """Whether rows may be sharded there.
+
+    Raises:
+        PlanError: in TorchRec's 2D parallelism, which brings replicas together by what it knows of its own modules.
+    """
+    if isinstance(env, ShardingEnv2D):
+        raise PlanError(
+            "FlexShard's sharders are not for DMPCollection (2D parallelism); use DistributedModelParallel, where plans"
+            " copy the rows that are worth it"
         )
 
 

@@ -20,7 +20,7 @@ from flexshard.errors import PlanError, TableError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.servers.embedding_servers import EmbeddingServers
 from flexshard.executors.sharding.pooled import ShardedFlexShardEmbeddingBagCollection
-from flexshard.executors.sharding.row_sharding import RowSharding, check_world
+from flexshard.executors.sharding.row_sharding import RowSharding, check_environment, check_world
 from flexshard.executors.sharding.sequences import ShardedFlexShardEmbeddingCollection
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.stores.base import RowStore
@@ -112,6 +112,7 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
                 )
             return self._torchrec_sharder.shard(module, dict(params), env, device, module_fqn)
         device = torch.device("cpu") if device is None else device
+        check_environment(env)
         self._rows.compared(env)
         check_world(planned, env.process_group, module_fqn)
         part = None
@@ -247,6 +248,7 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         if not cached:
             stock = super().shard(module, params, env, device, module_fqn)
             return self._checked(stock) if self._unknown else stock
+        check_environment(env)
         for name in cached:
             if module.is_weighted() and configs[name].pooling == PoolingType.MEAN:
                 raise TableError(

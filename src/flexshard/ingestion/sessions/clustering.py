@@ -72,7 +72,7 @@ class Clustered:
     @property
     def storage_ratio(self) -> float:
         """What the order does: bytes of a row of the input, encoded alike, per byte of one after."""
-        return self.bytes_alike / self.bytes_after * (self.rows / self.rows_read) if self.bytes_after else 1.0
+        return self.bytes_alike / self.bytes_after * (self.rows / self.rows_read) if self.rows else 1.0
 
 
 def cluster_sessions(

@@ -19,8 +19,9 @@ Found = Sequence[tuple[Instance, Solution]]
 
 ROUNDED = 1e-9  # of a bound, more than rounding changes
 _ON_THE_WAY, _GOOD = 9, 1e-3  # the latter of a bound
-_MOST_TRIED, _MOST_OF_ALL = 1_000_000, 2_000_000  # counts of instances that may be planned to come closer to a bound
+_MOST_TRIED, _MOST_OF_ALL = 1_000_000, 1_000_000  # counts of instances that may be planned to come closer to a bound
 _OTHERS = 24  # choices of one other table each that are tried from one
+_LEAST_COUNTS = 2_000  # of an instance, as which smaller ones count: planning them takes no less
 _COUNT_WORK = 0.3  # microseconds a count of an instance that is planned
 
 
@@ -39,7 +40,7 @@ def climb(
         plan: plans a choice, shape (T,), which is to be better than so many seconds.
     """
     tried = {instance.deduplicated.tobytes() for instance, _ in found}
-    left = _MOST_TRIED
+    left, counts = _MOST_TRIED, max(like.reads.size, _LEAST_COUNTS)
     for instance, start in sorted(found, key=lambda pair: pair[1].seconds):
         mask, best, better = instance.deduplicated, start.seconds, True
         while better and not _is_good(found, bound):
@@ -50,8 +51,8 @@ def climb(
                 if other.tobytes() in tried:
                     continue
                 tried.add(other.tobytes())
-                left -= like.reads.size
-                if left < 0 or is_enough(_COUNT_WORK * like.reads.size):
+                left -= counts
+                if left < 0 or is_enough(_COUNT_WORK * counts):
                     return
                 before = len(found)
                 plan(other, best)
@@ -62,7 +63,7 @@ def climb(
 
 def choices_left(bound: float, like: Instance, found: Found) -> list[BoolArray] | None:
     """All choices that were not planned; None where the bound is met, or there are too many."""
-    tables, counts = like.deduplicated.size, like.reads.size
+    tables, counts = like.deduplicated.size, max(like.reads.size, _LEAST_COUNTS)
     if _is_good(found, bound) or counts << tables > _MOST_OF_ALL or is_enough(_COUNT_WORK * counts * 2**tables):
         return None
     tried = {instance.deduplicated.tobytes() for instance, _ in found}

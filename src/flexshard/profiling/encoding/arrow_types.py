@@ -19,14 +19,17 @@ def with_types(
 ) -> dict[str, str]:
     """A Parquet file's metadata, with entries by which columns that were copied have the types that they had.
 
+    Categories are those that rows have, in no order: a file has them no longer where they were listed.
+
     Args:
         said: other entries.
         written: what the file's columns are without this.
         read: of the files that were copied.
         encoded: columns that have other values now.
     """
-    if read and all(_PANDAS in (schema.metadata or {}) for schema in read):
-        said = said | {"pandas": json.dumps(_pandas(json.loads(read[0].metadata[_PANDAS]), written, encoded))}
+    told = [json.loads((schema.metadata or {}).get(_PANDAS, b"{}")) for schema in read]
+    if told and all(told):
+        said = said | {"pandas": json.dumps(_pandas(told, written, encoded))}
     fields = [
         field if field.name in encoded else field.with_type(_as_it_was(field.type, _shared_type(field.name, read)))
         for field in written
@@ -38,8 +41,9 @@ def with_types(
 
 def _shared_type(name: str, schemas: Sequence[pa.Schema]) -> pa.DataType | None:
     """A column's, if it is the same in all files."""
-    types = [schema.field(name).type for schema in schemas if name in schema.names]
-    return types[0] if types and all(kind == types[0] for kind in types) else None
+    places = [(schema, schema.get_field_index(name)) for schema in schemas if name in schema.names]
+    types = [schema.field(at).type for schema, at in places if at >= 0]  # a name may be there twice
+    return types[0] if len(types) == len(places) > 0 and all(kind == types[0] for kind in types) else None
 
 
 def _as_it_was(written: pa.DataType, before: pa.DataType | None) -> pa.DataType:
@@ -50,7 +54,7 @@ def _as_it_was(written: pa.DataType, before: pa.DataType | None) -> pa.DataType:
         return written
     if pa.types.is_dictionary(before):
         values = _as_it_was(written, before.value_type)
-        return pa.dictionary(pa.int32(), values, before.ordered) if _is_text(values) else written
+        return pa.dictionary(pa.int32(), values) if _is_text(values) else written  # in the order of their values now
     if _is_text(written) and _is_text(before) and pa.types.is_string(written) == _is_string(before):
         return before
     if pa.types.is_timestamp(written) and pa.types.is_timestamp(before) and written.tz and before.tz:
@@ -80,14 +84,30 @@ def _is_list(kind: pa.DataType) -> bool:
     return any(of(kind) for of in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
-def _pandas(said: dict[str, Any], written: pa.Schema, encoded: Collection[str]) -> dict[str, Any]:
-    """What pandas said of its columns and index, with ids in place of what was encoded."""
+def _pandas(told: Sequence[dict[str, Any]], written: pa.Schema, encoded: Collection[str]) -> dict[str, Any]:
+    """What pandas said of columns and index in all files alike, with ids in place of what was encoded."""
+    others = [{one.get("field_name"): one for one in said.get("columns", [])} for said in told[1:]]
+    columns = []
+    for column in told[0].get("columns", []):
+        name = column.get("field_name")
+        if name in encoded:
+            columns.append(column | _of_ids(written.field(name).type))
+        elif all(_kind_of(other.get(name)) == _kind_of(column) for other in others):
+            unordered = {"metadata": column["metadata"] | {"ordered": False}} if _is_category(column) else {}
+            columns.append(column | unordered)
+    alike = all(said.get("index_columns") == told[0].get("index_columns") for said in told)
+    return told[0] | {"columns": columns} | ({} if alike else {"index_columns": []})
 
-    def of_ids(column: dict[str, Any]) -> dict[str, Any]:
-        kind = written.field(column["field_name"]).type
-        is_list = pa.types.is_list(kind)
-        name = f"list[{kind.value_type}]" if is_list else str(kind)
-        return column | {"pandas_type": name, "numpy_type": "object" if is_list else name, "metadata": None}
 
-    columns = said.get("columns", [])
-    return said | {"columns": [of_ids(one) if one.get("field_name") in encoded else one for one in columns]}
+def _of_ids(kind: pa.DataType) -> dict[str, Any]:
+    is_list = pa.types.is_list(kind)
+    name = f"list[{kind.value_type}]" if is_list else str(kind)
+    return {"pandas_type": name, "numpy_type": "object" if is_list else name, "metadata": None}
+
+
+def _kind_of(column: dict[str, Any] | None) -> tuple[Any, ...]:
+    return () if column is None else (column.get("pandas_type"), column.get("numpy_type"))
+
+
+def _is_category(column: dict[str, Any]) -> bool:
+    return column.get("pandas_type") == "categorical" and isinstance(column.get("metadata"), dict)

@@ -67,18 +67,14 @@ def encoded_by(sources: Sequence[ParquetSource], column: str) -> str | None:
     return None if None in digests else digests[0]
 
 
-def check_is_of(mapping: str, digest: str, column: str, file: str, schemas: Iterable[pa.Schema], *, none: bool) -> None:
-    """Whether a mapping that has not all values of a column, or ``none``, is of such values at all.
+def check_is_of(mapping: str, digest: str, column: str, files: Iterable[tuple[str, pa.Schema]]) -> None:
+    """Whether a column may be encoded by a mapping.
 
     Raises:
-        DataError: the column holds its rows already, or nothing that it has.
+        DataError: a file's column holds its rows already.
     """
-    if any(encodings(schema).get(column) == digest for schema in schemas):
-        raise DataError(
-            f"{file}: column {column!r} holds rows of {mapping} already; use it as it is, without the mapping"
-        )
-    if none:
-        raise DataError(
-            f"{file}: column {column!r} has no value that {mapping} has, so nothing would be left; give the column's"
-            " own mapping"
-        )
+    for file, schema in files:
+        if encodings(schema).get(column) == digest:
+            raise DataError(
+                f"{file}: column {column!r} holds rows of {mapping} already; use it as it is, without the mapping"
+            )

@@ -71,8 +71,8 @@ def encode(
     """Write data with dense ids, 0 for the most frequent value, in place of a column's values, and each mapping.
 
     DuckDB does the work, and spills what does not fit its memory. Rows keep their order; other columns stay as they
-    are, in pandas too (of Parquet's types, half floats become floats, and times of seconds and milliseconds those of
-    microseconds). Whole numbers that pandas made floats are whole numbers again.
+    are, in pandas too (but for the order of categories; of Parquet's types, half floats become floats, and times of
+    seconds and milliseconds those of microseconds). Whole numbers that pandas made floats are whole numbers again.
 
     Args:
         paths: Parquet, CSV or JSON files, globs or folders.
@@ -276,9 +276,8 @@ class _Column:
                 f" FROM counts_{number} c LEFT JOIN {column.table} m ON c.value IS NOT DISTINCT FROM m.value"
                 " WHERE m.row IS NULL AND c.value IS NOT NULL"
             ).fetchall()[0]
-            if lost[0]:
-                schemas = data.schemas if data.kind == "parquet" else ()
-                check_is_of(given.path, column.digest, name, data.files[0], schemas, none=lost[0] == ids - missing)
+            schemas = data.schemas if data.kind == "parquet" else ()
+            check_is_of(given.path, column.digest, name, list(zip(data.files, schemas, strict=bool(schemas))))
             if lost[0] and unknown == "error":
                 raise DataError(
                     f"{data.files[0]}: column {name!r} has {lost[2]:,} values that {given.path} has not, {lost[1]!r}"
