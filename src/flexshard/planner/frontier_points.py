@@ -77,8 +77,7 @@ class ParetoCurve:
         points are optima.
         """
         least, most = self.points[0].memory_bytes, self.points[-1].memory_bytes
-        ends = [(least, seconds) for memory, seconds in self.bounds if memory >= least][:1]
-        line, before = list(ends), least
+        line, before = list[tuple[float, float]](), least
         for memory, seconds in self.bounds:
             if memory >= least and before < most:
                 line += [(before, seconds), (min(memory, most), seconds)]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from flexshard._internal import is_list
+
 __all__ = ["with_types"]
 
 _PANDAS = b"pandas"
@@ -59,7 +61,7 @@ def _as_it_was(written: pa.DataType, before: pa.DataType | None) -> pa.DataType:
         return before
     if pa.types.is_timestamp(written) and pa.types.is_timestamp(before) and written.tz and before.tz:
         return pa.timestamp(written.unit, before.tz)
-    if pa.types.is_list(written) and _is_list(before):
+    if pa.types.is_list(written) and is_list(before):
         item = written.value_field.with_type(_as_it_was(written.value_type, before.value_type))
         if pa.types.is_fixed_size_list(before):
             return pa.list_(item, before.list_size)
@@ -80,10 +82,6 @@ def _is_text(kind: pa.DataType) -> bool:
     return _is_string(kind) or any(of(kind) for of in of_bytes)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return any(of(kind) for of in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
-
-
 def _pandas(told: Sequence[dict[str, Any]], written: pa.Schema, encoded: Collection[str]) -> dict[str, Any]:
     """What pandas said of columns and index in all files alike, with ids in place of what was encoded."""
     others = [{one.get("field_name"): one for one in said.get("columns", [])} for said in told[1:]]
@@ -100,9 +98,9 @@ def _pandas(told: Sequence[dict[str, Any]], written: pa.Schema, encoded: Collect
 
 
 def _of_ids(kind: pa.DataType) -> dict[str, Any]:
-    is_list = pa.types.is_list(kind)
-    name = f"list[{kind.value_type}]" if is_list else str(kind)
-    return {"pandas_type": name, "numpy_type": "object" if is_list else name, "metadata": None}
+    several = is_list(kind)
+    name = f"list[{kind.value_type}]" if several else str(kind)
+    return {"pandas_type": name, "numpy_type": "object" if several else name, "metadata": None}
 
 
 def _kind_of(column: dict[str, Any] | None) -> tuple[Any, ...]:

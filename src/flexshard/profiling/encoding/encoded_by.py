@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from flexshard._internal import ParquetSource, PathLike
 from flexshard.errors import DataError
 
-__all__ = ["METADATA_KEY", "check_is_of", "digest_of", "encoded_by", "encodings"]
+__all__ = ["METADATA_KEY", "check_not_yet_encoded", "digest_of", "encoded_by", "encodings"]
 
 METADATA_KEY = "flexshard.encoded"
 
@@ -67,11 +67,11 @@ def encoded_by(sources: Sequence[ParquetSource], column: str) -> str | None:
     return None if None in digests else digests[0]
 
 
-def check_is_of(mapping: str, digest: str, column: str, files: Iterable[tuple[str, pa.Schema]]) -> None:
-    """Whether a column may be encoded by a mapping.
+def check_not_yet_encoded(files: Iterable[tuple[str, pa.Schema]], column: str, mapping: str, digest: str) -> None:
+    """Whether a column of files may be encoded by a mapping.
 
     Raises:
-        DataError: a file's column holds its rows already.
+        DataError: in one of them it holds that mapping's rows already.
     """
     for file, schema in files:
         if encodings(schema).get(column) == digest:

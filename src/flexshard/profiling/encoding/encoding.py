@@ -27,7 +27,7 @@ from flexshard._internal import (
 )
 from flexshard.errors import DataError, OutputError
 from flexshard.profiling.encoding.arrow_types import with_types
-from flexshard.profiling.encoding.encoded_by import METADATA_KEY, check_is_of, digest_of, encodings
+from flexshard.profiling.encoding.encoded_by import METADATA_KEY, check_not_yet_encoded, digest_of, encodings
 from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping, mapping_path
 from flexshard.profiling.encoding.sources import Scan, Values, check_kept, check_types, resolved, scan
 
@@ -276,8 +276,7 @@ class _Column:
                 f" FROM counts_{number} c LEFT JOIN {column.table} m ON c.value IS NOT DISTINCT FROM m.value"
                 " WHERE m.row IS NULL AND c.value IS NOT NULL"
             ).fetchall()[0]
-            schemas = data.schemas if data.kind == "parquet" else ()
-            check_is_of(given.path, column.digest, name, list(zip(data.files, schemas, strict=bool(schemas))))
+            check_not_yet_encoded(zip(data.files, data.schemas, strict=False), name, given.path, column.digest)
             if lost[0] and unknown == "error":
                 raise DataError(
                     f"{data.files[0]}: column {name!r} has {lost[2]:,} values that {given.path} has not, {lost[1]!r}"
@@ -344,7 +343,7 @@ def _whole(database: Any, data: Scan, values: Values, each: str) -> tuple[Values
 
 def _encodings(data: Scan, columns: Sequence[_Column]) -> dict[str, str]:
     """Which mappings numbered the columns of what is written: these, and earlier ones where all files say so."""
-    before = [encodings(schema) for schema in data.schemas] if data.kind == "parquet" else []
+    before = [encodings(schema) for schema in data.schemas]
     shared = set.intersection(*({*said.items()} for said in before)) if before else set()
     return dict(sorted(shared)) | {column.values.name: column.digest for column in columns}
 

@@ -64,8 +64,8 @@ class Scan:
 
     @cached_property
     def schemas(self) -> tuple[pa.Schema, ...]:
-        """Of Parquet files, in their order."""
-        return tuple(pq.read_schema(file) for file in self.files)
+        """Of Parquet files, in their order; of files of other kinds none."""
+        return tuple(pq.read_schema(file) for file in self.files if self.kind == "parquet")
 
     @property
     def numbered_sql(self) -> str:
