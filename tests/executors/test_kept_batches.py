@@ -49,6 +49,8 @@ def looped(rank: int, plan: Any, *, of_bags: bool, ahead: bool) -> list[int]:
             optimizer.zero_grad()
             parallel(next(batches))[0].backward()
             optimizer.step()
+        for store in (pooled if of_bags else looking).caches(parallel):
+            store.flush()  # behind all that its thread was asked for, which has let go of what is over then
         kept.append(alive())
     return kept
 
