@@ -398,6 +398,31 @@ def test_weights_and_order_are_those_of_stock_collections() -> None:
 BAGS = {"u": ["b"], "t": ["a", "d"], "v": ["c"]}
 
 
+@pytest.mark.parametrize("kind", [torch.device("cpu"), torch.device("meta"), None])
+def test_weights_to_begin_with_are_stock_collections(kind: torch.device | None) -> None:
+    """Tables of three groups in turns, one of which is called as its feature is."""
+
+    def tables() -> list[EmbeddingBagConfig]:
+        features = [["a"], ["b"], ["c", "d"], []]
+        return [
+            EmbeddingBagConfig(name=f"t{number}", num_embeddings=20, embedding_dim=4, feature_names=names)
+            for number, names in enumerate(features)
+        ]
+
+    torch.manual_seed(5)
+    stock = EmbeddingBagCollection(tables=tables(), device=kind)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    ours = DedupedEmbeddingBagCollection(tables(), [["b"], ["d", "c"]], device=kind)
+    assert torch.equal(after, torch.get_rng_state())
+    expected, found = stock.state_dict(), ours.state_dict()
+    assert list(found) == list(expected)
+    assert all(weight.device == found[name].device for name, weight in expected.items())
+    assert {each.device for each in ours.collections.values()} == {stock.device}
+    if kind is None or kind.type == "cpu":
+        assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+
+
 def test_batches_that_do_not_belong() -> None:
     bags = [EmbeddingBagConfig(name=n, num_embeddings=9, embedding_dim=4, feature_names=f) for n, f in BAGS.items()]
     collection = DedupedEmbeddingBagCollection(bags, [["c"]], partial=[["a", "d"]])

@@ -140,8 +140,8 @@ class DedupedEmbeddingBagCollection(_StockNames):
     group, pieces of the buffer are pooled, looked up and sent once, and put together to each list's on every rank. A
     batch has the groups of the collection, or none at all.
 
-    Names and order in ``state_dict``, names of the fused optimizer, and the order of what comes out are those of an
-    EmbeddingBagCollection of ``tables``, whatever the groups. ``named_parameters()`` has the names of the collections
+    Names and order in ``state_dict``, names of the fused optimizer, the order of what comes out, and the weights to
+    begin with (of one seed) are those of an EmbeddingBagCollection of ``tables``, whatever the groups. ``named_parameters()`` has the names of the collections
     inside, group by group: an optimizer of torch has its states in that order, and loads no stock model's.
     """
 
@@ -176,6 +176,7 @@ class DedupedEmbeddingBagCollection(_StockNames):
             raise DataError(f"feature {twice!r} is named twice in the groups; a feature belongs to one group")
         tables_of: dict[int, list[Any]] = {}
         for table in tables:
+            table.feature_names = table.feature_names or [table.name]  # as an EmbeddingBagCollection has them
             homes = {group_of.get(feature, -1) for feature in table.feature_names}
             if len(homes) > 1:
                 raise DataError(
@@ -207,9 +208,10 @@ class DedupedEmbeddingBagCollection(_StockNames):
             for name in names
         }
         self._process_group = process_group
+        stock = EmbeddingBagCollection(tables=list(tables), is_weighted=is_weighted, device=device)
         self.collections = nn.ModuleDict(
             {
-                _name(number): EmbeddingBagCollection(tables=group_tables, is_weighted=is_weighted, device=device)
+                _name(number): _with_tables_of(stock, group_tables)
                 for number, group_tables in tables_of.items()  # by their first table, as near to its order as can be
             }
         )
@@ -249,6 +251,15 @@ class DedupedEmbeddingBagCollection(_StockNames):
                 number = _number(name)
                 asked[name] = collection(features.groups[number].bags if even is None else even[number])
         return _side_by_side(features, asked, self._names, self._is_mean)
+
+
+def _with_tables_of(stock: EmbeddingBagCollection, tables: list[Any]) -> EmbeddingBagCollection:
+    """A collection of some of the tables, whose numbers were drawn when those of all were, in the order of all."""
+    part = EmbeddingBagCollection(tables=tables, is_weighted=stock.is_weighted(), device=torch.device("meta"))
+    part._device = stock.device
+    for table in tables:
+        part.embedding_bags[table.name] = stock.embedding_bags[table.name]
+    return part
 
 
 def _checked_group(group: Any) -> list[str]:
