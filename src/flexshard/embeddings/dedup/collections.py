@@ -141,8 +141,9 @@ class DedupedEmbeddingBagCollection(_StockNames):
     batch has the groups of the collection, or none at all.
 
     Names and order in ``state_dict``, names of the fused optimizer, the order of what comes out, and the weights to
-    begin with (of one seed) are those of an EmbeddingBagCollection of ``tables``, whatever the groups. ``named_parameters()`` has the names of the collections
-    inside, group by group: an optimizer of torch has its states in that order, and loads no stock model's.
+    begin with (of one seed) are those of an EmbeddingBagCollection of ``tables``, whatever the groups.
+    ``named_parameters()`` has the names of the collections inside, group by group: an optimizer of torch has its
+    states in that order, and loads no stock model's.
     """
 
     def __init__(
