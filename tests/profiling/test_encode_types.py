@@ -260,6 +260,19 @@ def test_links_to_folders_are_read(tmp_path: Path) -> None:
     assert (lost.returncode, "is what this command reads" in lost.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("what", [".", "*.parquet"])
+@pytest.mark.parametrize("command", ["encode", "profile"])
+def test_links_to_nothing_are_errors(tmp_path: Path, command: str, what: str) -> None:
+    """As for DuckDB: rows would be missing without a word."""
+    pq.write_table(pa.table({"c": [1, 2]}), tmp_path / "a.parquet")
+    (tmp_path / ".hidden.parquet").symlink_to("nowhere")
+    (tmp_path / "out.parquet").write_text("")
+    (tmp_path / "b.parquet").symlink_to("gone.parquet")
+    done = run(tmp_path, command, what, "--column", "c", "-o", "out.parquet", "--force")
+    assert done.returncode == 2, done.stdout
+    assert "b.parquet: a link to gone.parquet, which is not there; mend it, or remove it" in done.stderr
+
+
 def test_an_output_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell leaves --output=~/... as it is; what stands there is looked at before it is written over."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

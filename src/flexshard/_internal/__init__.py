@@ -99,6 +99,7 @@ if TYPE_CHECKING:
         first_line as first_line,
         hidden_part as hidden_part,
         is_list as is_list,
+        matching as matching,
         one_array as one_array,
         read_chunks as read_chunks,
     )
@@ -189,6 +190,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "files_below",
             "hidden_part",
             "is_list",
+            "matching",
             "one_array",
             "read_chunks",
         ],

@@ -28,6 +28,7 @@ __all__ = [
     "first_line",
     "hidden_part",
     "is_list",
+    "matching",
     "one_array",
     "read_chunks",
 ]
@@ -162,7 +163,9 @@ def _match_local(text: str) -> list[str]:
             return [str(file) for file in files_below(path) if file.suffix == ".parquet"]
         if path.exists() or not _is_glob(text):
             return [str(path)]
-        return [file for file in glob.glob(str(path), recursive=True) if Path(file).is_file()]
+        return [file for file in matching(path) if Path(file).is_file()]
+    except DataError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(f"{text}: not a path that can be read: {first_line(error)}") from error
 
@@ -176,9 +179,24 @@ def _is_data(path: str) -> bool:
     return path.endswith(".parquet") and hidden_part(path) is None
 
 
+def matching(pattern: Path) -> list[str]:
+    """The files and folders of this machine that a pattern fits.
+
+    Raises:
+        DataError: a link to nothing, whose rows would be missing.
+    """
+    found = glob.glob(str(pattern), recursive=True)
+    for path in found:
+        _check_leads_somewhere(path)
+    return found
+
+
 def files_below(folder: Path) -> list[Path]:
     """The files of a folder and those in it, through links too, but for those that are hidden (:func:`hidden_part`); a
     folder that has several names is read by one, its own before a link's.
+
+    Raises:
+        DataError: a link to nothing, whose rows would be missing.
     """
     found: list[Path] = []
     seen: set[str] = set()
@@ -197,7 +215,15 @@ def files_below(folder: Path) -> list[Path]:
                 (links if entry.is_symlink() else waiting).append(Path(entry.path))
             elif entry.is_file():
                 found.append(Path(entry.path))
+            else:
+                _check_leads_somewhere(entry.path)
     return found
+
+
+def _check_leads_somewhere(path: str) -> None:
+    link = Path(path)
+    if link.is_symlink() and not link.exists():
+        raise DataError(f"{path}: a link to {link.readlink()}, which is not there; mend it, or remove it")
 
 
 def hidden_part(path: str) -> str | None:

@@ -84,7 +84,7 @@ def _reads(given: Path, path: Path) -> bool:
         return any(_DATA.search(file.name) and path.samefile(file) for file in files_below(given))
     if given.exists():
         return path.samefile(given)
-    return any(path.samefile(match) for match in glob.glob(str(given), recursive=True))
+    return any(Path(match).exists() and path.samefile(match) for match in glob.glob(str(given), recursive=True))
 
 
 def _all_of(inputs: Iterable[Path | str]) -> Iterator[Path | str]:

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexshard._internal import PathLike, files_below, first_repeated, sql_name, sql_text, there_are
+from flexshard._internal import PathLike, files_below, first_repeated, matching, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
 
@@ -174,7 +174,7 @@ def _matches(given: str) -> list[str]:
         return found
     if path.exists():
         return [str(path)]
-    found = glob.glob(str(path), recursive=True)
+    found = matching(path)
     if not found:
         raise DataError(f"{given}: no such file" if not glob.has_magic(given) else f"{given}: no file matches")
     return found
