@@ -238,10 +238,10 @@ def test_choices_of_many_small_tables_are_not_all_tried() -> None:
     assert plan.lower_bound_seconds <= plan.predicted.exposed_seconds
 
 
-def often_read(seed: int) -> list[Table]:
+def often_read(seed: int, count: int | None = None) -> list[Table]:
     generator = np.random.default_rng([9, seed])
     tables = []
-    for number in range(int(generator.integers(3, 6))):
+    for number in range(int(generator.integers(3, 6)) if count is None else count):
         rows = int(10 ** generator.uniform(1, 3.5))
         weights = np.arange(1.0, rows + 1) ** -generator.uniform(0.3, 1.3)
         counts = generator.multinomial(int(10 ** generator.uniform(4, 6)), weights / weights.sum())

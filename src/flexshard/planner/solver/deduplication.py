@@ -1,8 +1,8 @@
 """Which tables' repeated ids to send once per batch: fewer rows and ids to move, for the time to find distinct ones.
 
 At a price of memory every table takes the cheaper of both, which bounds every choice from below; the tables that do so
-where the budget is met are then planned row by row, and while that bound is not met so are choices that differ from
-the best ones in one table. With few tables every choice is tried, or bounded.
+where the budget is met are then planned row by row, and while that bound is not met so is every choice that bounds at
+several prices do not rule out. With few tables every choice is tried.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.bisection import bisect_floats, bits_alike
 from flexshard.planner.solver.build import ToPlan, all_once, build_instance
+from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.dual_search import (
     bound_at_price,
     cheapest_tables,
@@ -30,7 +31,8 @@ from flexshard.planner.solver.gathered import MANY_COUNTS, reduced_seconds
 from flexshard.planner.solver.gathering import Gathering, GatheringCosts, latency_of_gathering
 from flexshard.planner.solver.instance import Instance, memory_limit
 from flexshard.planner.solver.solution import Solution
-from flexshard.planner.solver.table_choices import ROUNDED, between, choices_left, climb, most_of_best
+from flexshard.planner.solver.table_bounds import TableCosts
+from flexshard.planner.solver.table_choices import ROUNDED, between, climb, is_good, most_of_best, plan_lowest
 
 __all__ = ["Variants"]
 
@@ -40,6 +42,7 @@ IntArray = npt.NDArray[np.int64]
 
 _TABLES_TRIED, _FEW_TABLES, _FEW_COUNTS = 2, 4, 2_000
 _CLOSE = 1e-4  # part of a bound, that is not looked into
+_PRICES, _TABLE_WORK = 24, 2.0  # the latter in microseconds, of a table at a price
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,17 +239,35 @@ class Variants:
                     plan(mask)
         if joint is not None and found:
             (seconds, memory), (less_seconds, less_memory) = self._of_sides(joint.levels, joint.price)
-            climb(seconds - less_seconds + joint.price * (memory - less_memory), joint.bound, self.plain, found, plan)
-            left = choices_left(joint.bound, self.plain, found)
-            if left is not None:
-                for mask in self._in_order_of_bounds(left, limit_bytes, tiers, found, [joint.price]):
-                    plan(mask)
-                bound = max(joint.bound, min(one.lower_bound_seconds for _, one in found))
+            if not is_good(found, joint.bound):
+                costs = self._costs_below(most_of_best(found), limit_bytes, tiers, joint.price)
+                bound = max(joint.bound, plan_lowest(costs, self.plain, found, plan))
+                saved = seconds - less_seconds + joint.price * (memory - less_memory)
+                climb(saved, bound, self.plain, found, plan)
         if not found:
             raise min(errors, key=lambda error: error.least_bytes)
         instance, best = min(found, key=lambda pair: (pair[1].seconds, int(pair[0].deduplicated.sum())))
         least = min(one.lower_bound_seconds for _, one in found) if bound is None else bound
         return instance, replace(best, lower_bound_seconds=min(best.seconds, least))
+
+    def _costs_below(self, known: float, limit_bytes: float, tiers: int, near: float) -> list[TableCosts]:
+        """What tables cost at prices around one, wherever all together may take less than ``known`` seconds."""
+        prices = near * np.concatenate([[1.0, 0.0], np.geomspace(1e-3, 1e6, _PRICES)])
+        costs = []
+        for levels in subsets_of(self.plain, tiers):
+            latency = self.plain.latency_seconds(levels)
+            first = self._table_costs(levels, prices[:1], latency, limit_bytes)
+            if first.bound < known:
+                long = is_enough(_TABLE_WORK * prices.size * len(self.problem.tables))
+                costs.append(first if long else self._table_costs(levels, prices, latency, limit_bytes))
+        return costs
+
+    def _table_costs(self, levels: IntArray, prices: FloatArray, latency: float, limit_bytes: float) -> TableCosts:
+        """What tables cost at prices, beyond what all take to be looked up as they are sent by default."""
+        at = [self._of_sides(levels, price) for price in prices.tolist()]
+        seconds, memory = np.moveaxis(np.array(at), 2, 0)  # (K, 2, T) each
+        sides = seconds - self._by_default + prices[:, None, None] * memory
+        return TableCosts(sides.swapaxes(0, 1), latency - memory_limit(limit_bytes) * prices)
 
     def _in_order_of_bounds(
         self,
@@ -254,16 +275,15 @@ class Variants:
         limit_bytes: float,
         tiers: int,
         found: Sequence[tuple[Instance, Solution]],
-        prices: Sequence[float] = (),
     ) -> Iterator[BoolArray]:
-        """Choices of tables whose bound, at the price of memory of what was found first or another, is not above the
-        best that was found by then; in their own order where bounds are the same, and all where nothing was found.
+        """Choices of tables whose bound, at the price of memory of what was found first, is not above the best that
+        was found by then; in their own order where bounds are the same, and all where nothing was found.
         """
         if not found:
             yield from masks
             return
-        at = [found[0][1].price, *prices]
-        bounds = [max(bound_at_price(self.of(mask), limit_bytes, tiers, price) for price in at) for mask in masks]
+        price = found[0][1].price
+        bounds = [bound_at_price(self.of(mask), limit_bytes, tiers, price) for mask in masks]
         for index in np.argsort(bounds, kind="stable").tolist():
             if bounds[index] > most_of_best(found):
                 return
@@ -317,9 +337,13 @@ class Variants:
         of these tables are deduplicated. What all take to be looked up as they are sent by default is a latency.
         """
         seconds, memory, once = self.cheapest(levels, price)
+        return float((seconds - self._by_default).sum()), float(memory.sum()), once
+
+    @property
+    def _by_default(self) -> FloatArray:
+        """Seconds of each table to be looked up as it is sent by default; shape (T,)."""
         default = self.plain if self.are_chosen else self.fixed
-        always = default.local_seconds + np.where(default.deduplicated, default.once_seconds, 0.0)
-        return float((seconds - always).sum()), float(memory.sum()), once
+        return np.asarray(default.local_seconds + np.where(default.deduplicated, default.once_seconds, 0.0))
 
     def cheapest(self, levels: IntArray, price: float) -> tuple[FloatArray, FloatArray, BoolArray]:
         """Of each table whose rows are where they cost least at a price: seconds without those of calls, memory, and

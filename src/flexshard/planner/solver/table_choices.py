@@ -1,9 +1,8 @@
-"""Choices of tables to plan beside those that prices of memory give."""
+"""Choices of tables to plan beside those that one price of memory gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +10,17 @@ import numpy.typing as npt
 from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solver.solution import Solution
+from flexshard.planner.solver.table_bounds import TableCosts, below
 
-__all__ = ["ROUNDED", "between", "choices_left", "climb", "most_of_best"]
+__all__ = ["ROUNDED", "between", "climb", "is_good", "most_of_best", "plan_lowest"]
 
 BoolArray = npt.NDArray[np.bool_]
 Found = Sequence[tuple[Instance, Solution]]
 
 ROUNDED = 1e-9  # of a bound, more than rounding changes
 _ON_THE_WAY, _GOOD = 9, 1e-3  # the latter of a bound
-_MOST_TRIED, _MOST_OF_ALL = 1_000_000, 1_000_000  # counts of instances that may be planned to come closer to a bound
+_MOST_TRIED = 1_000_000  # counts of instances that may be planned to come closer to a bound
+_LOOK_AGAIN = 1e-3  # part of the best that is known by which a better one leaves far fewer choices
 _OTHERS = 24  # choices of one other table each that are tried from one
 _LEAST_COUNTS = 2_000  # of an instance, as which smaller ones count: planning them takes no less
 _COUNT_WORK = 0.3  # microseconds a count of an instance that is planned
@@ -43,7 +44,7 @@ def climb(
     left, counts = _MOST_TRIED, max(like.reads.size, _LEAST_COUNTS)
     for instance, start in sorted(found, key=lambda pair: pair[1].seconds):
         mask, best, better = instance.deduplicated, start.seconds, True
-        while better and not _is_good(found, bound):
+        while better and not is_good(found, bound):
             better = False
             for table in np.argsort(np.where(mask, saved, -saved), kind="stable")[:_OTHERS].tolist():
                 other = mask.copy()
@@ -61,17 +62,43 @@ def climb(
                     break
 
 
-def choices_left(bound: float, like: Instance, found: Found) -> list[BoolArray] | None:
-    """All choices that were not planned; None where the bound is met, or there are too many."""
-    tables, counts = like.deduplicated.size, max(like.reads.size, _LEAST_COUNTS)
-    if _is_good(found, bound) or counts << tables > _MOST_OF_ALL or is_enough(_COUNT_WORK * counts * 2**tables):
-        return None
-    tried = {instance.deduplicated.tobytes() for instance, _ in found}
-    every = (np.array(mask) for mask in product((False, True), repeat=tables))
-    return [mask for mask in every if mask.tobytes() not in tried]
+def plan_lowest(
+    costs: Sequence[TableCosts], like: Instance, found: Found, plan: Callable[[BoolArray, float], None]
+) -> float:
+    """Plan choices whose bound is below the best that is known, lowest first, until there are none, or many were; what
+    bounds all choices then.
+
+    Args: as of :func:`climb`.
+    """
+    counts = max(like.reads.size, _LEAST_COUNTS)
+    left, tried = _MOST_TRIED, {instance.deduplicated.tobytes() for instance, _ in found}
+    bound, tables = -np.inf, like.deduplicated.size
+    while True:
+        known = most_of_best(found)
+        choices = below(costs, known, tables)
+        for mask, at_least in zip(choices.masks, choices.bounds.tolist(), strict=True):
+            if at_least > most_of_best(found) or most_of_best(found) < known * (1 - _LOOK_AGAIN):
+                break
+            if mask.tobytes() in tried:
+                continue
+            left -= counts
+            if left < 0 or is_enough(_COUNT_WORK * counts):
+                return max(bound, _least(found, at_least, choices.others))
+            tried.add(mask.tobytes())
+            plan(mask, most_of_best(found))
+        else:
+            at_least = np.inf
+        bound = max(bound, _least(found, at_least, choices.others))
+        if most_of_best(found) >= known * (1 - _LOOK_AGAIN) or is_good(found, bound):
+            return bound
 
 
-def _is_good(found: Found, bound: float) -> bool:
+def _least(found: Found, *others: float) -> float:
+    return min(*(one.lower_bound_seconds for _, one in found), *others)
+
+
+def is_good(found: Found, bound: float) -> bool:
+    """Whether the best of these is as good as a bound, but for a little."""
     return most_of_best(found) <= bound * (1 + _GOOD)
 
 
