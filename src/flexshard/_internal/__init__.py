@@ -123,6 +123,7 @@ if TYPE_CHECKING:
         current_stream as current_stream,
         used_here as used_here,
     )
+    from flexshard._internal.sums import plain_sum as plain_sum
     from flexshard._internal.text_tables import (
         UNLIMITED as UNLIMITED,
         Grid as Grid,
@@ -198,6 +199,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "ray_clusters": ["connect_to_ray"],
         "row_sums": ["NO_SLOT", "sum_by_slot"],
         "runs": ["check_sharing", "run_layout", "shared_runs"],
+        "sums": ["plain_sum"],
         "streams": ["SideStream", "continued_on", "current_stream", "used_here"],
         "sql": ["interrupts", "sql_name", "sql_text"],
         "text_tables": ["UNLIMITED", "Grid", "as_text", "new_grid"],

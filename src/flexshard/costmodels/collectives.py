@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.cost import Collective, CollectiveKind
 from flexshard.costmodels.frames import bundles, expected_padding
 from flexshard.costmodels.layout import Layout
@@ -90,7 +91,7 @@ class RowWidths:
 
     def moved_bytes(self, id_bytes: int) -> int:
         """Of one lookup in all of a step's all-to-alls: its id, its row, its gradient."""
-        return sum(self.moved(id_bytes).values())
+        return plain_sum(self.moved(id_bytes).values())
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def collectives_between(
         reduced = tuple(np.flatnonzero(whole[level]).tolist())
         if reduced:
             sums = tuple(widths[index].sum_bytes for index in reduced)
-            nbytes = sum(whole[level, index].item() * width for index, width in zip(reduced, sums, strict=True))
+            nbytes = plain_sum(whole[level, index].item() * width for index, width in zip(reduced, sums, strict=True))
             result.append(StepCollective("all_reduce", size, "replicas", reduced, sums, nbytes))
         if gathered[level]:
             fixed = NUMBER_BYTES * len(widths)
@@ -237,7 +238,7 @@ def priced(
             nbytes = (gathered_bytes or {})[call.group_size]
         found.setdefault((call.kind, call.group_size, call.content), []).append(nbytes)
     return tuple(
-        collective(kind, size, _rate(cluster, kind, size), sum(parts) / len(parts), overlap, content, len(parts))
+        collective(kind, size, _rate(cluster, kind, size), plain_sum(parts) / len(parts), overlap, content, len(parts))
         for (kind, size, content), parts in sorted(found.items())
     )
 
@@ -280,7 +281,7 @@ def idle_seconds(
         cluster.world_size, group_sizes, widths, np.full(shape, 1e-300), np.zeros(shape[0], bool), 4
     )
     nothing = dict.fromkeys(group_sizes, np.zeros(shape[1]))
-    return sum(one.exposed_seconds for one in priced(calls, nothing, cluster, overlap))
+    return plain_sum(one.exposed_seconds for one in priced(calls, nothing, cluster, overlap))
 
 
 def _rate(cluster: Cluster, kind: CollectiveKind, size: int) -> CollectiveRate:

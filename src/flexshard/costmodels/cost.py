@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
+from flexshard._internal import plain_sum
+
 __all__ = ["KINDS", "QUANTILE", "Collective", "CollectiveKind", "Cost"]
 
 CollectiveKind = Literal["all_to_all", "all_reduce", "all_gather", "reduce_scatter", "host"]
@@ -164,17 +166,17 @@ class Cost:
     @property
     def dynamic_comm_seconds(self) -> float:
         """Time of the all-to-alls, forward and backward, and of what pooled tables move for a batch besides."""
-        return sum(c.seconds for c in self.collectives if c.moves_lookups)
+        return plain_sum(c.seconds for c in self.collectives if c.moves_lookups)
 
     @property
     def static_comm_seconds(self) -> float:
         """Time of the all-reduces and all-gathers of copies, backward only."""
-        return sum(c.seconds for c in self.collectives if not c.moves_lookups)
+        return plain_sum(c.seconds for c in self.collectives if not c.moves_lookups)
 
     @property
     def comm_seconds(self) -> float:
         """Time of all collectives, one after the other."""
-        return sum(c.seconds for c in self.collectives)
+        return plain_sum(c.seconds for c in self.collectives)
 
     @property
     def local_seconds(self) -> float:
@@ -186,7 +188,7 @@ class Cost:
     @property
     def exposed_seconds(self) -> float:
         """Time of all collectives that other work does not hide, and of finding distinct ids for them."""
-        return sum(c.exposed_seconds for c in self.collectives) + self.index_dedup_seconds
+        return plain_sum(c.exposed_seconds for c in self.collectives) + self.index_dedup_seconds
 
     def bottleneck_seconds(self, world_size: int) -> float:
         """Time of all collectives if those that cross different links run at once: of the links that take longest.
@@ -205,6 +207,6 @@ def _together(a: Collective, b: Collective) -> Collective:
     assert (a.alpha_seconds, a.bytes_per_s, a.overlap) == (b.alpha_seconds, b.bytes_per_s, b.overlap)
     calls = max(a.calls, b.calls)
     nbytes, excess = (
-        sum(one.calls * getattr(one, name) for one in (a, b)) / calls for name in ("nbytes", "excess_bytes")
+        plain_sum(one.calls * getattr(one, name) for one in (a, b)) / calls for name in ("nbytes", "excess_bytes")
     )
     return replace(a, calls=calls, nbytes=nbytes, excess_bytes=excess)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexshard._internal import check_finite
+from flexshard._internal import check_finite, plain_sum
 from flexshard.errors import JobError
 from flexshard.tables import DATA_TYPES, Table
 
@@ -71,7 +71,7 @@ def mean_rates(tables: Sequence[TableRates]) -> tuple[PerCallRowByte, PerCallRow
     def mean(of: Callable[[TableRates], PerCallRowByte]) -> PerCallRowByte:
         call = [of(table)[0] for table in tables]
         per_byte = [of(table)[2] + of(table)[1] / table.row_bytes for table in tables]
-        return sum(call) / len(call), 0.0, sum(per_byte) / len(per_byte)
+        return plain_sum(call) / len(call), 0.0, plain_sum(per_byte) / len(per_byte)
 
     return mean(lambda table: table.look_up), mean(lambda table: table.update)
 

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.local_rates import LocalRates
 from flexshard.costmodels.overlap import Overlap, hidden_share
 from flexshard.costmodels.pooled_options import (
@@ -114,7 +115,7 @@ class PooledCosts:
     def latency(self, shared_calls: str) -> float:
         """Exposed time that such calls take to start."""
         calls = self.calls(shared_calls).items()
-        return sum(self.exposed(one) * number * self.rate(one).alpha_seconds for one, number in calls)
+        return plain_sum(self.exposed(one) * number * self.rate(one).alpha_seconds for one, number in calls)
 
     def received_bytes(self, table: Table) -> float:
         """Bytes of sums (of rows, without pooling) that every rank has of its own samples, wherever they come from."""
@@ -136,7 +137,7 @@ class PooledCosts:
         """
         world, cost = self.cluster.world_size, tensor_train_cost(table, self.cluster, shape, reads)
         each = np.ones(world)
-        cores = sum(one.nbytes for one in cost.collectives)
+        cores = plain_sum(one.nbytes for one in cost.collectives)
         return PooledOption(
             sharding_type="data_parallel",
             compute_kernel=f"tensor train, {shape}",

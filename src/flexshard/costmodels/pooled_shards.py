@@ -8,6 +8,7 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.local_rates import LocalRates
 from flexshard.costmodels.pooled_options import (
     CUT_BY_ROWS,
@@ -200,7 +201,7 @@ class Shards:
         per_id = [own[1] + own[2] * width for own in rates.of(table)]
         measured = rates.measured(table)
         if measured is not None and table.is_pooled:
-            whole = sum(own[1] + own[2] * table.row_bytes for own in rates.of(table))
+            whole = plain_sum(own[1] + own[2] * table.row_bytes for own in rates.of(table))
             per_id = [one * (measured.pooled[1] / whole if whole else 0.0) for one in per_id]
         look_up, update = (self._ids * one for one in per_id)
         if sweeps:

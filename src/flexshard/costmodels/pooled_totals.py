@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.cost import Collective, Cost
 from flexshard.costmodels.overlap import hidden_share
 from flexshard.costmodels.pooled import PooledCosts
@@ -102,8 +103,8 @@ def pooled_cost(
         kind, size, content = channel
         number, rate = calls.get(channel, 1), costs.rate(channel)
         parts = [(load, nbytes) for (load, each), nbytes in loads.moved.items() if each == channel]
-        mean = sum(float(nbytes.mean()) for _, nbytes in parts)
-        most = sum(float(nbytes[busiest[load]]) for load, nbytes in parts)
+        mean = plain_sum(float(nbytes.mean()) for _, nbytes in parts)
+        most = plain_sum(float(nbytes[busiest[load]]) for load, nbytes in parts)
         collectives.append(
             Collective(
                 kind,
@@ -121,7 +122,7 @@ def pooled_cost(
     return Cost(
         static_memory_bytes=float(loads.static_bytes[fullest]),
         dynamic_memory_bytes=float(loads.dynamic_bytes[fullest]),
-        input_ids=sum(float(one.ids.sum()) for one, _ in placed if one.sends_ids) / costs.cluster.world_size,
+        input_ids=plain_sum(float(one.ids.sum()) for one, _ in placed if one.sends_ids) / costs.cluster.world_size,
         rows_read=float(loads.ids.max()),
         collectives=tuple(collectives),
         dynamic_memory_sigma_bytes=None,

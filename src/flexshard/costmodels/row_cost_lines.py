@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.collectives import RowWidths, WireTable
 from flexshard.costmodels.overlap import Overlap, hidden_share
 from flexshard.tables import Table
@@ -62,7 +63,7 @@ def row_lines(table: PricedTable, cluster: Cluster, overlap: Overlap | None = No
             fixed = shown * widths.sum_bytes / (level.group_size * level.all_reduce.bytes_per_s)
         if level.all_to_all is not None:
             carried = (("ids", id_bytes), ("embeddings", widths.row_bytes), ("gradients", widths.gradient_bytes))
-            shown_bytes = sum(
+            shown_bytes = plain_sum(
                 (1.0 - hidden_share(overlap, "all_to_all", level.group_size, content)) * nbytes
                 for content, nbytes in carried
             )

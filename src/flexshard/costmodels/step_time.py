@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flexshard._internal import check_finite
+from flexshard._internal import check_finite, plain_sum
 from flexshard.costmodels.cost import Collective, Cost
 from flexshard.costmodels.local_rates import LocalRates
 from flexshard.errors import JobError
@@ -122,7 +122,7 @@ def step_phases(cost: Cost, world_size: int, work: StepWork) -> tuple[Phase, ...
 def row_wise_gradients(cost: Cost, world_size: int) -> float:
     """Time of the all-to-all of row-wise rows' gradients, less what other work hides: their updates come after it."""
     key = ("all_to_all", world_size, "gradients")
-    return sum(one.exposed_seconds for one in cost.collectives if one.key == key)
+    return plain_sum(one.exposed_seconds for one in cost.collectives if one.key == key)
 
 
 def _of_collectives(
@@ -144,4 +144,4 @@ def _of_collectives(
 
 def step_seconds(cost: Cost, world_size: int, work: StepWork) -> float:
     """Of a whole step."""
-    return sum(phase.seconds for phase in step_phases(cost, world_size, work))
+    return plain_sum(phase.seconds for phase in step_phases(cost, world_size, work))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.collectives import RowWidths, collective
 from flexshard.costmodels.cost import Collective, Cost
 from flexshard.costmodels.overlap import Overlap
@@ -73,8 +74,8 @@ def two_stage_cost(
             found.append(one)
             continue
         items = [table.widths.moved(id_bytes)[one.content] for table in tables]
-        inside = sum(table.by_rank * item for table, item in zip(tables, items, strict=True))
-        saved = inside - sum(table.by_node / width * item for table, item in zip(tables, items, strict=True))
+        inside = plain_sum(table.by_rank * item for table, item in zip(tables, items, strict=True))
+        saved = inside - plain_sum(table.by_node / width * item for table, item in zip(tables, items, strict=True))
         # All ranks asked the owner of the hottest row; now all nodes do, and in each of them all ranks ask one.
         fewer = (cluster.nodes - 1) / (world - 1) if hottest_once else 1.0
         nbytes = max(one.nbytes - saved / one.calls, 0.0)
@@ -88,7 +89,7 @@ def two_stage_cost(
         cost,
         collectives=tuple(sorted(found, key=lambda one: one.key)),
         dynamic_memory_bytes=cost.dynamic_memory_bytes
-        + sum(table.by_node / width * table.widths.row_bytes for table in tables),
-        index_dedup_seconds=cost.index_dedup_seconds + seconds_per_id * sum(table.by_rank for table in tables),
+        + plain_sum(table.by_node / width * table.widths.row_bytes for table in tables),
+        index_dedup_seconds=cost.index_dedup_seconds + seconds_per_id * plain_sum(table.by_rank for table in tables),
         fullest_dynamic_bytes=None,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from flexshard._internal import PathLike, bound, deprecated_attribute, renamed_parameters
+from flexshard._internal import PathLike, bound, deprecated_attribute, plain_sum, renamed_parameters
 from flexshard.costmodels import Cost, LocalRates, Phase, StepWork, step_phases
 from flexshard.errors import PlanError
 from flexshard.planner.gaps import relative_gap
@@ -272,7 +272,7 @@ class Plan:
         """What was to be least, of the plan or a baseline: exposed communication, or a whole step."""
         if self.settings.objective == "communication":
             return cost.exposed_seconds
-        return sum(phase.seconds for phase in self.phases_of(cost))
+        return plain_sum(phase.seconds for phase in self.phases_of(cost))
 
     @property
     def proven_gap(self) -> float:

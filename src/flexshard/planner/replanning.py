@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import PathLike
+from flexshard._internal import PathLike, plain_sum
 from flexshard.costmodels import Cost, Layout, StepWork, rows_with_places
 from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
@@ -93,7 +93,7 @@ class Replan:
     @property
     def nbytes(self) -> int:
         """That move, over all ranks."""
-        return sum(table.nbytes for table in self.moves)
+        return plain_sum(table.nbytes for table in self.moves)
 
     def document(self) -> dict[str, Any]:
         """For machines."""
@@ -162,7 +162,7 @@ def replan(
         width = table.dim + OPTIMIZERS[table.optimizer].state_bytes(table.dim) // 4
         moves.append(row_moves((layouts[0], 0), (layouts[1], 0), *orders[name], width, table=name))
     costs = _under_newer(plan, problem, old), _under_newer(after, problem, new)
-    nbytes = sum(one.nbytes for one in moves)
+    nbytes = plain_sum(one.nbytes for one in moves)
     return Replan(plan, after, *costs, tuple(moves), moving_seconds(plan.cluster, nbytes))
 
 

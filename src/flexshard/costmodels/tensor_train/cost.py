@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 from operator import mul
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.collectives import collective
 from flexshard.costmodels.cost import Cost
 from flexshard.costmodels.overlap import Overlap
@@ -34,7 +35,7 @@ def tensor_train_cost(
     r, sizes = shape.bounds, list(accumulate(shape.dim_factors, mul))
     nbytes = float(FLOAT_BYTES * shape.parameters)
     state = OPTIMIZERS[table.optimizer].state_bytes_per_element
-    products = sum(reads.prefixes[k] * sizes[k] * r[k + 1] for k in range(1, shape.cores - 1))
+    products = plain_sum(reads.prefixes[k] * sizes[k] * r[k + 1] for k in range(1, shape.cores - 1))
     rate = cluster.level(1).all_reduce
     return Cost(
         static_memory_bytes=nbytes * (3.0 + state / FLOAT_BYTES) + FLOAT_BYTES * KEPT_SHARE * products,

@@ -14,6 +14,7 @@ from operator import mul
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels.tensor_train.reads import TTReads
 from flexshard.tables import TTShape
 
@@ -65,10 +66,10 @@ class TTWork:
             pooled=(reads.ids + reads.bags) * shape.embedding_dim,
             distinct=distinct,
             rows=distinct * shape.embedding_dim,
-            prefixes=sum(n for n, _, _, _, _ in inner),
-            prefix_products=sum(p * -expm1(-n / p) for n, _, _, _, p in inner),
-            prefix_flops=sum(2.0 * n * q * before * after for n, q, before, after, _ in inner),
-            prefix_numbers=sum(n * q * after for n, q, _, after, _ in inner),
+            prefixes=plain_sum(n for n, _, _, _, _ in inner),
+            prefix_products=plain_sum(p * -expm1(-n / p) for n, _, _, _, p in inner),
+            prefix_flops=plain_sum(2.0 * n * q * before * after for n, q, before, after, _ in inner),
+            prefix_numbers=plain_sum(n * q * after for n, q, _, after, _ in inner),
             suffix_flops=2.0 * distinct * shape.embedding_dim * r[-2],
             parameters=float(shape.parameters),
         )

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexshard._internal import PathLike, bound, check_finite, check_int
+from flexshard._internal import PathLike, bound, check_finite, check_int, plain_sum
 from flexshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Observation:
     @property
     def comm_seconds(self) -> float:
         """All collectives of a step, one after the other."""
-        return sum(c.seconds for c in self.collectives)
+        return plain_sum(c.seconds for c in self.collectives)
 
     @property
     def median_step_seconds(self) -> float:

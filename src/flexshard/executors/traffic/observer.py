@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import Messages, Moment, device_of_group, moment, seconds_between
+from flexshard._internal import Messages, Moment, device_of_group, moment, plain_sum, seconds_between
 from flexshard.errors import DataError
 from flexshard.executors.comm.collectives import label_of_call
 from flexshard.executors.traffic.observation import Observation, ObservedCall, ObservedCollective
@@ -44,7 +44,7 @@ class _Call:
 
     @property
     def exposed_seconds(self) -> float:
-        return sum(seconds_between(*wait) for wait in self.waits)
+        return plain_sum(seconds_between(*wait) for wait in self.waits)
 
     @property
     def seconds(self) -> float:
@@ -202,7 +202,7 @@ class Observer:
             # (ranks, steps) of calls, bytes sent and received, seconds, exposed seconds
             table = [[calls.get(key, nothing) for _, calls in steps] for steps in every]
             ranks, number = len(table), len(table[0])
-            mean = [sum(cell[i] for row in table for cell in row) / ranks / number for i in range(5)]
+            mean = [plain_sum(cell[i] for row in table for cell in row) / ranks / number for i in range(5)]
             by_step = [sum(row[step][1] for row in table) / ranks for step in range(number)]
             fullest = [max(max(row[step][1], row[step][2]) for row in table) for step in range(number)]
             slowest = [max(row[step][3] for row in table) for step in range(number)]
@@ -213,7 +213,7 @@ class Observer:
                     content=key[2],
                     calls=mean[0],
                     bytes=mean[1],
-                    fullest_bytes=sum(fullest) / number,
+                    fullest_bytes=plain_sum(fullest) / number,
                     seconds=statistics.median(slowest),
                     exposed_seconds=mean[4],
                     bytes_by_step=tuple(by_step),

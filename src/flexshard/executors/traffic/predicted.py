@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flexshard import units
-from flexshard._internal import Grid, new_grid
+from flexshard._internal import Grid, new_grid, plain_sum
 from flexshard.costmodels import Collective, Cost, Layout, StepWork, classes_of, step_collectives
 from flexshard.errors import DataError
 from flexshard.executors.traffic.observation import Observation
@@ -53,7 +53,7 @@ def predicted_bytes(plan: Plan, *, collections: Sequence[Sequence[str]] | None =
     for tables in together(plan, collections):
         layout, classes = Layout.of_tables({t.name: t for t in tables}, world), classes_of(tables)
         reads = {
-            size: np.array([sum(_reads(tables[index], size) for index in one.tables) for one in classes])
+            size: np.array([plain_sum(_reads(tables[index], size) for index in one.tables) for one in classes])
             for size in layout.group_sizes
         }
         for call in step_collectives(layout, classes):
@@ -162,7 +162,7 @@ def compare_observed(plan: Plan, observed: Observation, row_wise: Observation | 
 def step_work(observed: Observation, plan: Plan) -> StepWork:
     """See :meth:`Observation.step_work`."""
     check_observed(plan, observed)
-    waited = sum(one.exposed_seconds for one in observed.collectives)
+    waited = plain_sum(one.exposed_seconds for one in observed.collectives)
     local = plan.predicted.local_seconds
     # Waits are means over steps, so the step has to be: one slow step may wait longer than a median one takes.
     left = observed.mean_step_seconds - waited - local
@@ -212,12 +212,12 @@ def _compared(plan: Plan, observed: Observation, row_wise: Observation | None) -
     for collective in _of_rows(plan):
         contents = (collective.content,) if collective.content else _TOGETHER[collective.kind]
         parts = observed.of(collective.kind, collective.group_size, *contents)
-        seconds = sum(part.seconds for part in parts)
+        seconds = plain_sum(part.seconds for part in parts)
         name = f"{collective.name} {collective.content}".rstrip()
         lines.append(ComparisonLine(name, "seconds", collective.seconds, seconds if parts else None))
         total_predicted, total_observed = total_predicted + collective.seconds, total_observed + seconds
         both = shown.setdefault(collective.name, [0.0, 0.0])
-        both[0] += sum(part.exposed_seconds for part in parts)
+        both[0] += plain_sum(part.exposed_seconds for part in parts)
         both[1] += seconds
     overlap = {name: round(max(0.0, 1.0 - part / whole), 2) for name, (part, whole) in shown.items() if whole > 0}
     lines.append(ComparisonLine("all of these", "seconds", total_predicted, total_observed))
@@ -231,11 +231,11 @@ def _reductions(plan: Plan, observed: Observation, row_wise: Observation | None)
 
     def planned(cost: Cost) -> float:
         collectives = (c for c in cost.collectives if c.name == f"all_to_all@{world}" and c.content in ("", *_ROWS))
-        return sum(c.nbytes * c.calls for c in collectives)
+        return plain_sum(c.nbytes * c.calls for c in collectives)
 
     def of(observation: Observation) -> float:
         contents = ("embeddings", "gradients", "other embeddings")
-        return sum(c.bytes for c in observation.of("all_to_all", world, *contents))
+        return plain_sum(c.bytes for c in observation.of("all_to_all", world, *contents))
 
     baseline = planned(plan.baselines["row_wise"])
     against = baseline if row_wise is None else of(row_wise)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flexshard._internal import PathLike, write_json
+from flexshard._internal import PathLike, plain_sum, write_json
 from flexshard.costmodels import Collective, Cost, Phase
 from flexshard.executors.traffic.observation import Observation
 from flexshard.executors.traffic.predicted import check_observed
@@ -43,7 +43,10 @@ def timeline(plan: Plan, observed: Observation | None = None) -> dict[str, Any]:
         "format": "flexshard.timeline",
         "displayTimeUnit": "ms",
         "traceEvents": events,
-        "metadata": {"plan": plan.fingerprint, "predicted_step_seconds": sum(phase.seconds for phase in plan.phases)},
+        "metadata": {
+            "plan": plan.fingerprint,
+            "predicted_step_seconds": plain_sum(phase.seconds for phase in plan.phases),
+        },
     }
 
 

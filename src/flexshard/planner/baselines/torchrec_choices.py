@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flexshard._internal import INSTALL_TORCHREC
+from flexshard._internal import INSTALL_TORCHREC, plain_sum
 from flexshard.costmodels import (
     POOLED_KERNELS,
     SLOT_BYTES,
@@ -238,7 +238,7 @@ def _with_pooled(problem: Problem, choices: Sequence[TorchRecChoice]) -> Cost:
         # A table that is cut in one piece is TorchRec's under whatever name.
         (option,) = options or costs.options(table, sharding_types=["table_wise"], compute_kernels=[kernel])
         placed.append((option, choice.ranks))
-    pooled = pooled_cost(costs, placed, sum(costs.received_bytes(table) for table in problem.pooled_tables))
+    pooled = pooled_cost(costs, placed, plain_sum(costs.received_bytes(table) for table in problem.pooled_tables))
     return pooled + price_choices(problem.of_rows(problem.sequence_tables), others) if others else pooled
 
 
@@ -265,7 +265,10 @@ def _busiest(per_rank: Sequence[Cost], received: Cost, sharing: int) -> Cost:
     """
     links = [per_rank[first : first + sharing] for first in range(0, len(per_rank), sharing)]
     served = [
-        {c.content: sum(one.nbytes for cost in link for one in cost.collectives if one.content == c.content) / sharing}
+        {
+            c.content: plain_sum(one.nbytes for cost in link for one in cost.collectives if one.content == c.content)
+            / sharing
+        }
         for link in links
         for c in received.collectives
     ]

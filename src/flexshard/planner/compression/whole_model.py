@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard import units
-from flexshard._internal import there_are
+from flexshard._internal import plain_sum, there_are
 from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, TTReads, pooled_cost
 from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.budget import Limit
@@ -100,7 +100,7 @@ def compress_whole(
         step_seconds=seconds,
         lower_bound_seconds=min(lower, seconds),
         memory_price_seconds_per_gib=price * units.GIB,
-        loss=sum((option.loss for option, _ in decision.pooled), start=0.0),
+        loss=plain_sum((option.loss for option, _ in decision.pooled), start=0.0),
         loss_limit=loss_limit,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from flexshard._internal import deprecated_attribute, renamed_parameters, with_names
+from flexshard._internal import deprecated_attribute, plain_sum, renamed_parameters, with_names
 from flexshard.errors import PlanError
 from flexshard.planner.plan import Plan, TablePlan, Tier
 from flexshard.planner.plan_file import FIELDS
@@ -107,8 +107,8 @@ class PlanDiff:
         """Bytes of one copy of the weights of rows that move, not of what travels (:func:`replan` counts that); of
         tables that leave tiers for shards of TorchRec's, or come from them, once.
         """
-        rows = sum(move.nbytes for move in self.moves if move.target is not None)
-        return rows + sum(move.nbytes for move in self.pooled)
+        rows = plain_sum(move.nbytes for move in self.moves if move.target is not None)
+        return rows + plain_sum(move.nbytes for move in self.pooled)
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flexshard import units
-from flexshard._internal import Grid, as_text, new_grid
+from flexshard._internal import Grid, as_text, new_grid, plain_sum
 from flexshard.costmodels import Cost
 from flexshard.planner.explanations.pooled_text import at_the_margin, pooled_grid
 from flexshard.planner.plan import Plan, TablePlan, Tier
@@ -181,7 +181,7 @@ def phases_grid(plan: Plan) -> Grid:
         slowest = max(phase.links, key=lambda link: phase.links[link])
         before = units.format_seconds(row_wise.get(phase.name, 0.0))
         grid.add_row(phase.name, units.format_seconds(phase.seconds), slowest, before)
-    total = (sum(phase.seconds for phase in plan.phases), sum(row_wise.values()))
+    total = (plain_sum(phase.seconds for phase in plan.phases), plain_sum(row_wise.values()))
     grid.add_row("step", units.format_seconds(total[0]), "", units.format_seconds(total[1]))
     if plan.settings.dense_seconds is None:
         grid.caption = "Dense work is not known, and not in it."

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flexshard import units
-from flexshard._internal import Grid, new_grid
+from flexshard._internal import Grid, new_grid, plain_sum
 from flexshard.planner.plan import Plan
 from flexshard.planner.pooled_plan import PooledAlternative, PooledShard, PooledTablePlan
 
@@ -104,7 +104,7 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
 
 def _uneven(table: PooledTablePlan, busiest: PooledShard) -> list[str]:
     """That some of its shards are read more than others, where they are."""
-    mean = sum(shard.seconds for shard in table.shards) / len(table.shards)
+    mean = plain_sum(shard.seconds for shard in table.shards) / len(table.shards)
     if busiest.seconds <= _UNEVEN * mean:
         return []
     first, last = busiest.first_row, busiest.first_row + busiest.rows - 1
@@ -146,7 +146,7 @@ def _company(plan: Plan, table: PooledTablePlan) -> list[str]:
     others = [
         one.name for one in plan.pooled.values() if one.name != table.name and rank in one.ranks and len(one.ranks) == 1
     ]
-    busy = sum(shard.seconds for one in plan.pooled.values() for shard in one.shards if shard.rank == rank)
+    busy = plain_sum(shard.seconds for one in plan.pooled.values() for shard in one.shards if shard.rank == rank)
     named = ", ".join(others[:_RANKS_NAMED]) + (", ..." if len(others) > _RANKS_NAMED else "")
     beside = f" beside {named}" if others else ", alone of all whole tables"
     return [f"  On rank {rank}{beside}; TorchRec's tables keep it busy for {units.format_seconds(busy)} in all."]

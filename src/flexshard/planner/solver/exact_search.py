@@ -13,6 +13,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.planner.solver.deadline import is_enough
 from flexshard.planner.solver.instance import Allocation, Instance
 
@@ -80,8 +81,8 @@ def _search(
             return None
         extra = [
             (
-                sum(n * (memory[count, tier] - memory[count, home[count]]) for tier, n in option.items()),
-                sum(n * (comm[count, tier] - comm[count, home[count]]) for tier, n in option.items()),
+                plain_sum(n * (memory[count, tier] - memory[count, home[count]]) for tier, n in option.items()),
+                plain_sum(n * (comm[count, tier] - comm[count, home[count]]) for tier, n in option.items()),
             )
             for option in options
         ]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels import (
     Collective,
     Cost,
@@ -271,7 +272,7 @@ class Instance:
         """Exposed time of what does not depend on where rows are, where these levels hold any: of calls, to find
         distinct ids, and to look up and update where rates are known.
         """
-        local = float(self.local_seconds.sum()) + sum(self.local_call_seconds)
+        local = float(self.local_seconds.sum()) + plain_sum(self.local_call_seconds)
         alpha = self.alpha_seconds if self.gathering is None else self.alpha_seconds + self.gathering.latency_seconds
         return float(alpha[levels].sum()) + self.always_seconds + self.index_dedup_seconds + local
 

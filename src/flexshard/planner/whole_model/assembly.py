@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from flexshard import units
+from flexshard._internal import plain_sum
 from flexshard.costmodels import Cost, PooledOption, pooled_cost
 from flexshard.planner.deciding import dense_seconds, objective_seconds, settings_of
 from flexshard.planner.digest import job_digest
@@ -108,7 +109,9 @@ def _alternatives(
         """Seconds, bytes, and both together, of an average rank."""
         held = float((option.static_bytes + option.dynamic_bytes).sum()), float(option.host_bytes.sum())
         seconds = float(costs.seconds(option).sum())
-        priced = seconds + sum(decision.prices.get(kind, 0.0) * of for kind, of in zip((HBM, HOST), held, strict=True))
+        priced = seconds + plain_sum(
+            decision.prices.get(kind, 0.0) * of for kind, of in zip((HBM, HOST), held, strict=True)
+        )
         return np.array([seconds, held[0], priced]) / world
 
     now = figures(chosen)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels import PooledCosts, PooledOption
 from flexshard.errors import JobError
 from flexshard.planner.constraints import TIERS, TableConstraints
@@ -94,7 +95,7 @@ class Cases:
         menus = with_dense(self._menus(self.undecided).menus, self._problem)
         received = {table.name: self.costs.received_bytes(table) for table in self._problem.tables}
         capacity = menus.capacity.copy()
-        left = memory_limit(self.limit) - sum(received[name] for name in self._sharded)
+        left = memory_limit(self.limit) - plain_sum(received[name] for name in self._sharded)
         capacity[menus.kinds.index(HBM)] = max(left, 0.0)  # of what is not sharded in any case, nothing is taken off
         menus = replace(menus, capacity=capacity)
         with ended_at(self._until, MOST_WORK):
@@ -135,7 +136,7 @@ def row_wise(costs: PooledCosts, tables: Sequence[Table]) -> tuple[list[Choice],
                 ranks = everywhere if option.shards > 1 else (int(held.argmin()),)
                 held[list(ranks)] += option.static_bytes + option.dynamic_bytes
                 found[table.name] = option, ranks
-    received = sum(costs.received_bytes(table) for table in tables)
+    received = plain_sum(costs.received_bytes(table) for table in tables)
     return [found[table.name] for table in tables], float(held.max()) + received
 
 

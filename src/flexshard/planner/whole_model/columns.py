@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.errors import BudgetError
 from flexshard.planner.deciding import dense_seconds
 from flexshard.planner.gaps import relative_gap
@@ -175,7 +176,9 @@ def columns_of_choices(
         left = room - np.sum([one.memory[:, 0] for one in choice], axis=0)
         if (left >= 0).all():
             charged = {one.charge for one in choice if one.charge >= 0}
-            seconds = sum(float(one.perf[:, 0].sum()) for one in choice) + sum(menus.charges[one] for one in charged)
+            seconds = plain_sum(float(one.perf[:, 0].sum()) for one in choice) + plain_sum(
+                menus.charges[one] for one in charged
+            )
             waiting.append((seconds, float(left[hbm]), seconds))
     found: dict[float, Column] = {}
     too_little, best, lower = -np.inf, np.inf, np.inf
@@ -211,7 +214,9 @@ def first_columns(sequences: Sequences, menus: Menus, until: float) -> list[Colu
     """
     least = sequences.least_bytes()
     hbm = menus.kinds.index(HBM)
-    needed = sum(min((float(o.memory[hbm].sum()) for o in menu), default=0.0) for menu in menus.options) / menus.ranks
+    needed = (
+        plain_sum(min((float(o.memory[hbm].sum()) for o in menu), default=0.0) for menu in menus.options) / menus.ranks
+    )
     room = float(menus.capacity[hbm].max())
     most = room - needed
     if least > most:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexshard._internal import has_numba
+from flexshard._internal import has_numba, plain_sum
 from flexshard.planner.gaps import relative_gap
 from flexshard.planner.whole_model.annealing import Annealing, State, compile_loops, flat, place, rating
 from flexshard.planner.whole_model.formulation import Bins, ProgramAnswer
@@ -141,7 +141,7 @@ class _Master:
         self._menus, self._flat, self._sums = menus, flat(menus), totals(menus)
         # Of what options take, not of what bounds count of them.
         dearest = [max((float(o.perf.sum()) + menus.charge(o) for o in menu), default=0.0) for menu in menus.options]
-        self._anything = sum(dearest) * 2 + _TINY
+        self._anything = plain_sum(dearest) * 2 + _TINY
         prices = lagrangian_bound(menus, self._sums)
         self._per_byte = prices.per_byte
         if self._best is None:  # later menus lack options: what they allow bounds better plans only

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels import POOLED_LOADS, POOLED_TYPES, SHARED_CALLS, PooledCosts, PooledOption
 from flexshard.errors import JobError
 from flexshard.planner.constraints import TableConstraints
@@ -62,7 +63,7 @@ class PooledMenus:
     @property
     def received_bytes(self) -> float:
         """Of sums that every rank has of its own samples."""
-        return sum(self.costs.received_bytes(table) for table in self.tables)
+        return plain_sum(self.costs.received_bytes(table) for table in self.tables)
 
     def chosen(self, choice: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[Choice]:
         """Options and ranks of all tables, in their order, from those of the menus."""
@@ -130,7 +131,7 @@ def pooled_menus(
             tuple(_menu_option(costs, each, pinned[-1], marks, number, loss_limit) for number, each in enumerate(kept))
         )
     world = costs.cluster.world_size
-    received = sum(costs.received_bytes(table) for table in tables)
+    received = plain_sum(costs.received_bytes(table) for table in tables)
     left = memory_limit(hbm_bytes) - received
     room = [left, 0.0 if host_bytes is None else host_bytes, *[1.0] * len(apart)]
     # As if memory of its own kind, of which an option takes as much from every rank: all ranks have the same of it.

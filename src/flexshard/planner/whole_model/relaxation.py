@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexshard._internal import plain_sum
 from flexshard.costmodels import kind_of
 from flexshard.errors import BudgetError
 from flexshard.planner.solver.deduplication import Variants
@@ -240,7 +241,7 @@ class Relaxation:
         seconds, nbytes = self._tiers_at(float(prices[self._hbm]))
         of_rows = ranks * (seconds + prices[self._hbm] * nbytes)
         undecided = {self._of_menus[name] for name in (*inside, *open_tables)}
-        in_menus = sum(float(value) for row, value in enumerate(least) if row not in undecided)
+        in_menus = plain_sum(float(value) for row, value in enumerate(least) if row not in undecided)
         in_tiers = [i for i, name in enumerate(self._names) if name in inside or name not in self._of_menus]
         tiers = of_rows[:, [self._of_rows[name] for name in open_tables]]
         sharded = np.broadcast_to([float(least[self._of_menus[name]]) for name in open_tables], tiers.shape)
