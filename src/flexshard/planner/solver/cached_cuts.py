@@ -24,7 +24,13 @@ _ROUNDING = 1e-12  # relative, of sums over a table's counts: those of rows that
 
 
 def cheapest(
-    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, between: Between
+    sides: Sequence[Side],
+    levels: IntArray,
+    prices: Prices,
+    batches: Sequence[int],
+    *,
+    between: Between,
+    host_bytes: float = np.inf,
 ) -> tuple[Options, FloatArray, FloatArray]:
     """Of every table, looked up in each way, the best option without a cache, and with one, at prices of a second, of a
     byte of a rank's memory and of one of its host's; what they cost so; and what all that are like them cost at least,
@@ -37,6 +43,8 @@ def cheapest(
         batches: for which rows may stay; none where the last level is not the row-wise one, which caches are of.
         between: whether the last tier may begin behind every count, if its rows are behind a cache, or behind some;
             or behind some while what is said of all holds for every count, which takes a third of the time.
+        host_bytes: of the host's memory: rows that a table cannot have there even alone, but for those of a count, are
+            not behind its cache.
     """
     weight, price, host_price = prices
     tables = np.arange(len(sides[0].instance.tables))
@@ -45,7 +53,8 @@ def cheapest(
         plain, _ = allocate(side.instance, levels, price if weight else np.inf)
         found.append(options_of(side, tables, plain, np.zeros_like(tables)))
         loose.append(found[-1])
-    best = _best_cuts(sides, levels, prices, batches, between=between)
+    first = _first_cuts(sides[0].caches, host_bytes)
+    best = _best_cuts(sides, levels, prices, batches, first, between=between)
     for side, (number, cut, less) in zip(sides, best, strict=False):
         rows = _cut(side, levels, price if weight else np.inf, cut)
         options, least = options_and_least(side, tables, rows, number)
@@ -73,8 +82,26 @@ def _cut(side: Side, levels: IntArray, price: float, cut: IntArray) -> Allocatio
     return result
 
 
+def _first_cuts(caches: CachedSums, host_bytes: float) -> IntArray:
+    """The first count behind which the last tier of each table may begin, if its rows are to fit the host's memory; -1
+    where all do; shape (T,).
+    """
+    instance = caches.instance
+    if np.isinf(host_bytes):
+        return np.full(instance.num_rows.size, -1)
+    ahead = instance.num_rows - np.floor(host_bytes / caches.row_host_bytes)
+    whole = instance.groups_within(np.maximum(ahead, 0).astype(np.int64)[:, None], np.arange(ahead.size))[:, 0]
+    return np.where(whole > 0, instance.starts[:-1] + whole - 1, -1)
+
+
 def _best_cuts(
-    sides: Sequence[Side], levels: IntArray, prices: Prices, batches: Sequence[int], *, between: Between
+    sides: Sequence[Side],
+    levels: IntArray,
+    prices: Prices,
+    batches: Sequence[int],
+    first: IntArray,
+    *,
+    between: Between,
 ) -> list[tuple[IntArray, IntArray, FloatArray]]:
     """For how many batches each table's rows stay at these prices, how many rows have copies, and by how much a choice
     that was not looked at may be cheaper; shape (T,) each, for each side. Empty where there are no caches.
@@ -87,7 +114,7 @@ def _best_cuts(
     found = []
     for side in sides:
         gain = _gain_of_caches(side, levels, prices, cuts)
-        best = _Best.nothing(cuts.sizes.size)
+        best = _Best.nothing(first)
         for stays, each in zip(batches, behind, strict=True):
             best.take(stays, each[cuts.ends], None if gain is None else gain - each, cuts)
         slack = np.zeros(cuts.sizes.size)
@@ -113,15 +140,17 @@ class _Best:
         value: what it costs more than a cache of which places and fetches cost nothing; shape (T,).
         stays: for how many batches rows stay; shape (T,).
         count: the last one with copies, -1 for none; shape (T,).
+        first: which it may be, as of :func:`_first_cuts`; shape (T,).
     """
 
     value: FloatArray
     stays: IntArray
     count: IntArray
+    first: IntArray
 
     @classmethod
-    def nothing(cls, tables: int) -> _Best:
-        return cls(np.full(tables, np.inf), np.zeros(tables, np.int64), np.full(tables, -1))
+    def nothing(cls, first: IntArray) -> _Best:
+        return cls(np.full(first.size, np.inf), np.zeros(first.size, np.int64), np.full(first.size, -1), first)
 
     def take(self, stays: int, behind: FloatArray, change: FloatArray | None, cuts: Cuts) -> None:
         """Let rows stay for so many batches where that is better.
@@ -133,14 +162,15 @@ class _Best:
                 no copies.
             cuts: these counts.
         """
-        least, count = np.zeros(behind.size), np.full(behind.size, -1)
+        none = np.where(self.first < 0, 0.0, np.inf)  # of the rows with copies
+        least, count = none, np.full(behind.size, -1)
         if change is not None:
-            least, count = least_of(change, cuts)
-        value = behind + np.minimum(least, 0.0)
+            least, count = least_of(np.where(cuts.counts >= self.first[cuts.table], change, np.inf), cuts)
+        value = behind + np.minimum(least, none)
         better = value < self.value
         self.value = np.where(better, value, self.value)
         self.stays = np.where(better, stays, self.stays)
-        self.count = np.where(better, np.where(least < 0, count, -1), self.count)
+        self.count = np.where(better, np.where(least < none, count, -1), self.count)
 
 
 def _look_between(
@@ -169,7 +199,7 @@ def _look_between(
             for each, costs in zip(behind.values(), of_bytes, strict=True)
         ]
     )
-    live = (intervals.last > intervals.first) & (bounds < best.value[table])
+    live = (intervals.last > intervals.first) & (intervals.last >= best.first[table]) & (bounds < best.value[table])
     if bounded or not live.any():
         return best.value - np.minimum.reduceat(np.where(live, bounds, best.value[table]).min(axis=0), cuts.starts)
     some = np.flatnonzero(live.any(axis=0))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flexshard.planner.solver.cached_rows import Options, Side, hottest
 
-__all__ = ["Chosen", "Mixture", "Room", "best_mixture", "best_of_each"]
+__all__ = ["Chosen", "Mixture", "Room", "best_mixture", "best_of_each", "waits_of"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -103,6 +103,15 @@ def best_mixture(pool: Options, room: Room) -> Mixture:
     return Mixture(result.x[:count], float(result.fun) * second, (float(duals[0]), float(duals[1])))
 
 
+def waits_of(sides: Sequence[Side], options: Options) -> FloatArray:
+    """How long each level waits for the hottest row of options there; shape (N, G)."""
+    waits = np.zeros((options.table.size, sides[0].instance.group_sizes.size))
+    for side in sides:
+        of = np.flatnonzero(options.once == side.once)
+        waits[of] = side.instance.hot_seconds_per_read[options.table[of]] * hottest(side.instance, options[of])
+    return waits
+
+
 def best_of_each(
     sides: Sequence[Side], pool: Options, room: Room, *, gap: float, seconds: float, proves: bool
 ) -> Chosen:
@@ -113,10 +122,7 @@ def best_of_each(
         gap: relative, at which the solver stops.
         seconds: after which it does; nodes end it before, so that every machine gets the same.
     """
-    waits = np.zeros((pool.table.size, sides[0].instance.group_sizes.size))
-    for side in sides:
-        of = np.flatnonzero(pool.once == side.once)
-        waits[of] = side.instance.hot_seconds_per_read[pool.table[of]] * hottest(side.instance, pool[of])
+    waits = waits_of(sides, pool)
     scale = max(best_mixture(pool, room).seconds, 1e-300)
     least, bound = room, -np.inf
     for _ in range(_TRIES):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexshard.planner.solver.cached_cuts import Between, cheapest
+from flexshard.planner.solver.cached_fits import fitting, least_that_fits
 from flexshard.planner.solver.cached_program import Chosen, Mixture, Room, best_mixture, best_of_each
 from flexshard.planner.solver.cached_rows import Options, Side, options_of
 from flexshard.planner.solver.cached_sums import Prices
@@ -64,12 +65,13 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
         return CachedChoice(chosen, best_mixture(every, room).prices)
     pool, mixture, bound = _generated(sides, levels, limits)
     shares = mixture.shares
+    fits = fitting(sides, levels, _batches(sides, levels), pool, mixture, room)
     # Of many tables those are settled that a mixture has whole; of the others, what is between is tried, too.
     mixed = np.isin(pool.table, pool.table[(shares > _SOME) & (shares < 1 - _SOME)])
     near = _between(sides, levels, pool[mixed & (shares > _SOME)]) if mixed.any() else pool[mixed]
     if room.tables > _FEW_TABLES:
         pool = pool[mixed | (shares >= 1 - _SOME)]
-    pool = Options.joined([pool, near]).distinct()
+    pool = Options.joined([pool, near, fits]).distinct()
     chosen = best_of_each(sides, pool, room, gap=_CLOSE, seconds=limits.timeout_seconds, proves=False)
     # Options that were not met are under the bound alone.
     return CachedChoice(replace(chosen, lower_bound_seconds=min(bound, chosen.seconds)), mixture.prices)
@@ -103,7 +105,8 @@ def _cheapest_of_all(
 ) -> tuple[Options, float]:
     """The best option of every table at some prices, and their Lagrangian bound."""
     instance = sides[0].instance
-    both, values, least = cheapest(sides, levels, prices, batches, between=between)
+    host_bytes = limits.host_bytes
+    both, values, least = cheapest(sides, levels, prices, batches, between=between, host_bytes=host_bytes)
     order = np.lexsort((values, both.table))
     first = order[np.searchsorted(both.table[order], np.arange(len(instance.tables)))]
     room, bound = limits.room(instance), np.full(len(instance.tables), np.inf)
@@ -127,6 +130,9 @@ def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) 
     for table in np.argsort(-saved / np.maximum(needed, 1.0), kind="stable").tolist():
         if needed[table] <= left:
             total, left = total - float(saved[table]), left - float(needed[table])
+        elif saved[table]:
+            part = least_that_fits(sides, levels, _batches(sides, levels), table, left)
+            total, left = total - max(float(without[table]) - part, 0.0), 0.0
     return total + sides[0].instance.held_bytes
 
 
