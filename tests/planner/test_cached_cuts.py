@@ -86,16 +86,25 @@ def test_no_count_is_better_than_those_that_are_found(seed: int, *, bursts: bool
             prices = (1.0, 10 ** generator.uniform(-14, -7), float(generator.choice([0.0, 1e-13, 1e-10])))
             prices = (0.0, 1.0, prices[2]) if generator.random() < 0.1 else prices
             batches = sides[0].caches.batches
-            found = cached_cuts._best_cuts(sides, levels, prices, batches, between="looked at")
-            some = cached_cuts._best_cuts(sides, levels, prices, batches, between="bounded")
+            # What is the first count that a table may have behind a cache: none, or any.
+            first = instance.starts[:-1] - 1 + generator.integers(0, np.diff(instance.starts) + 1)
+            first = np.where((first < instance.starts[:-1]) | (generator.random(first.size) < 0.5), -1, first)
+            found = cached_cuts._best_cuts(sides, levels, prices, batches, first, between="looked at")
+            some = cached_cuts._best_cuts(sides, levels, prices, batches, first, between="bounded")
             for side, (number, ahead, slack), (near, near_ahead, less) in zip(sides, found, some, strict=True):
                 assert not slack.any()
                 starts = instance.starts
                 for table, every in enumerate(costs(side, levels, prices, batches)):
                     rows = np.append(0, instance.cum_rows[starts[table] : starts[table + 1]])
+                    barred = 0 if first[table] < 0 else int(first[table] - starts[table]) + 1
+                    if barred and levels.size == 1:  # nothing has copies then, so nothing is behind a cache either
+                        assert number[table] == near[table] == 0
+                        continue
+                    for values in every.values():
+                        values[:barred] = np.inf
                     taken = every[int(number[table])][int(np.searchsorted(rows, ahead[table]))]
                     least = min(float(values.min()) for values in every.values())
-                    size = max(float(np.abs(values).max()) for values in every.values())
+                    size = max(float(np.abs(values[barred:]).max()) for values in every.values())
                     assert taken <= least + 1e-11 * size
                     bounded = every[int(near[table])][int(np.searchsorted(rows, near_ahead[table]))] - less[table]
                     assert bounded <= least + 1e-11 * size

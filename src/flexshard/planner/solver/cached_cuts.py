@@ -109,7 +109,11 @@ def _best_cuts(
     if not batches:
         return []
     caches = sides[0].caches
-    cuts = caches.some_cuts
+    cuts, intervals = caches.some_cuts, caches.intervals
+    # Where it may begin first, that may be best though it grows better all the way to there.
+    begun = np.zeros(intervals.last.size, np.bool_)
+    begun[np.searchsorted(intervals.last, first[first >= 0])] = True
+    at_first = intervals.cuts(begun)
     behind = [_behind(caches, cuts, stays, prices) for stays in batches]
     found = []
     for side in sides:
@@ -117,6 +121,11 @@ def _best_cuts(
         best = _Best.nothing(first)
         for stays, each in zip(batches, behind, strict=True):
             best.take(stays, each[cuts.ends], None if gain is None else gain - each, cuts)
+        if gain is not None and at_first.counts.size:
+            gain_there = _gain_of_caches(side, levels, prices, at_first)
+            assert gain_there is not None
+            for stays, each in zip(batches, behind, strict=True):
+                best.take(stays, each[cuts.ends], gain_there - _behind(caches, at_first, stays, prices), at_first)
         slack = np.zeros(cuts.sizes.size)
         if gain is not None and between != "left out":
             of = side, levels, prices, dict(zip(batches, behind, strict=True)), gain, best

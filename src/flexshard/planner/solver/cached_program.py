@@ -50,11 +50,13 @@ class Mixture:
         shares: of each; shape (N,).
         seconds: that they take.
         prices: seconds that one more byte of a rank's memory saves, and one of its host's.
+        fits: whether memory is enough for any.
     """
 
     shares: FloatArray
     seconds: float
     prices: tuple[float, float]
+    fits: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +102,8 @@ def best_mixture(pool: Options, room: Room) -> Mixture:
     )
     assert result.x is not None  # it is feasible, and no option takes less than no time
     duals = np.maximum(-result.ineqlin.marginals, 0.0) * second / np.array(units)
-    return Mixture(result.x[:count], float(result.fun) * second, (float(duals[0]), float(duals[1])))
+    fits = bool(result.x[count:].max() <= 10 * _TOLERANCE)
+    return Mixture(result.x[:count], float(result.fun) * second, (float(duals[0]), float(duals[1])), fits)
 
 
 def waits_of(sides: Sequence[Side], options: Options) -> FloatArray:
@@ -200,7 +203,7 @@ def _solved(
     info = solver.getInfo()
     # What the solver's tolerances may have added.
     bound = float(info.mip_dual_bound) * scale if np.isfinite(info.mip_dual_bound) else -np.inf
-    bound -= 10 * _TOLERANCE * abs(bound)
+    bound -= 100 * _TOLERANCE * abs(bound)
     if info.primal_solution_status != _FEASIBLE:
         return None, np.inf, bound
     taken = np.flatnonzero(np.rint(np.array(solver.getSolution().col_value)[:count]) > 0)

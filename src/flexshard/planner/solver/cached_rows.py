@@ -129,7 +129,7 @@ def options_and_least(
     if of.size:
         # Rows of a batch have to fit, whatever else is there: some more than a rank is expected to read.
         first, ranks = instance.num_rows[table[of]] - behind[of], instance.cluster.world_size
-        (places[of], read), (fetched[of], _) = _behind(side.caches, table[of], first, batches[of])
+        (places[of], _), (fetched[of], read) = _behind(side.caches, table[of], first, batches[of])
         needed[of] = np.maximum(places[of], read + ranks * SIGMAS * (np.sqrt(read / ranks) + 1.0))
 
     def with_places(places: FloatArray, cached: npt.NDArray[np.bool_]) -> Options:

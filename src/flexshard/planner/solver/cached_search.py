@@ -19,6 +19,7 @@ from flexshard.planner.solver.instance import Instance
 
 __all__ = ["CachedChoice", "Limits", "are_few", "choose_cached", "least_hbm_bytes", "takes_longer"]
 
+BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -27,6 +28,7 @@ _HALVINGS, _WIDER = 10, 30.0
 _ALL_OPTIONS = 40_000  # up to so many, every option there is is tried
 _FEW_TABLES, _STEPS = 60, 7
 _SOME = 1e-9
+_GOOD, _MOST_NODES, _TABLES_IN_PART = 1e-3, 8, 3  # the first of a bound
 _EXTREMES = ((0.0, 1.0, 0.0), (0.0, 1.0, 1e6))  # with as much of the host's memory as helps, and without
 
 
@@ -63,18 +65,30 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
     if every is not None:
         chosen = best_of_each(sides, every, room, gap=0.0, seconds=limits.timeout_seconds, proves=True)
         return CachedChoice(chosen, best_mixture(every, room).prices)
-    pool, mixture, bound = _generated(sides, levels, limits)
-    shares = mixture.shares
-    fits = fitting(sides, levels, _batches(sides, levels), pool, mixture, room)
-    # Of many tables those are settled that a mixture has whole; of the others, what is between is tried, too.
-    mixed = np.isin(pool.table, pool.table[(shares > _SOME) & (shares < 1 - _SOME)])
-    near = _between(sides, levels, pool[mixed & (shares > _SOME)]) if mixed.any() else pool[mixed]
-    if room.tables > _FEW_TABLES:
-        pool = pool[mixed | (shares >= 1 - _SOME)]
-    pool = Options.joined([pool, near, fits]).distinct()
-    chosen = best_of_each(sides, pool, room, gap=_CLOSE, seconds=limits.timeout_seconds, proves=False)
+    root = _generated(sides, levels, limits, np.zeros((room.tables, 2), np.bool_))
+    nodes, pool, fitted = [root], root.options, False
+    while True:
+        chosen = best_of_each(sides, pool, room, gap=_CLOSE, seconds=limits.timeout_seconds, proves=False)
+        lowest = min(nodes, key=lambda node: node.bound)
+        if lowest.bound >= chosen.seconds * (1 - _GOOD) or not root.mixture.fits:
+            break
+        if not fitted:
+            fitted = True
+            pool = Options.joined([pool, root.fitting(sides, levels, room)]).distinct()
+            continue
+        undecided = np.flatnonzero(lowest.mixed & ~lowest.barred.any(axis=1))
+        if not undecided.size or len(nodes) >= _MOST_NODES:
+            break
+        nodes.remove(lowest)
+        for way in (0, 1):
+            barred = lowest.barred.copy()
+            barred[undecided[0], way] = True
+            node = _generated(sides, levels, limits, barred)
+            nodes.append(replace(node, bound=max(node.bound, lowest.bound)))
+            pool = Options.joined([pool, node.options, node.fitting(sides, levels, room)]).distinct()
     # Options that were not met are under the bound alone.
-    return CachedChoice(replace(chosen, lower_bound_seconds=min(bound, chosen.seconds)), mixture.prices)
+    bound = min(*(node.bound for node in nodes), chosen.seconds)
+    return CachedChoice(replace(chosen, lower_bound_seconds=bound), root.mixture.prices)
 
 
 def takes_longer(
@@ -102,11 +116,15 @@ def _cheapest_of_all(
     batches: Sequence[int],
     *,
     between: Between,
+    barred: BoolArray | None = None,
 ) -> tuple[Options, float]:
-    """The best option of every table at some prices, and their Lagrangian bound."""
+    """The best option of every table at some prices, and their Lagrangian bound; ``barred`` as of :class:`_Node`."""
     instance = sides[0].instance
     host_bytes = limits.host_bytes
     both, values, least = cheapest(sides, levels, prices, batches, between=between, host_bytes=host_bytes)
+    if barred is not None:
+        behind = (np.arange(both.table.size) >= len(sides) * len(instance.tables)).astype(np.int64)
+        values, least = (np.where(barred[both.table, behind], np.inf, each) for each in (values, least))
     order = np.lexsort((values, both.table))
     first = order[np.searchsorted(both.table[order], np.arange(len(instance.tables)))]
     room, bound = limits.room(instance), np.full(len(instance.tables), np.inf)
@@ -126,14 +144,20 @@ def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) 
         np.minimum.at(least, both.table[mask], both.hbm_bytes[mask])
     np.maximum.at(needed, both.table, both.host_bytes)
     saved = np.maximum(without - behind, 0.0)
-    total, left = float(without.sum()), host_bytes
+    total, left, others = float(without.sum()), host_bytes, []
     for table in np.argsort(-saved / np.maximum(needed, 1.0), kind="stable").tolist():
         if needed[table] <= left:
             total, left = total - float(saved[table]), left - float(needed[table])
-        elif saved[table]:
-            part = least_that_fits(sides, levels, _batches(sides, levels), table, left)
-            total, left = total - max(float(without[table]) - part, 0.0), 0.0
-    return total + sides[0].instance.held_bytes
+        else:
+            others.append(table)
+    # Of one of the others a part fits, beside those, or alone.
+    parts = [(total, left), (float(without.sum()), host_bytes)]
+    part = [
+        rest - float(without[table]) + least_that_fits(sides, levels, _batches(sides, levels), table, free)
+        for table in others[:_TABLES_IN_PART]
+        for rest, free in parts
+    ]
+    return float(min([total, *part])) + sides[0].instance.held_bytes
 
 
 # -- options
@@ -166,12 +190,53 @@ def _every_option(sides: Sequence[Side], levels: IntArray) -> Options | None:
     return Options.joined(parts).distinct()
 
 
-def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits) -> tuple[Options, Mixture, float]:
+@dataclass(frozen=True, eq=False)
+class _Node:
+    """Some of all choices, where a few tables are behind a cache for sure, or are not.
+
+    Attributes:
+        barred: tables without a cache, and with one, that are no part of it; shape (T, 2).
+        options: that an integer program is to choose from.
+        priced: those that prices asked for.
+        mixture: of these.
+        mixed: tables that it has in parts; shape (T,).
+        bound: no choice of them takes less.
+    """
+
+    barred: BoolArray
+    options: Options
+    priced: Options
+    mixture: Mixture
+    mixed: BoolArray
+    bound: float
+
+    def fitting(self, sides: Sequence[Side], levels: IntArray, room: Room) -> Options:
+        """See :func:`flexshard.planner.solver.cached_fits.fitting`."""
+        return fitting(sides, levels, _batches(sides, levels), self.priced, self.mixture, room)
+
+
+def _generated(sides: Sequence[Side], levels: IntArray, limits: Limits, barred: BoolArray) -> _Node:
+    """Options that some prices ask for, those beside them, and the highest bound of these prices."""
+    pool, mixture, bound = _priced(sides, levels, limits, barred)
+    shares, tables, priced = mixture.shares, barred.shape[0], pool
+    parts = (shares > _SOME) & (shares < 1 - _SOME)
+    # Of many tables those are settled that a mixture has whole; of the others, what is between is tried, too.
+    mixed = np.isin(pool.table, pool.table[parts])
+    near = _between(sides, levels, pool[mixed & (shares > _SOME)]) if mixed.any() else pool[mixed]
+    of_tables = np.isin(np.arange(tables), pool.table[parts])
+    if tables > _FEW_TABLES:
+        pool = pool[mixed | (shares >= 1 - _SOME)]
+    return _Node(barred, Options.joined([pool, near]).distinct(), priced, mixture, of_tables, bound)
+
+
+def _priced(
+    sides: Sequence[Side], levels: IntArray, limits: Limits, barred: BoolArray
+) -> tuple[Options, Mixture, float]:
     """Options that some prices ask for, the best mixture of them, and the highest bound of these prices."""
     every, room = _batches(sides, levels), limits.room(sides[0].instance)
 
     def at(prices: Prices, batches: Sequence[int] = every, *, between: Between) -> tuple[Options, float]:
-        return _cheapest_of_all(sides, levels, limits, prices, batches, between=between)
+        return _cheapest_of_all(sides, levels, limits, prices, batches, between=between, barred=barred)
 
     parts = [at(prices, every[:1], between="looked at")[0] for prices in _EXTREMES]
     # Without a price of the host's memory first: one that the budget is just met at, among some of the options.
