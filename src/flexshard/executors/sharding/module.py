@@ -250,8 +250,8 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         return (self.written(), *rates, *(-1 if store.ahead else version_of(store.flat) for store in stores))
 
     def written(self) -> int:
-        """Whether somebody wrote to tensors of a ``state_dict``, and to a current one."""
-        return self._logical.written()
+        """Whether somebody wrote to parameters, or to tensors of a ``state_dict``, and to a current one."""
+        return self._logical.written() or int(self.tables.copies_written())
 
     def output_dist(self, ctx: FlexShardContext, output: LookedUpRows) -> LazyAwaitable[Any]:
         assert ctx.features is not None
@@ -299,7 +299,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
         return [config for config in self._configs if config.name in self.tables.names]
 
     def finish_writes(self) -> None:
-        """Take over what was written to a ``state_dict`` in place; every rank must call it."""
+        """Take over what was written to parameters, or to a ``state_dict`` in place; every rank must call it."""
         self._logical.take_written()
 
     def replace_tables(self, tables: ShardedTables, fingerprint: str) -> None:

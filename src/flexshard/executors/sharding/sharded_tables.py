@@ -170,9 +170,11 @@ class ShardedTables:
         if host_waits_for(device) and self.location_tables:
             _ = self._joint_locations  # before rows take the memory
         self.groups: list[TableGroup] = []
+        self._writes: list[int] = []  # by others, to each group's rows, that were taken over
         for index, (same, members) in enumerate(groupby(range(len(traits)), traits.__getitem__)):
             before_group(index)
             self.groups.append(self._group(same, list(members)))
+        self.take_writes()
 
     def _group(self, traits: GroupTraits, tables: list[int]) -> TableGroup:
         members = range(tables[0], tables[-1] + 1)
@@ -365,6 +367,25 @@ class ShardedTables:
         """The store of a table whose rows are on servers."""
         store = self.group_of(table).store
         return store if isinstance(store, ServedStore) else None
+
+    def copies_written(self) -> bool:
+        """Whether somebody wrote to parameters with copies since :meth:`take_writes`, perhaps otherwise than on other
+        ranks; what is written through ``data`` is not counted.
+        """
+        return bool(self._writes) and self._counted_writes() != self._writes
+
+    def take_writes(self) -> None:
+        """Copies are alike, whatever was written to them."""
+        copies = any(map(self.has_copies, range(len(self.layout.group_sizes))))
+        self._writes = self._counted_writes() if copies else []
+
+    def _counted_writes(self) -> list[int]:
+        rows = (group.store.flat for group in self.groups)
+        return [-1 if flat.is_inference() else flat._version for flat in rows]
+
+    def has_copies(self, level: int) -> bool:
+        """Whether several ranks have the rows of a level."""
+        return self.process_groups[self.layout.group_sizes[level]].across is not None
 
     def make_alike(self, level: int, rows: torch.Tensor) -> None:
         """Let every copy of a level's rows be the first one's; every rank must call it."""

@@ -18,7 +18,14 @@ from flexshard.errors import CheckpointError
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.attendance import Attendance
 from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut, LogicalShard
-from flexshard.executors.state.rows_by_id import block_rows, fill_rows, own_block, read_rows, write_rows
+from flexshard.executors.state.rows_by_id import (
+    block_rows,
+    fill_rows,
+    make_copies_alike,
+    own_block,
+    read_rows,
+    write_rows,
+)
 from flexshard.executors.state.served_rows import adopt, publish, read_ids, write_ids
 from flexshard.executors.state.served_shards import ServedShard, served_shard
 
@@ -272,8 +279,10 @@ class LogicalTables:
         fresh = {(entry.table, entry.name): entry for entry in entries}
         mine = [key for key, entry in fresh.items() if entry.written]
         every: list[Any] = [None] * tables.layout.world_size
-        dist.all_gather_object(every, mine, group=tables.process_group)
-        for table, name in sorted({key for keys in every for key in keys}):
+        dist.all_gather_object(every, (mine, tables.copies_written()), group=tables.process_group)
+        if any(copies for _, copies in every):
+            make_copies_alike(tables)
+        for table, name in sorted({key for keys, _ in every for key in keys}):
             entry = fresh.get((table, name))
             current = self._block(table, name)  # of a rank that nobody wrote to, and where it was let go
             self._take_block(table, name, current if entry is None or not entry.written else entry.block)

@@ -14,7 +14,17 @@ from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.row_transfer import RowTransfer
 from flexshard.executors.state.served_rows import adopt, publish, read_ids, write_ids
 
-__all__ = ["block_rows", "draw_rows", "fill_rows", "own_block", "parts_of", "read_rows", "transfer_of", "write_rows"]
+__all__ = [
+    "block_rows",
+    "draw_rows",
+    "fill_rows",
+    "make_copies_alike",
+    "own_block",
+    "parts_of",
+    "read_rows",
+    "transfer_of",
+    "write_rows",
+]
 
 # Of the rows that a rank asks for at once. They are copied up to five times on their way.
 _PART_BYTES = 32 << 20
@@ -154,6 +164,23 @@ def fill_rows(tables: ShardedTables, table: int, values: Mapping[str, torch.Tens
             part.copy_(whole[ids])
             tables.make_alike(level, part)
     store.rows_written()
+
+
+@torch.no_grad()
+def make_copies_alike(tables: ShardedTables) -> None:
+    """Let all copies of a row have the weights of the first one, where somebody wrote to them on some rank; every rank
+    must call it.
+    """
+    tables.on_replace()
+    for table in range(len(tables.names)):
+        served, store = tables.served(table), tables.group_of(table).store
+        for level, slots, positions in tables.held(table):
+            if tables.has_copies(level) and len(positions):
+                rows = store.part("weight")[slots] if served is None else served.copied("weight", slots)
+                tables.make_alike(level, rows)
+    for group in tables.groups:
+        group.store.rows_written()
+    tables.take_writes()
 
 
 @torch.no_grad()
