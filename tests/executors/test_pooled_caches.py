@@ -537,6 +537,38 @@ def test_weights_and_steps_as_of_torchrecs_module() -> None:
         }
 
 
+def learned_weights(rank: int) -> dict[str, float | None]:
+    """How far gradients of ids' weights are from those of the unsharded collection; None where there are none."""
+    given, found = batch_of(0, rank, weighted=True).features, {}
+
+    def gradient(bags: Any) -> torch.Tensor | None:
+        weights = given.weights().clone().requires_grad_()
+        features = KeyedJaggedTensor(FEATURES, given.values(), weights * 2, lengths=given.lengths())
+        torch.tanh(bags(features).values()).square().sum().backward()
+        return weights.grad
+
+    torch.manual_seed(3)
+    expected = gradient(Model(weighted=True).bags)
+    assert expected is not None
+    for name, cached in (("some", ["goods", "shops"]), ("all", list(TABLES))):
+        for optimizer in ("sgd", "rowwise_adagrad"):
+            parallel, _ = shard(dict.fromkeys(cached, 0.9), optimizer, weighted=True)
+            got = gradient(parallel.module.bags)
+            found[f"{name}, {optimizer}"] = None if got is None else float((got - expected).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_learned_weights_of_ids_are_trained(world: int) -> None:
+    """As TorchRec's are on one rank. On several it leaves them out, so that beside its tables ours do."""
+    for found in ranks.run(1, world, learned_weights):
+        for name, difference in found.items():
+            if world > 1 and name.startswith("some"):
+                assert difference is None, found
+            else:
+                assert difference == pytest.approx(0.0, abs=1e-6), found
+
+
 def feature_twice(rank: int) -> list[Any]:
     found = []
     for torchrec in (True, False):

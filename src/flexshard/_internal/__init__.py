@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         joined_range as joined_range,
     )
     from flexshard._internal.keyed_jagged import (
+        of_keys as of_keys,
         with_flat_lengths as with_flat_lengths,
         with_values as with_values,
         without_weights as without_weights,
@@ -178,7 +179,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "write_text",
         ],
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],
-        "keyed_jagged": ["with_flat_lengths", "with_values", "without_weights"],
+        "keyed_jagged": ["of_keys", "with_flat_lengths", "with_values", "without_weights"],
         "lazy": ["INSTALL_TORCHREC", "bound"],
         "messages": ["Messages", "all_to_all", "runs_gloo"],
         "optional": ["has_numba", "has_triton"],

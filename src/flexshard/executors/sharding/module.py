@@ -21,7 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from flexshard._internal import with_flat_lengths
+from flexshard._internal import of_keys, with_flat_lengths
 from flexshard.errors import CheckpointError
 from flexshard.executors.sharding.awaitables import EmbeddingsAwaitable, FlexShardContext, LookedUpRows, SplitsAwaitable
 from flexshard.executors.sharding.batches import (
@@ -207,8 +207,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
             return KeyedJaggedTensor(keys, ids, weights, lengths=lengths)
         if features.keys() == keys:
             return features
-        places = {key: place for place, key in enumerate(features.keys())}
-        return features.permute([places[key] for key in keys])
+        return of_keys(features, keys)
 
     def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: FlexShardContext | None = None) -> None:
         """Of tables that TorchRec shards, what it keeps in a cache; ours are told otherwise."""

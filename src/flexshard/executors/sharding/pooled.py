@@ -87,8 +87,9 @@ class ShardedFlexShardEmbeddingBagCollection(ShardedRowsModule):
         lengths = _parts(features.lengths(), np.cumsum([0, *strides]).tolist(), which).long()
         weights = None
         if self._is_weighted and features.weights_or_none() is not None:
-            # They get no gradients, as they get none behind TorchRec's exchange.
-            weights = _parts(features.weights(), features.offset_per_key(), which).detach().to(rows.dtype)
+            weights = _parts(features.weights(), features.offset_per_key(), which).to(rows.dtype)
+            if self._torchrec and self.tables.layout.world_size > 1:
+                weights = weights.detach()  # they get no gradients behind TorchRec's exchange: none, and not some
         means = [lookup.name in self._means for lookup in lookups]
         scale = None
         if any(means):
@@ -115,7 +116,7 @@ class _Pool(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
         """``lengths`` and ``scale`` of each bag, ``weights`` of each row."""
-        ctx.save_for_backward(lengths, weights, scale)
+        ctx.save_for_backward(lengths, weights, scale, rows if ctx.needs_input_grad[2] else None)
         ctx.number = rows.shape[0]
         each = torch.arange(ctx.number, device=rows.device)
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
@@ -123,9 +124,10 @@ class _Pool(torch.autograd.Function):
         return pooled if scale is None else pooled.mul_(scale.view(-1, 1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        lengths, weights, scale = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None, None]:
+        lengths, weights, scale, looked_up = ctx.saved_tensors
         if scale is not None:
             gradient = gradient * scale.view(-1, 1)
         rows = gradient.index_select(0, torch.repeat_interleave(lengths, output_size=ctx.number))
-        return rows if weights is None else rows.mul_(weights.view(-1, 1)), None, None, None
+        of_weights = None if looked_up is None else (rows * looked_up).sum(1)
+        return rows if weights is None else rows.mul_(weights.view(-1, 1)), None, of_weights, None
