@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_leaves, tree_map
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
+from flexshard.errors import CheckpointError
+
 __all__ = ["FRESH", "STALE", "HandedOut", "LogicalShard"]
 
 aten = torch.ops.aten
@@ -34,8 +36,15 @@ FRESH, STALE = 1, 2
 _PIECE_BYTES, _MOST_PIECES = 32 << 20, 16
 
 
+@dataclass(eq=False)
 class _Holder:
-    """Lives as long as somebody holds a tensor that was handed out."""
+    """Lives as long as somebody holds a tensor that was handed out.
+
+    Attributes:
+        stale: whether rows have changed since.
+    """
+
+    stale: bool = False
 
 
 class LogicalShard(LocalShardsWrapper):
@@ -111,7 +120,22 @@ class LogicalShard(LocalShardsWrapper):
             for start in range(0, len(block), rows)
         ]
 
+    def check_current(self) -> None:
+        """Before somebody saves it or loads it.
+
+        Raises:
+            CheckpointError: it was kept over a training step. TorchRec's would be as new as the model, as its other
+                parameters are.
+        """
+        if self._holder is not None and self._holder.stale:
+            raise CheckpointError(
+                "tensors of a state_dict() from before a training step or a load_state_dict() are saved or loaded;"
+                " they are copies, and the model's rows have changed since: call state_dict() again, or clone() at once"
+                " what is to be kept as it was"
+            )
+
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        self.check_current()
         properties, size = self._storage_meta.properties, object.size()
         return [
             WriteItem(
@@ -135,6 +159,7 @@ class LogicalShard(LocalShardsWrapper):
         return shard
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self.check_current()
         return self.local_shards()[0].__reduce_ex__(protocol)  # files hold plain tensors
 
 
@@ -173,6 +198,13 @@ class HandedOut:
         holder = _Holder()
         reference = weakref.ref(holder, lambda _: gone())
         return cls(table, name, block.detach(), block._version, reference), holder
+
+    def outdate(self) -> None:
+        """Rows change."""
+        self.stale, self.version = True, self.block._version
+        holder = self.holder()
+        if holder is not None:
+            holder.stale = True
 
     def refresh(self, block: torch.Tensor) -> None:
         """Let it be this block, in what was handed out too."""

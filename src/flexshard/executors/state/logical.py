@@ -52,6 +52,12 @@ def tables_on_host(*, later: bool = False) -> Iterator[None]:
         _later.reset(tokens[1])
 
 
+def _check_current(value: Any) -> None:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(local, LogicalShard):
+        local.check_current()
+
+
 def check_keys(missing: Sequence[str], unexpected: Sequence[str]) -> None:
     """Whether a checkpoint has what a model has; raises CheckpointError."""
     if missing:
@@ -200,6 +206,7 @@ class LogicalTables:
                 f"table {tables.names[table]!r}: {name} in the checkpoint has shape {shape}, the model has"
                 f" {(rows, width)}; load it into the model that it was saved from"
             )
+        on_all_ranks(lambda: _check_current(value), CheckpointError, tables.process_group)
         self._outdate(entry for entry in self._handed_out if (entry.table, entry.name) == (table, name))
         if not isinstance(value, DTensor):
             fill_rows(tables, table, {name: value.view(rows, width)})
@@ -263,7 +270,7 @@ class LogicalTables:
     def _outdate(self, entries: Iterable[HandedOut]) -> None:
         for entry in entries:
             if not entry.stale:
-                entry.stale, entry.version = True, entry.block._version
+                entry.outdate()
         self._prune()
 
     def written(self) -> int:
