@@ -134,10 +134,10 @@ def test_missing_numbers_and_buckets() -> None:
     assert Normalize(["n"])(batch).dense["n"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
 def test_whole_numbers_are_what_pandas_makes_of_them(dtype: torch.dtype) -> None:
     """They were rounded to 32 bits before anything was computed: seconds since 1970 to two minutes."""
-    first = {torch.int64: 1_700_000_000, torch.int32: (1 << 30) + 1, torch.uint8: 100}[dtype]
+    first = {torch.int64: 1_700_000_000, torch.int32: (1 << 30) + 1, torch.uint8: 100}.get(dtype, 30_000)
     own = pd.Series(np.arange(8) + first).astype(str(dtype).removeprefix("torch."))
     batch = batch_of([([], [], [])] * 8, [])
     batch.dense = {"n": torch.from_numpy(own.to_numpy().copy())}
@@ -163,6 +163,8 @@ def test_whole_numbers_beyond_what_floats_tell_apart() -> None:
     assert FillMissing(["n"])(batch).dense["n"].tolist() == [(1 << 60) + 1, -5]
     batch.dense = {"n": torch.tensor([1, 200], dtype=torch.uint8)}
     assert Clamp(["n"], least=300, most=400)(batch).dense["n"].tolist() == [300, 300]
+    batch.dense = {"n": torch.tensor([1.0, -2.0], dtype=torch.float16)}
+    assert Clamp(["n"], least=-1e300, most=0.5)(batch).dense["n"].tolist() == [0.5, -2.0]
     with pytest.raises(DataError, match="numbers cannot be clamped to nan to 1"):
         Clamp(["n"], least=math.nan, most=1)
 

@@ -245,6 +245,21 @@ def test_numbers_of_partitions_beyond_what_floats_tell_apart(tmp_path: Path, kee
     assert sorted(by_start) == sorted(set(by_key))
 
 
+@pytest.mark.parametrize("order", ["key", "start"])
+def test_times_of_zero_below_zero(tmp_path: Path, order: str) -> None:
+    """-0.0 was in a partition of its own, and its session in two."""
+    pq.write_table(pa.table({"s": ["A", "B", "A"], "t": [-0.0, 1.0, 5.0]}), tmp_path / "in.parquet")
+    cluster_sessions(
+        tmp_path / "in.parquet",
+        tmp_path / "out",
+        session="s",
+        time="t",
+        partition=10,
+        order=order,  # type: ignore[arg-type]
+    )
+    assert pq.read_table(tmp_path / "out")["s"].to_pylist() == ["A", "A", "B"]
+
+
 def test_data_without_rows(tmp_path: Path) -> None:
     pq.write_table(log().slice(0, 0), tmp_path / "in.parquet")
     found = cluster_sessions(tmp_path / "in.parquet", tmp_path / "out", session="session", time="time")

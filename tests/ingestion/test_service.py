@@ -481,7 +481,8 @@ def test_a_spec_is_a_file_and_says_what_is_wrong(folder: Path, tmp_path: Path) -
             IngestionClient(spec, workers=2, most_workers=most, backend="threads")  # type: ignore[arg-type]
 
 
-def test_partitions(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("paths", [".", "day=*/*.parquet"])
+def test_partitions(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: str) -> None:
     for number in range(3):
         part = tmp_path / f"day={number}"
         part.mkdir()
@@ -489,6 +490,9 @@ def test_partitions(folder: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, partitions={"day": ["0", "2"]}, shuffle=False)
     rows = [row for batch in spec.reader() for row in batch.dense["row"].tolist()]
     assert rows == [*range(1000), *range(2000, 4000)]
+    monkeypatch.chdir(tmp_path)
+    relative = spec_of(paths, partitions={"day": ["0", "2"]}, shuffle=False)  # type: ignore[arg-type]
+    assert rows == [row for batch in relative.reader() for row in batch.dense["row"].tolist()]
     with pytest.raises(DataError, match="no file is in partition day=7"):
         spec_of(tmp_path, partitions={"day": ["7"]}).reader()
 

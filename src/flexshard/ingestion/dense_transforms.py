@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
+from math import copysign, inf, isfinite
 
+import numpy as np
 import torch
 
 from flexshard._internal import there_are
@@ -13,6 +14,8 @@ from flexshard.errors import DataError
 from flexshard.ingestion.batch import SessionBatch
 
 __all__ = ["BoxCox", "Clamp", "FillMissing", "Logarithm", "Logit", "Normalize"]
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class _PerColumn:
@@ -91,7 +94,9 @@ class Clamp(_PerColumn):
 
     def change(self, values: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return values.clamp(self.least, self.most)
+        largest = torch.finfo(values.dtype).max
+        ends = (end if abs(end) <= largest else copysign(inf, end) for end in (self.least, self.most))
+        return values.clamp(*ends)
 
     def change_whole(self, values: torch.Tensor) -> torch.Tensor:
         """See the class."""
@@ -99,7 +104,10 @@ class Clamp(_PerColumn):
         if values.dtype != torch.bool and all(end == int(end) for end in ends if isfinite(end)):
             possible = torch.iinfo(values.dtype)
             if self.least <= possible.max and self.most >= possible.min:
-                return values.clamp(*(int(min(max(end, possible.min), possible.max)) for end in ends))
+                least, most = (int(min(max(end, possible.min), possible.max)) for end in ends)
+                if values.dtype in _UNSIGNED:  # of which torch has no clamp
+                    return torch.from_numpy(np.clip(values.numpy(), least, most))
+                return values.clamp(least, most)
         return self.change(values.double())
 
 

@@ -257,7 +257,10 @@ class IngestionClient:
                 else:
                     yield self._returned(_standing_in(good, found), began)
         if missing:
-            raise DataError(f"no batch of the epoch can be read: {missing[0].message}")
+            raise DataError(
+                f"rank {self.rank}: none of its {len(missing)} batches up to the end of the epoch can be read, so"
+                f" that there is none to come in their place: {missing[0].message}"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -386,7 +386,7 @@ class IngestionSpec(_Fields):
         names = [source.name for source in expand(self.paths)]
         for key, values in self.partitions.items():
             for value in values:
-                if not any(f"/{key}={value}/" in name for name in names):
+                if not any(f"/{key}={value}/" in f"/{name}" for name in names):
                     raise DataError(f"no file is in partition {key}={value} of {self.paths}")
-            names = [name for name in names if any(f"/{key}={value}/" in name for value in values)]
+            names = [name for name in names if any(f"/{key}={value}/" in f"/{name}" for value in values)]
         return names

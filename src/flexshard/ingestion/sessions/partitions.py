@@ -66,7 +66,8 @@ def partition_sql(kind: pa.DataType, column: str, width: float) -> str:
     """DuckDB's expression for the partition of a row, as :func:`partition_numbers` counts them."""
     stored = sql_name(column)
     if pt.is_floating(kind):
-        return f"floor(CAST({stored} AS DOUBLE) / CAST({width!r} AS DOUBLE))"
+        number = f"floor(CAST({stored} AS DOUBLE) / CAST({width!r} AS DOUBLE))"
+        return f"CASE WHEN {number} = 0 THEN 0.0 ELSE {number} END"  # not -0.0, which is another text
     if pt.is_timestamp(kind):
         stored = f"epoch_ns({stored})" if kind.unit == "ns" else f"epoch_us({stored})"
         width *= {"s": 10**6, "ms": 10**3, "us": 1, "ns": 1}[kind.unit]

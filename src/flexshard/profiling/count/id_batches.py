@@ -191,6 +191,10 @@ def key_array(chunk: Chunk, column: str, what: str = "sample key") -> pa.Chunked
         raise DataError(f"{chunk.source.name}: {what} {column!r} is null in row {row:,}; drop or fill such rows")
     if pt.is_dictionary(keys.type):
         keys = keys.cast(keys.type.value_type)
+    if isinstance(keys.type, pa.BaseExtensionType):
+        keys = pa.chunked_array([part.storage for part in keys.chunks], keys.type.storage_type)
+    if pt.is_fixed_size_binary(keys.type):
+        keys = keys.cast(pa.binary())
     if pt.is_uint64(keys.type):
         return keys
     if pt.is_integer(keys.type) or pt.is_boolean(keys.type):
@@ -205,10 +209,13 @@ def key_kind(source: ParquetSource, column: str) -> str:
     column_type = source.schema.field(column).type
     if pt.is_dictionary(column_type):
         column_type = column_type.value_type
+    if isinstance(column_type, pa.BaseExtensionType):
+        column_type = column_type.storage_type
     if pt.is_nested(column_type):
         raise DataError(f"{source.name}: column {column!r} holds {column_type}; expected one key per row")
     if pt.is_uint64(column_type):
         return "unsigned integers"
     if pt.is_integer(column_type) or pt.is_boolean(column_type):
         return "integers"
-    return "binary" if pt.is_binary(column_type) or pt.is_large_binary(column_type) else "texts"
+    of_bytes = pt.is_binary(column_type) or pt.is_large_binary(column_type) or pt.is_fixed_size_binary(column_type)
+    return "binary" if of_bytes else "texts"
