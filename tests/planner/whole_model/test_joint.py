@@ -602,7 +602,14 @@ def test_what_moves_between_plans() -> None:
     weights = own[0].rows * own[0].row_bytes
     (moved,) = (move for move in diff(at[0], at[1]).pooled if move.table == "p0")
     assert (moved.source, moved.target, moved.nbytes) == (("table_wise", (0,)), ("table_wise", (1,)), weights)
+    assert moved.held is None
     assert not diff(at[0], at[0]).pooled
+    cached = [replace(at[0].pooled["p0"], compute_kernel="fused_uvm_caching", cache_load_factor=f) for f in (0.2, 0.6)]
+    others = [replace(at[0], pooled=at[0].pooled | {"p0": table}) for table in cached]
+    (other,) = diff(*others).pooled
+    shape = f"float32 {own[0].rows:,} x {own[0].dim}"
+    assert other.held == (f"fused_uvm_caching of 0.2, {shape}", f"fused_uvm_caching of 0.6, {shape}")
+    assert (other.source, other.nbytes) == (other.target, 0)
     block = -(-own[0].rows // 4) * own[0].row_bytes
     assert next(move.nbytes for move in diff(at[0], at[2]).pooled if move.table == "p0") == weights - block
     assert next(move.nbytes for move in diff(at[1], at[3]).pooled if move.table == "p0") == 3 * weights

@@ -51,6 +51,7 @@ def diff_command(
             " all of the others are counted, though one or other keeps its rank."
         )
     note += "".join(f"\n{change.table}: {_cached(change)}." for change in changes.caches)
+    note += "".join(f"\n{one.table}: {one.held[0]}, then {one.held[1]}." for one in changes.pooled if one.held)
     grid.caption = (
         f"{changes.rows:,} rows have other ranks, one copy of them is {units.format_bytes(changes.nbytes)}{note}"
     )
