@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ pytest.importorskip("torchrec")
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from flexshard.errors import CommunicationError, DataError, JobError, PlanError, TableError
+from flexshard.errors import CommunicationError, DataError, FlexShardError, JobError, PlanError, TableError
 from tests.executors import models, ranks
 
 ALL_TABLES = models.WIDE | models.NARROW
@@ -361,6 +362,33 @@ def test_optimizers_whose_memory_is_not_known_are_not_planned_as_others(how: str
         PlanError, match=rf"table '\w+': optimizer {name} is none that plans are made for; use one of sgd"
     ):
         planner.plan(model, [FlexShardEmbeddingCollectionSharder(fused)])
+
+
+def shard_what_is_not_known(rank: int, plan: Any) -> list[str]:
+    """Tables with two optimizers, planned and sharded; and virtual ones."""
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    def said(work: Any) -> str:
+        try:
+            work()
+        except FlexShardError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    twice, virtual = models.new_model(), models.new_model()
+    for optimizer in (torch.optim.SGD, torch.optim.Adagrad):
+        apply_optimizer_in_backward(optimizer, twice.wide.parameters(), {"lr": 0.1})
+    for config in virtual.wide.embedding_configs():
+        config.use_virtual_table = True
+    return [said(partial(models.shard, plan, "sgd", model=model)) for model in (twice, virtual)]
+
+
+def test_what_torchrec_has_and_tiers_do_not_is_refused() -> None:
+    for twice, virtual in ranks.run(2, 1, shard_what_is_not_known, plan_for()):
+        assert "apply_optimizer_in_backward gave it 2 optimizers, SGD, Adagrad; a table has one" in twice
+        assert twice.startswith("PlanError: ")
+        assert "use_virtual_table is of TorchRec's virtual tables, whose rows are evicted; leave it out" in virtual
+        assert virtual.startswith("TableError: ")
 
 
 def shard_a_model_of_its_own(rank: int, plan: Any, collective: bool) -> None:

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from flexshard.planner.solving import solve as solve
     from flexshard.planner.torchrec.adaptor import FlexShardPlanner as FlexShardPlanner
     from flexshard.planner.torchrec.left_to_torchrec import bag_part_of as bag_part_of, part_of as part_of
+    from flexshard.planner.torchrec.model_tables import optimizer_class as optimizer_class
     from flexshard.planner.torchrec.optimal import OptimalShardingPlanner as OptimalShardingPlanner
     from flexshard.planner.torchrec.parameter_sharding import (
         FLEX_SHARD as FLEX_SHARD,
@@ -119,6 +120,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "torchrec.adaptor": ["FlexShardPlanner"],
         "torchrec.left_to_torchrec": ["bag_part_of", "part_of"],
         "torchrec.optimal": ["OptimalShardingPlanner"],
+        "torchrec.model_tables": ["optimizer_class"],
         "torchrec.parameter_sharding": ["FLEX_SHARD", "FlexShardParameterSharding"],
         "translations": ["TRANSLATIONS"],
     },

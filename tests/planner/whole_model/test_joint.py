@@ -16,7 +16,7 @@ import pytest
 from flexshard import AccessProfile, Cluster, Plan, Problem, Table, TableConstraints, compare, diff, explain, solve
 from flexshard.costmodels import PooledCosts, StepWork, pooled_cost, step_seconds
 from flexshard.errors import BudgetError, JobError, PlanError
-from flexshard.planner import load_job, pareto, whole_table_cost
+from flexshard.planner import costs_grid, load_job, pareto, whole_table_cost
 from flexshard.planner.constraints import SEQUENCE_SHARDINGS
 from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model import annealing_kernels, columns, joint, laying_kernels
@@ -560,6 +560,10 @@ def test_the_file_and_what_is_said_of_it(tmp_path: Path) -> None:
     constraint = TableConstraints(sharding_types=["table_wise", "data_parallel"])
     own = tables(2, 4, 1)
     plan = compare(own, cluster(), batch_size=64, step=StepWork(1e-4), constraints={"p0": constraint})
+    caption = str(costs_grid(plan).caption)
+    means = any(table.pooling == "mean" for table in own)
+    assert ("cut tables of means by rows" in caption) == means
+    assert "keep to none of the job's constraints, which this plan does not" in caption
     plan.save(tmp_path / "plan.json")
     read = Plan.load(tmp_path / "plan.json")
     assert read.fingerprint == plan.fingerprint

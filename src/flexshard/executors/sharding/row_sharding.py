@@ -35,13 +35,14 @@ from flexshard.executors.state.served_rows import make_on_servers
 from flexshard.executors.stores.base import RowStore
 from flexshard.executors.stores.fused import FusedStore
 from flexshard.executors.stores.updates import OptimizerSpec
-from flexshard.planner import FlexShardParameterSharding, TableCache
+from flexshard.planner import FlexShardParameterSharding, TableCache, optimizer_class
 from flexshard.tables import data_type_of_torchrec
 
 __all__ = ["PlannedRows", "RowSharding", "check_environment", "check_world", "placement_of"]
 
 # What ParameterConstraints say of a table that holds however its rows are stored.
 _OPTIONS = ("bounds_check_mode", "output_dtype", "stochastic_rounding")
+_OF_VIRTUAL_TABLES = ("use_virtual_table", "total_num_buckets", "virtual_table_eviction_policy")
 
 
 class PlannedTable(PlacedTable, Protocol):
@@ -225,6 +226,12 @@ class RowSharding:
                 f"table {config.name!r}: FBGEMM has no kernels that train rows of"
                 f" {config.data_type.name}, on CPUs or on CUDA; use FP32 or FP16"
             )
+        for option in _OF_VIRTUAL_TABLES:
+            if getattr(config, option, None):
+                raise TableError(
+                    f"table {config.name!r}: {option} is of TorchRec's virtual tables, whose rows are evicted; leave it"
+                    " out, or leave the table to TorchRec (torchrec_tables= of FlexShardPlanner)"
+                )
         assert how.table is not None
         if (config.num_embeddings, config.embedding_dim) != (how.table.rows, how.table.dim):
             raise PlanError(
@@ -234,7 +241,7 @@ class RowSharding:
             )
         # What apply_optimizer_in_backward left on the parameter goes before what the sharder was given.
         kwargs = dict(getattr(weight, "_optimizer_kwargs", [{}])[0])
-        (kind,) = getattr(weight, "_optimizer_classes", [None])
+        kind = optimizer_class(config.name, weight)
         if kind is not None:
             kwargs["optimizer"] = optimizer_type_to_emb_opt_type(kind)
         fused = merge_fused_params(fused_params, kwargs)

@@ -148,6 +148,15 @@ def costs_grid(plan: Plan) -> Grid:
         " p99.9: at most, on the fullest rank, in 999 steps of 1,000; exposed: communication that other work does not"
         " hide."
     )
+    beyond = {
+        "cut tables of means by rows, which TorchRec would train wrongly": any(
+            table.pooling == "mean" for table in plan.pooled.values()
+        ),
+        "keep to none of the job's constraints": bool(plan.settings.constraints),
+    }
+    if any(beyond.values()) and len(plan.costs) > 1:
+        may = " and ".join(what for what, is_so in beyond.items() if is_so)
+        grid.caption += f" The other lines may {may}, which this plan does not: they may take less than its bound."
     return grid
 
 

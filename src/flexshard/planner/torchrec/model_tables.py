@@ -18,7 +18,7 @@ from flexshard.planner.pooled_plan import PooledTablePlan
 from flexshard.planner.torchrec.parameter_sharding import FlexShardParameterSharding
 from flexshard.tables import OPTIMIZERS, data_type_of_torchrec, optimizer_of_torchrec
 
-__all__ = ["check_model", "check_table", "dtype_of", "optimizer_of", "row_wise_plan"]
+__all__ = ["check_model", "check_table", "dtype_of", "optimizer_class", "optimizer_of", "row_wise_plan"]
 
 
 def check_model(parts: Mapping[str, nn.Module], decided: ShardingPlan) -> None:
@@ -60,6 +60,21 @@ def dtype_of(config: BaseEmbeddingConfig) -> str:
     return kind.name
 
 
+def optimizer_class(name: str, weight: torch.Tensor) -> Any:
+    """What ``apply_optimizer_in_backward`` left on a table's parameter; None where nobody called it.
+
+    Raises:
+        PlanError: it was called with several optimizers.
+    """
+    kinds = getattr(weight, "_optimizer_classes", [None])
+    if len(kinds) != 1:
+        named = ", ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise PlanError(
+            f"table {name!r}: apply_optimizer_in_backward gave it {len(kinds)} optimizers, {named}; a table has one"
+        )
+    return kinds[0]
+
+
 def optimizer_of(name: str, weight: torch.Tensor, sharder: Any) -> str:
     """Our name of the optimizer that a table will have, SGD (FBGEMM's default) where none is set.
 
@@ -68,7 +83,7 @@ def optimizer_of(name: str, weight: torch.Tensor, sharder: Any) -> str:
     """
     from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
-    (kind,) = getattr(weight, "_optimizer_classes", [None])
+    kind = optimizer_class(name, weight)
     try:
         wanted = optimizer_type_to_emb_opt_type(kind) if kind else (sharder.fused_params or {}).get("optimizer")
     except ValueError:  # one that TorchRec has no kernel of
