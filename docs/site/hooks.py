@@ -34,6 +34,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"\]\(files/([^)]+?)(?<!\.txt)\)", r"](files/\1.txt)", markdown)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings name things by Sphinx's roles; what they name is enough."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Docstrings name things by Sphinx's roles; what they name is enough. A notebook's links are those of its file."""
+    if page.file.src_uri.endswith(".ipynb"):
+        html = re.sub(r'href="([a-z_]+)\.md(#[^"]*)?"', r'href="../\1/\2"', html)
     return re.sub(r":(?:attr|class|data|exc|func|meth|mod):\s*(?=<code)", "", html)

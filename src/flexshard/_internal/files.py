@@ -87,8 +87,8 @@ def _target(path: PathLike) -> Path:
     """What a path's links, which stay, lead to; raises OutputError where no file can be."""
     given, circle = Path(checked_path(path, OutputError)), "its links lead in a circle"
     try:
-        target = given.resolve()
-        is_other = target.exists() and not target.is_file()
+        target = given.resolve()  # of a pipe it is no path
+        is_other = given.exists() and not given.is_file()
     except RuntimeError as error:  # before Python 3.13
         raise _unwritable(path, circle) from error
     except OSError as error:
@@ -96,7 +96,7 @@ def _target(path: PathLike) -> Path:
     if target.is_symlink():
         raise _unwritable(path, circle)
     if is_other:
-        raise _unwritable(path, f"it is {'a folder' if target.is_dir() else 'not a regular file'}")
+        raise _unwritable(path, f"it is {'a folder' if given.is_dir() else 'not a regular file'}")
     return target
 
 
