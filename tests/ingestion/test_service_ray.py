@@ -318,3 +318,28 @@ def test_one_rank_that_leaves_does_not_end_the_others(folder: Path) -> None:
     assert found == expected(spec, 1, 2)
     assert len(second._pool.master.workers()) == 2  # type: ignore[attr-defined]
     second.close()
+
+
+SHUT_DOWN = """
+import sys
+import ray
+from flexshard.errors import DataError
+from flexshard.ingestion import IngestionClient, IngestionSpec
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+try:
+    with IngestionClient(IngestionSpec.load(sys.argv[1]), workers=1, backend="ray", ahead=0) as client:
+        for number, _ in enumerate(client):
+            if number == 2:
+                ray.shutdown()
+except DataError as error:
+    print(error, flush=True)
+"""
+
+
+def test_ray_is_shut_down_in_a_pass(folder: Path, tmp_path: Path) -> None:
+    """It began anew where it was asked next, and ended the process, or raised an error of no class of its own."""
+    spec_of(folder).save(tmp_path / "job.yaml")
+    command = [sys.executable, "-c", SHUT_DOWN, str(tmp_path / "job.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "Ray was shut down while an ingestion job ran there" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr

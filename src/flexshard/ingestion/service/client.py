@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -170,7 +171,8 @@ class IngestionClient:
         if not self._closed:
             self._closed = True
             self._forget()
-            self._master.detach(self.rank)
+            with suppress(DataError):  # who is gone has let go
+                self._master.detach(self.rank)
             self._pool.close()
 
     @property

@@ -194,12 +194,23 @@ class RayMaster:
         """Call the actor, for as long as it takes Ray to start it again."""
         until = time.monotonic() + _MASTER_SECONDS
         while True:
+            check_up(self._ray)
             try:
                 return self._ray.get(method.remote(*arguments))
             except self._ray.exceptions.RayActorError as error:
                 if time.monotonic() > until:
                     raise DataError(f"the master of the ingestion job is gone for {_MASTER_SECONDS:g} s") from error
                 time.sleep(0.1)
+
+
+def check_up(ray: Any) -> None:
+    """Before Ray is asked for what it has: it would begin anew, know nothing of that, and mostly end the process.
+
+    Raises:
+        DataError: it was shut down.
+    """
+    if not ray.is_initialized():
+        raise DataError("Ray was shut down while an ingestion job ran there; make a new client of the job")
 
 
 class RayPool:
@@ -220,6 +231,7 @@ class RayPool:
         """Let a worker read a split, after those that it was given before."""
         if worker not in self.actors:  # another client added it
             self.actors[worker] = self._actor(worker)
+        check_up(self._ray)
         items = self.actors[worker].read.options(num_returns="streaming").remote(split)
         return _RayReading(self._ray, items, worker)
 
@@ -247,6 +259,8 @@ class RayPool:
 
     def close(self) -> None:
         """End all, if no client is left."""
+        if not self._ray.is_initialized():
+            return
         try:
             # A master that was started again does not know who there is; then the actors are left to others.
             if self._shared and not (self.master.was_known and not self.master.clients()):
@@ -265,11 +279,13 @@ class _RayReading(Reading):
         self._ray, self._refs, self._worker = ray, items, worker
 
     def waits(self) -> bool:
+        check_up(self._ray)
         return super().waits() or bool(self._ray.wait([self._refs], timeout=0)[0])
 
     def get(self, seconds: float) -> Item:
         if super().ready:
             return super().get(0)
+        check_up(self._ray)
         if not self._ray.wait([self._refs], timeout=seconds)[0]:
             raise TimeoutError
         try:
