@@ -735,6 +735,8 @@ def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:
     written(data, tmp_path / "log", 2)
     out = good(tmp_path, "duplication", "log", "--session", "session", "--batch-size", 16)
     assert "groups to deduplicate: none is above the threshold" in out
+    inside = bad(tmp_path, "cluster-sessions", "log", "-o", "log/in", "--session", "session", "--time", "time")
+    assert "log/in lies in log, with which it would be read from now on" in inside
     cluster = ("cluster-sessions", "log", "-o", "by_session", "--session", "session", "--time", "time")
     out = good(tmp_path, *cluster, "--shards", 2, "--memory", "200MB")
     assert "written to by_session (2 files)" in out

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from flexshard import planner, plots
-from flexshard._internal import files_below
+from flexshard._internal import files_below, hidden_part
 from flexshard.errors import OutputError
 
 __all__ = ["Force", "check_folder", "check_output", "check_place", "kind_of"]
@@ -95,10 +95,25 @@ def _all_of(inputs: Iterable[Path | str]) -> Iterator[Path | str]:
             yield from planner.job_files(given)
 
 
-def check_folder(path: Path | None) -> None:
-    """Whether a command may write a folder of this name; raises OutputError."""
-    if path is not None:
-        _check_path(path, "folder")
+def check_folder(path: Path | None, inputs: Iterable[Path | str] = ()) -> None:
+    """Whether a command may write a folder of this name; raises OutputError.
+
+    Args:
+        path: of the folder.
+        inputs: folders of data among these may not have it inside, where whoever reads them would read it, too.
+    """
+    if path is None:
+        return
+    _check_path(path, "folder")
+    place = _at_home(path).resolve()
+    for given in inputs:
+        folder = None if "://" in str(given) else _at_home(Path(given))
+        if folder is None or not folder.is_dir() or folder.resolve() not in place.parents:
+            continue
+        if hidden_part(place.relative_to(folder.resolve()).as_posix()) is None:
+            raise OutputError(
+                f"{path} lies in {given}, with which it would be read from now on; choose another path with -o"
+            )
 
 
 def check_place(path: Path) -> None:

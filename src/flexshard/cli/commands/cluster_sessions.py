@@ -49,7 +49,7 @@ def cluster_sessions_command(
 
     Example: flexshard cluster-sessions log/*.parquet -o by_session --session session --time time
     """
-    check_folder(output)
+    check_folder(output, data)
     if keep_by == "sample" and keep >= 1:
         raise DataError("--keep-by says what --keep keeps; give --keep a share too")
     with working("clustering"):

@@ -61,6 +61,8 @@ def profile_command(
     """
     if unknown != "error" and mapping is None:
         raise DataError("--unknown is of values that a mapping has not; give --mapping, or leave it out")
+    if seed and not holdout:
+        raise DataError("--seed is that of the holdout; give --holdout, or leave it out")
     inputs = [*data, *([] if mapping is None else [mapping])]
     check_output(output, "flexshard.profile", inputs=inputs, force=force)
     if name is not None:

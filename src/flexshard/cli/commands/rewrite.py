@@ -49,7 +49,7 @@ def rewrite_command(
 
     Example: flexshard rewrite samples/ -o for_reading --log jobs.jsonl
     """
-    check_folder(output)
+    check_folder(output, data)
     about_jobs = {"--efficiency": efficiency, "--gap": gap, "--seek": seek, "--bandwidth": bandwidth}
     idle = [name for name, value in about_jobs.items() if value is not None]
     if log is None and idle:
