@@ -180,7 +180,8 @@ def _every_option(sides: Sequence[Side], levels: IntArray) -> Options | None:
     stays, parts = (0, *_batches(sides, levels)), []
     for side in sides:
         for table, rows in enumerate(instance.num_rows.tolist()):
-            cuts = [*combinations_with_replacement(range(rows + 1), tiers - 1)]
+            # Of one tier there is one placement, however many rows it has.
+            cuts = [*combinations_with_replacement(range(rows + 1 if tiers > 1 else 0), tiers - 1)]
             edges = np.array([(*cut, rows) for cut in cuts], np.int64)
             allocation = np.zeros((len(edges), instance.group_sizes.size), np.int64)
             allocation[:, levels] = np.diff(edges, axis=1, prepend=0)
