@@ -21,6 +21,7 @@ from flexshard.planner.problem import Problem
 __all__ = ["whole_frontier"]
 
 _POINTS, _HALVINGS = 10, 5  # budgets between the ends, and steps to find the lower one
+_ROUNDED = 1e-9
 _BASELINES = {"row_wise": "row_wise", "data_parallel": "full_replication", "table_wise": "table_wise"}
 
 
@@ -50,13 +51,15 @@ def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> Pare
     with suppress(BudgetError):  # of a cluster that row-wise does not fit
         plans.append(plan_of(replace(each, budget=Neutral())))
     high = min(plan.predicted.memory_bytes for plan in plans)
+    least = 0.0
     for _ in range(_HALVINGS):
-        middle = (low + high) / 2
+        # What is said to be the least that fits is tried once, and is mostly that.
+        middle, least = least if low < least < high else (low + high) / 2, 0.0
         try:
             plans.append(within(middle))
             high = min(high, plans[-1].predicted.memory_bytes)
-        except BudgetError:
-            low = middle
+        except BudgetError as error:
+            low, least = middle, error.least_bytes * (1 + _ROUNDED)
     budgets = np.geomspace(high, most, _POINTS + 2)[1:-1].tolist() if most > high else []
     budgets += [  # so that no baseline is below what is found
         roomy.baselines[name].memory_bytes

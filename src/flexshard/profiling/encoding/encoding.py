@@ -77,7 +77,7 @@ def encode(
     Args:
         paths: Parquet, CSV or JSON files, globs or folders.
         output: Parquet file to write; mappings that are made are written beside it, as
-            ``<output>.<column>.mapping.parquet``.
+            ``<output>.<column>.mapping.parquet``, ``o.c.mapping.parquet`` for ``o.parquet``.
         columns: to encode: of any values or lists of values; ``column.field`` is a field of structs.
         mappings: by column, one that an earlier call made, to be used instead of a new one.
         separator: at which texts are cut into lists ("1|2|3").
