@@ -109,7 +109,8 @@ def _best(problem: Problem, variants: Variants, limit_bytes: float) -> _Best:
             " ranks, or a smaller batch",
             least,
         )
-    return replace(found, lower_bound_seconds=min([found.seconds, *bounds]))
+    # A program that ends early has no bound, but nothing takes less than no time.
+    return replace(found, lower_bound_seconds=max(min([found.seconds, *bounds]), 0.0))
 
 
 def _without_caches(problem: Problem, variants: Variants, limit_bytes: float, sides: Sequence[Side]) -> _Best | None:
