@@ -39,6 +39,11 @@ def kept(rank: int, folder: str) -> dict[str, Any]:
     deep = copy.deepcopy(state)
     dcp.save({"m": state}, checkpoint_id=f"{folder}/fresh")
     models.train(parallel, optimizer, rank, range(2))
+    fresh = parallel.state_dict()
+    again = {
+        "twice": said(lambda: [parallel.load_state_dict(dict(fresh)) for _ in range(2)]),
+        "loaded, then saved": said(lambda: dcp.save({"m": fresh}, checkpoint_id=f"{folder}/again")),
+    }
     trained = {name: models.whole(value) for name, value in parallel.state_dict().items()}
     refused = {
         "saved": said(lambda: dcp.save({"m": state}, checkpoint_id=f"{folder}/stale")),
@@ -52,6 +57,8 @@ def kept(rank: int, folder: str) -> dict[str, Any]:
         if "embeddings" in name
     )
     found = {}
+    models.train(parallel, optimizer, rank, range(1))
+    refused["loaded, then trained"] = said(lambda: torch.save(fresh, io.BytesIO()))
     for name, copies in (("clones", clones), ("deep", deep)):
         torch.save(copies, io.BytesIO())
         dcp.save({"m": copies}, checkpoint_id=f"{folder}/{name}")
@@ -59,7 +66,7 @@ def kept(rank: int, folder: str) -> dict[str, Any]:
         back = parallel.state_dict()
         found[name] = all(torch.equal(models.whole(value), models.whole(back[key])) for key, value in copies.items())
         models.train(parallel, optimizer, rank, range(1))
-    return {"refused": refused, "unchanged": unchanged, **found}
+    return {"again": again, "refused": refused, "unchanged": unchanged, **found}
 
 
 TABLES = models.WIDE | models.NARROW
@@ -69,6 +76,7 @@ def test_a_kept_state_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
     for found in ranks.run(1, 2, kept, str(tmp_path)):
         for message in found["refused"].values():
             assert "the model's rows have changed since: call state_dict() again" in message, found
+        assert found["again"] == {"twice": "", "loaded, then saved": ""}
         assert found["unchanged"]
         assert found["clones"]
         assert found["deep"]

@@ -120,6 +120,11 @@ class LogicalShard(LocalShardsWrapper):
             for start in range(0, len(block), rows)
         ]
 
+    @property
+    def holder(self) -> _Holder | None:
+        """What says whether it is current."""
+        return self._holder
+
     def check_current(self) -> None:
         """Before somebody saves it or loads it.
 
@@ -199,12 +204,13 @@ class HandedOut:
         reference = weakref.ref(holder, lambda _: gone())
         return cls(table, name, block.detach(), block._version, reference), holder
 
-    def outdate(self) -> None:
-        """Rows change."""
-        self.stale, self.version = True, self.block._version
+    def outdate(self, loaded: _Holder | None = None) -> None:
+        """Rows change; those of what is ``loaded`` into the model are as they are there, until they change again."""
+        if not self.stale:
+            self.stale, self.version = True, self.block._version
         holder = self.holder()
         if holder is not None:
-            holder.stale = True
+            holder.stale = holder is not loaded
 
     def refresh(self, block: torch.Tensor) -> None:
         """Let it be this block, in what was handed out too."""

@@ -207,7 +207,9 @@ class LogicalTables:
                 f" {(rows, width)}; load it into the model that it was saved from"
             )
         on_all_ranks(lambda: _check_current(value), CheckpointError, tables.process_group)
-        self._outdate(entry for entry in self._handed_out if (entry.table, entry.name) == (table, name))
+        local = value.to_local() if isinstance(value, DTensor) else None
+        loaded = local.holder if isinstance(local, LogicalShard) else None
+        self._outdate([entry for entry in self._handed_out if (entry.table, entry.name) == (table, name)], loaded)
         if not isinstance(value, DTensor):
             fill_rows(tables, table, {name: value.view(rows, width)})
             return
@@ -267,10 +269,9 @@ class LogicalTables:
                 " load_state_dict() with them between two steps"
             )
 
-    def _outdate(self, entries: Iterable[HandedOut]) -> None:
+    def _outdate(self, entries: Iterable[HandedOut], loaded: Any = None) -> None:
         for entry in entries:
-            if not entry.stale:
-                entry.outdate()
+            entry.outdate(loaded)
         self._prune()
 
     def written(self) -> int:

@@ -28,6 +28,7 @@ _HALVINGS, _WIDER = 10, 30.0
 _ALL_OPTIONS = 40_000  # up to so many, every option there is is tried
 _FEW_TABLES, _STEPS = 60, 7
 _SOME = 1e-9
+_RISES = 0.05  # part of a gap, by which two cases of a table have to raise its bound
 _GOOD, _MOST_NODES, _TABLES_IN_PART = 1e-3, 8, 3  # the first of a bound
 _EXTREMES = ((0.0, 1.0, 0.0), (0.0, 1.0, 1e6))  # with as much of the host's memory as helps, and without
 
@@ -66,7 +67,7 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
         chosen = best_of_each(sides, every, room, gap=0.0, seconds=limits.timeout_seconds, proves=True)
         return CachedChoice(chosen, best_mixture(every, room).prices)
     root = _generated(sides, levels, limits, np.zeros((room.tables, 2), np.bool_))
-    nodes, pool, fitted = [root], root.options, False
+    nodes, pool, fitted, enough = [root], root.options, False, -np.inf
     while True:
         chosen = best_of_each(sides, pool, room, gap=_CLOSE, seconds=limits.timeout_seconds, proves=False)
         lowest = min(nodes, key=lambda node: node.bound)
@@ -79,6 +80,10 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
         undecided = np.flatnonzero(lowest.mixed & ~lowest.barred.any(axis=1))
         if not undecided.size or len(nodes) >= _MOST_NODES:
             break
+        if min(node.bound for node in nodes) < enough:
+            break  # the last two cases said little
+        if chosen.options is not None:
+            enough = lowest.bound + _RISES * (chosen.seconds - lowest.bound)
         nodes.remove(lowest)
         for way in (0, 1):
             barred = lowest.barred.copy()

@@ -21,6 +21,7 @@ ROUNDED = 1e-9  # of a bound, more than rounding changes
 _ON_THE_WAY, _GOOD = 9, 1e-3  # the latter of a bound
 _MOST_TRIED = 1_000_000  # counts of instances that may be planned to come closer to a bound
 _LOOK_AGAIN = 1e-3  # part of the best that is known by which a better one leaves far fewer choices
+_MOST_IDLE = 64  # choices that are planned one after the other, though none is better
 _OTHERS = 24  # choices of one other table each that are tried from one
 _LEAST_COUNTS = 2_000  # of an instance, as which smaller ones count: planning them takes no less
 _COUNT_WORK = 0.3  # microseconds a count of an instance that is planned
@@ -73,6 +74,7 @@ def plan_lowest(
     counts = max(like.reads.size, _LEAST_COUNTS)
     left, tried = _MOST_TRIED, {instance.deduplicated.tobytes() for instance, _ in found}
     bound, tables = -np.inf, like.deduplicated.size
+    idle, best = 0, most_of_best(found)
     while True:
         known = most_of_best(found)
         choices = below(costs, known, tables)
@@ -82,7 +84,9 @@ def plan_lowest(
             if mask.tobytes() in tried:
                 continue
             left -= counts
-            if left < 0 or is_enough(_COUNT_WORK * counts):
+            idle = 0 if most_of_best(found) < best else idle + 1
+            best = most_of_best(found)
+            if left < 0 or idle > _MOST_IDLE or is_enough(_COUNT_WORK * counts):
                 return max(bound, _least(found, at_least, choices.others))
             tried.add(mask.tobytes())
             plan(mask, most_of_best(found))
