@@ -16,7 +16,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from flexshard._internal import first_repeated, there_are
+from flexshard._internal import first_repeated, of_keys, there_are
 from flexshard.embeddings.dedup.group import DedupedGroup
 from flexshard.embeddings.dedup.inverse import InverseKeyedJaggedTensor
 from flexshard.embeddings.dedup.jagged import DedupedJagged
@@ -301,20 +301,7 @@ def _of(features: InverseKeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedT
     missing = next((key for key in keys if key not in plain.keys()), None)
     if missing is not None:
         raise DataError(f"no feature {missing!r} in the batch; {there_are(plain.keys())}")
-    ends, stride = plain.offset_per_key(), plain.stride()
-    places = [plain.keys().index(key) for key in dict.fromkeys(keys)]
-
-    def parts(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor[ends[place] : ends[place + 1]] for place in places])
-
-    weights = plain.weights_or_none()
-    return KeyedJaggedTensor(
-        keys=list(dict.fromkeys(keys)),
-        values=parts(plain.values()),
-        lengths=torch.cat([plain.lengths()[place * stride : (place + 1) * stride] for place in places]),
-        weights=None if weights is None else parts(weights),
-        stride=stride,
-    )
+    return of_keys(plain, list(dict.fromkeys(keys)))
 
 
 @torch.fx.wrap

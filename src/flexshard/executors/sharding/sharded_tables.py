@@ -24,6 +24,7 @@ from flexshard.embeddings import IndexBijection
 from flexshard.errors import PlanError
 from flexshard.executors.comm.collectives import Collectives
 from flexshard.executors.servers.embedding_servers import ServedTables
+from flexshard.executors.sharding.batches import version_of
 from flexshard.executors.sharding.joint_locations import JointLocations, TableIds
 from flexshard.executors.sharding.translation import LocationTable
 from flexshard.executors.stores.base import RowStore
@@ -380,8 +381,7 @@ class ShardedTables:
         self._writes = self._counted_writes() if copies else []
 
     def _counted_writes(self) -> list[int]:
-        rows = (group.store.flat for group in self.groups)
-        return [-1 if flat.is_inference() else flat._version for flat in rows]
+        return [version_of(group.store.flat) for group in self.groups]
 
     def has_copies(self, level: int) -> bool:
         """Whether several ranks have the rows of a level."""

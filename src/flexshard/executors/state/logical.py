@@ -52,10 +52,10 @@ def tables_on_host(*, later: bool = False) -> Iterator[None]:
         _later.reset(tokens[1])
 
 
-def _check_current(value: Any) -> None:
+def _shard_of(value: Any) -> LogicalShard | None:
+    """This rank's block, where it was handed out."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    if isinstance(local, LogicalShard):
-        local.check_current()
+    return local if isinstance(local, LogicalShard) else None
 
 
 def check_keys(missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -206,9 +206,14 @@ class LogicalTables:
                 f"table {tables.names[table]!r}: {name} in the checkpoint has shape {shape}, the model has"
                 f" {(rows, width)}; load it into the model that it was saved from"
             )
-        on_all_ranks(lambda: _check_current(value), CheckpointError, tables.process_group)
-        local = value.to_local() if isinstance(value, DTensor) else None
-        loaded = local.holder if isinstance(local, LogicalShard) else None
+        shard = _shard_of(value)
+
+        def check() -> None:
+            if shard is not None:
+                shard.check_current()
+
+        on_all_ranks(check, CheckpointError, tables.process_group)
+        loaded = None if shard is None else shard.holder
         self._outdate([entry for entry in self._handed_out if (entry.table, entry.name) == (table, name)], loaded)
         if not isinstance(value, DTensor):
             fill_rows(tables, table, {name: value.view(rows, width)})

@@ -13,7 +13,6 @@ from flexshard.executors.comm.collectives import Label
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.row_transfer import RowTransfer
 from flexshard.executors.state.served_rows import adopt, publish, read_ids, write_ids
-from flexshard.executors.stores.served import ServedStore
 
 __all__ = [
     "block_rows",
@@ -180,7 +179,7 @@ def make_copies_alike(tables: ShardedTables) -> None:
                 rows = store.part("weight")[slots] if served is None else served.copied("weight", slots)
                 tables.make_alike(level, rows)
     for group in tables.groups:
-        if not isinstance(group.store, ServedStore):  # whose caches may have newer rows than servers, and no copies
+        if tables.served(group.tables.start) is None:  # caches may have newer rows than servers, and have no copies
             group.store.rows_written()
     tables.take_writes()
 

@@ -33,10 +33,10 @@ class _Left:
     hbm_bytes: float
     host_bytes: float
 
-    def but(self, options: Options, part: float = 1.0) -> _Left:
-        """Without what options take, or a part of them."""
-        taken = part * float(options.hbm_bytes.sum()), part * float(options.host_bytes.sum())
-        return _Left(self.hbm_bytes - taken[0], self.host_bytes - taken[1])
+    def but(self, options: Options) -> _Left:
+        """Without what options take."""
+        hbm_bytes, host_bytes = float(options.hbm_bytes.sum()), float(options.host_bytes.sum())
+        return _Left(self.hbm_bytes - hbm_bytes, self.host_bytes - host_bytes)
 
     def has_room_for(self, options: Options) -> npt.NDArray[np.bool_]:
         """Which of these fit by themselves; shape (N,)."""
@@ -139,11 +139,11 @@ class _Grid:
         own = np.cumsum(option.allocation[0, self.levels])[:-1]
         if not own.size:
             return _none(option)
-        width = np.maximum(own // _POINTS, 1)
+        shares = np.geomspace(1e-3, 1.0, _POINTS // 3)  # of a width, to both sides
+        shares = np.concatenate([-shares, [0.0], shares])
         steps = [
-            np.unique(np.clip(np.concatenate([end + (width * share).astype(np.int64), [end]]), 0, rows))
-            for end, width in zip(own.tolist(), width.tolist(), strict=True)
-            for share in [_steps()]
+            np.unique(np.clip(end + (max(end // _POINTS, 1) * shares).astype(np.int64), 0, rows))
+            for end in own.tolist()
         ]
         steps[-1] = np.unique(np.append(steps[-1], _ahead(self.sides, self.table, left)))
         ends = np.stack(np.meshgrid(*steps, indexing="ij"), axis=-1).reshape(-1, own.size)
@@ -152,12 +152,6 @@ class _Grid:
         at = int(np.searchsorted(stays, int(option.batches[0])))
         near = tuple(stays[max(at - 1, 0) : at + 2].tolist())
         return _options(self.sides, self.levels, near, self.table, ends)
-
-
-def _steps() -> FloatArray:
-    """Shares of a width, to both sides, near ones and far ones."""
-    there = np.geomspace(1e-3, 1.0, _POINTS // 3)
-    return np.concatenate([-there, there])
 
 
 def _ahead(sides: Sequence[Side], table: int, left: _Left) -> int:

@@ -80,7 +80,7 @@ def choose_cached(sides: Sequence[Side], levels: IntArray, limits: Limits) -> Ca
         undecided = np.flatnonzero(lowest.mixed & ~lowest.barred.any(axis=1))
         if not undecided.size or len(nodes) >= _MOST_NODES:
             break
-        if min(node.bound for node in nodes) < enough:
+        if lowest.bound < enough:
             break  # the last two cases said little
         if chosen.options is not None:
             enough = lowest.bound + _RISES * (chosen.seconds - lowest.bound)
@@ -156,13 +156,13 @@ def least_hbm_bytes(sides: Sequence[Side], levels: IntArray, host_bytes: float) 
         else:
             others.append(table)
     # Of one of the others a part fits, beside those, or alone.
-    parts = [(total, left), (float(without.sum()), host_bytes)]
-    part = [
+    places = [(total, left), (float(without.sum()), host_bytes)]
+    in_part = [
         rest - float(without[table]) + least_that_fits(sides, levels, _batches(sides, levels), table, free)
         for table in others[:_TABLES_IN_PART]
-        for rest, free in parts
+        for rest, free in places
     ]
-    return float(min([total, *part])) + sides[0].instance.held_bytes
+    return float(min([total, *in_part])) + sides[0].instance.held_bytes
 
 
 # -- options
