@@ -11,6 +11,7 @@ pytest.importorskip("torchrec")
 import torch
 import torch.distributed as dist
 
+from flexshard.errors import CacheError
 from flexshard.executors.sharding.module import ShardedRowsModule
 from tests.executors import models, ranks
 
@@ -76,3 +77,24 @@ def test_copies_are_alike_whatever_ranks_write(way: str, sharder: dict[str, Any]
         for difference, as_expected in ranks.run(2, 2, written, plan, optimizer, way, sharder):
             assert difference < 1e-5
             assert all(as_expected)
+
+
+def lost(rank: int, plan: Any, sharder: dict[str, Any], _why: str) -> str:
+    parallel, optim = models.shard(plan, "sgd", sharder=sharder)
+    models.train(parallel, optim, rank, range(2))
+    write(parallel, rank, everywhere=False)
+    try:
+        parallel.state_dict()
+    except CacheError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("tiers", ["copies", "none"])
+def test_what_one_rank_cannot_take_over_all_hear_of(tiers: str) -> None:
+    everywhere = {name: [(4, rows, "dense")] for name, (rows, _) in (models.WIDE | models.NARROW).items()}
+    plan = models.plan_of(CLUSTER, SPLIT if tiers == "copies" else everywhere)
+    sharder = {"cache_load_factors": dict.fromkeys(models.WIDE | models.NARROW, 1.0)}
+    for rank, said in enumerate(ranks.run(2, 2, lost, plan, sharder, tiers)):
+        assert "parameters were written to while the cache had newer rows" in said
+        assert rank == 1 or said.startswith("rank 1: ")

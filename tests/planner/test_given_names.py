@@ -19,6 +19,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Table, solve
 from flexshard.errors import JobError, PlanError
+from flexshard.executors import FlexShardEmbeddingBagCollectionSharder
 from tests.planner.test_pooled_shardings import CLUSTER, profile
 
 ROWS = 40
@@ -120,3 +121,12 @@ def test_arguments_that_would_decide_nothing() -> None:
         planner_of(**unknown)
     with pytest.raises(JobError, match=r"torchrec_tables is a list of names, not 's'; give \['s'\]"):
         planner_of(torchrec_tables="s")
+
+
+def test_tables_behind_caches_have_modules_of_their_sharder() -> None:
+    model = nn.Module()
+    model.history = Model().history
+    bags: Any = [SHARDERS[0], FlexShardEmbeddingBagCollectionSharder(cache_load_factors={"s": 0.5})]
+    with pytest.raises(PlanError, match=r"cache_load_factors of FlexShardEmbeddingBag.* 's', and the model has no Emb"):
+        planner_of().plan(model, bags)
+    assert planner_of().plan(model, [FlexShardEmbeddingCollectionSharder(cache_load_factors={"s": 0.5}), BAGS])

@@ -75,6 +75,11 @@ class FlexShardEmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollecti
     carries_out_plans = True  # which FlexShardPlanner asks for
 
     @property
+    def cache_load_factors(self) -> Mapping[str, float]:
+        """As given."""
+        return self._rows.cache_load_factors
+
+    @property
     def module_type(self) -> type[EmbeddingCollection]:
         return EmbeddingCollection
 
@@ -225,6 +230,11 @@ class FlexShardEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         self._unknown = set(self._rows.cache_load_factors)
         if servers is not None and not self._unknown:
             raise TableError("servers were given, and no pooled table for them; name some in cache_load_factors")
+
+    @property
+    def cache_load_factors(self) -> Mapping[str, float]:
+        """As given."""
+        return self._rows.cache_load_factors
 
     def shard(
         self,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from flexshard._internal import on_all_ranks, weakly
-from flexshard.errors import CheckpointError
+from flexshard.errors import CacheError, CheckpointError
 from flexshard.executors.sharding.sharded_tables import ShardedTables
 from flexshard.executors.state.attendance import Attendance
 from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut, LogicalShard
@@ -106,9 +106,19 @@ class LogicalTables:
     # -- out
 
     def wait_for_all(self, call: str) -> None:
-        """Until every rank has come to a call; see :class:`Attendance`. Then take over what was written to."""
+        """Until every rank has come to a call; see :class:`Attendance`. Then take over what was written to.
+
+        Raises:
+            CacheError: a rank's cache has newer rows than somebody wrote; on every rank.
+        """
         self._attendance.wait(call, _INSTEAD)
+        if any(group.store.ahead for group in self.tables.groups):
+            on_all_ranks(self._flush, CacheError, self.tables.process_group)
         self.take_written()
+
+    def _flush(self) -> None:
+        for group in self.tables.groups:
+            group.store.flush()
 
     def hand_out(self, table: int, name: str) -> DTensor | LaterTable:
         """A table's weights or state as a ``DTensor`` of shape (E, D), or (E,), ``Shard(0)``; every rank must call it.

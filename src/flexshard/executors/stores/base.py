@@ -130,8 +130,12 @@ class RowStore(nn.Module, abc.ABC):
         """Weights ("weight") or a state by its name, as they are now; writing changes it, if :meth:`rows_written` is
         called then.
         """
-        self.settle()
+        self.flush()
         return self.values if name == "weight" else self.states()[name]
+
+    def flush(self) -> None:
+        """Let what :meth:`part` gives be as new as what was trained."""
+        self.settle()
 
     def release(self) -> None:
         """Let go of the memory of weights and states; whoever looks at them afterwards gets an error."""

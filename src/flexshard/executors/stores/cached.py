@@ -87,13 +87,8 @@ class CachedStore(MemoryStore):
             self._take_writes()
         return self._moves.take_problem()
 
-    def part(self, name: str) -> torch.Tensor:
-        self.flush()
-        return super().part(name)
-
     def flush(self) -> None:
-        """Let the host's rows be as new as the cache's."""
-        self.settle()
+        super().flush()
         self._take_writes()
         self._moves.flush()
 

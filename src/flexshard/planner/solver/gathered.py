@@ -12,10 +12,7 @@ Legend: T tables, G levels, L of them in use, K counts, as of :mod:`flexshard.pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
-from weakref import WeakKeyDictionary
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +26,11 @@ from flexshard.costmodels import (
     touched_rows,
 )
 from flexshard.planner.solver.bisection import bisect_floats, first_passing
+from flexshard.planner.solver.gathered_ranges import RangesInOrder, costs_of_counts
 from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.planner.solver.rounding import fill
 from flexshard.planner.solver.solution import Solution
-from flexshard.planner.solver.thresholds import allocate, allocation_of_cuts
+from flexshard.planner.solver.thresholds import allocate
 from flexshard.topologies import CollectiveRate
 
 __all__ = [
@@ -50,7 +48,7 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-MANY_COUNTS = 50_000  # of which not all are priced one by one if all tiers are to be gathered
+MANY_COUNTS = 5_000_000  # of which not all are priced one by one if all tiers are gathered: a gigabyte
 _CHEAPER = (0.99, 0.9, 0.5, 0.0)
 _FULL = 1e-6  # of memory, that is not worth being filled
 _BITS = 36  # of prices that are not told apart, of 52
@@ -184,64 +182,6 @@ def saved_of_tiers(instance: Instance, allocation: Allocation) -> FloatArray:
 # -- which placement takes least
 
 
-@dataclass(frozen=True, eq=False)
-class _CountCosts:
-    """All rows of some counts at each level, without latencies.
-
-    Attributes:
-        table: of each count; shape (n,).
-        seconds: if reduced whole; infinite where such rows may not be; shape (G, n).
-        saved: by gathering; shape (G, n).
-        memory: shape (G, n).
-    """
-
-    table: IntArray
-    seconds: FloatArray
-    saved: FloatArray
-    memory: FloatArray
-
-    @classmethod
-    def of(cls, instance: Instance, which: slice | IntArray, saved: FloatArray) -> _CountCosts:
-        """Of an instance's counts; ``saved`` by one row of each, shape (n, G)."""
-        assert instance.gathering is not None
-        table, reads = instance.table_of_count[which], instance.reads[which]
-        rows = instance.rows_of_count[which].astype(np.float64)
-        nbytes, kind = rows * instance.row_bytes[table], instance.table_class[table]
-        less = rows * saved.T
-        less[[level for level in range(len(less)) if level not in instance.gathering.levels]] = 0.0
-        seconds = nbytes * (instance.comm_fixed.T[:, kind] + instance.comm_per_read.T[:, kind] * reads)
-        memory = nbytes * (instance.memory_fixed.T[:, kind] + instance.memory_per_read[:, None] * reads)
-        if instance.most_reads is not None:
-            seconds = np.where(reads > instance.most_reads.T[:, table], np.inf, seconds)
-        return cls(table, seconds, less, memory)
-
-    @cached_property
-    def gathered(self) -> FloatArray:
-        """Seconds if gathered, shape (G, n)."""
-        return self.seconds - self.saved
-
-    @cached_property
-    def less(self) -> FloatArray:
-        """Seconds if gathered where that takes less, shape (G, n)."""
-        return self.seconds - np.maximum(self.saved, 0.0)
-
-
-def _known(kept: WeakKeyDictionary[Instance, _CountCosts], instance: Instance, every: bool) -> _CountCosts:
-    """Costs of an instance's counts, or of those alone where gathering saves anything, worked out once."""
-    known, gathering = kept.get(instance), instance.gathering
-    assert gathering is not None
-    if known is None:
-        if len(kept) > 1:  # a bound asks for tables with all of their ids and with distinct ones in turn
-            kept.clear()
-        of = (slice(None), gathering.costs.every) if every else gathering.costs.saving
-        known = kept[instance] = _CountCosts.of(instance, *of)
-    return known
-
-
-_EVERY: WeakKeyDictionary[Instance, _CountCosts] = WeakKeyDictionary()
-_SAVING: WeakKeyDictionary[Instance, _CountCosts] = WeakKeyDictionary()
-
-
 def least_of_tables(instance: Instance, levels: IntArray, price: float) -> tuple[FloatArray, FloatArray]:
     """Seconds and memory of each table whose every count is where it costs least at a price of memory, reduced or
     gathered as takes less: no placement at these levels costs less; shape (T,) each.
@@ -251,18 +191,21 @@ def least_of_tables(instance: Instance, levels: IntArray, price: float) -> tuple
     assert instance.gathering is not None
     always = instance.gathering.always and instance.reads.size <= MANY_COUNTS
     by_count = always or instance.most_reads is not None
-    if not by_count:  # all counts at their best if reduced, and those that had better be gathered
-        costs = _known(_SAVING, instance, every=False)
-        found = instance.per_table(*allocate(instance, levels, price))
-    else:
-        costs = _known(_EVERY, instance, every=True)
-        found = np.zeros(len(instance.tables)), np.zeros(len(instance.tables))
-    seconds, nbytes = _least_at(price, levels, costs.gathered if always else costs.less, costs.memory)
-    if not by_count:
-        without = _least_at(price, levels, costs.seconds, costs.memory)
-        seconds, nbytes = seconds - without[0], nbytes - without[1]
-    more = (np.bincount(costs.table, values, minlength=len(instance.tables)) for values in (seconds, nbytes))
-    return found[0] + next(more), found[1] + next(more)
+    if by_count:
+        costs = costs_of_counts(instance, every=True)
+        seconds, nbytes = _least_at(price, levels, costs.gathered if always else costs.less, costs.memory)
+        starts = instance.starts[:-1]
+        return np.add.reduceat(seconds, starts), np.add.reduceat(nbytes, starts)
+    # All counts at their best if reduced, and those that had better be gathered.
+    costs = costs_of_counts(instance, every=False)
+    found = instance.per_table(*allocate(instance, levels, price))
+    seconds, nbytes = _least_at(price, levels, costs.less, costs.memory)
+    without = _least_at(price, levels, costs.seconds, costs.memory)
+    saved, kept = (
+        np.bincount(costs.table, values, minlength=len(instance.tables))
+        for values in (seconds - without[0], nbytes - without[1])
+    )
+    return found[0] + saved, found[1] + kept
 
 
 def _least_at(price: float, levels: IntArray, seconds: FloatArray, memory: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -310,14 +253,15 @@ def solve_gathered(
         for price in (low, high):
             seconds, memory = at(price)
             bound = max(bound, seconds + price * (memory - limit_bytes))
-    inside = _within(instance, levels, high, prices[1], limit_bytes)
+    in_order = RangesInOrder(instance, levels)
+    inside = _within(in_order, high, prices[1], limit_bytes)
     if inside is None:
         return None
     filled = inside
     for price in (low, *(share * high for share in _CHEAPER)):
         if instance.memory_bytes(filled) >= limit_bytes * (1 - _FULL):
             break
-        filled = fill(instance, filled, _in_order(instance, levels, price), limit_bytes)
+        filled = fill(instance, filled, in_order.at(price), limit_bytes)
     found = [inside, filled]
     seconds, best = min(((_seconds(instance, one), one) for one in found), key=lambda one: one[0])
     return Solution(best, seconds, min(bound + latency, seconds), high if low < high else 0.0, levels)
@@ -329,72 +273,13 @@ def _seconds(instance: Instance, allocation: Allocation) -> float:
     return reduced_seconds(whole, allocation, instance.gathering.tiers_of(whole, allocation))
 
 
-def _within(instance: Instance, levels: IntArray, price: float, most: float, limit: float) -> Allocation | None:
+def _within(in_order: RangesInOrder, price: float, most: float, limit: float) -> Allocation | None:
     """The best ranges at the price, up to ``most``, at which they fit, which may be far above that of their counts."""
     tried: dict[float, Allocation] = {}
 
     def fits(price: float) -> bool:
-        tried[price] = _in_order(instance, levels, price)
-        return instance.memory_bytes(tried[price]) <= limit
+        tried[price] = in_order.at(price)
+        return in_order.instance.memory_bytes(tried[price]) <= limit
 
     found = first_passing(price, most, fits)
     return None if found is None else tried[found]
-
-
-def _in_order(instance: Instance, levels: IntArray, price: float) -> Allocation:
-    """The ranges of every table that cost least at a price, each tier reduced or gathered."""
-    costs, starts = _known(_EVERY, instance, every=True), instance.starts
-    assert instance.gathering is not None
-    copied = np.flatnonzero(np.isin(levels, instance.gathering.levels))
-    ways = [(True,) if instance.gathering.always else (False, True)] * copied.size
-    first = np.stack([np.isinf(costs.seconds[level]) for level in levels.tolist()])
-    barred = np.add.reduceat(first.astype(np.int64), starts[:-1], axis=1)  # the hottest counts of a table
-    reduced = np.where(first, 0.0, costs.seconds[levels]) + price * costs.memory[levels]
-    saved = costs.saved[levels]
-    best = np.full(len(instance.tables), np.inf)
-    cuts = np.zeros((len(instance.tables), levels.size - 1), np.int64)
-    for way in product(*ways):
-        gathers = np.zeros(levels.size, np.bool_)
-        gathers[copied] = way
-        values = reduced - np.where(gathers[:, None], saved, 0.0)
-        for table, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-            value, found = _least_cuts(values[:, start:end], barred[:, table])
-            if value < best[table]:
-                best[table], cuts[table] = value, found
-    whole = starts[:-1, None] + cuts - 1
-    rows = np.where(cuts > 0, instance.cum_rows[np.maximum(whole, 0)], 0)
-    return allocation_of_cuts(instance, levels, rows)
-
-
-def _least_cuts(values: FloatArray, barred: IntArray) -> tuple[float, IntArray]:
-    """Where the levels of one table end so that all counts together cost least, if the first so many counts may not be
-    at each.
-
-    Args:
-        values: of each count at each level; shape (L, n).
-        barred: of each level; shape (L,).
-
-    Returns:
-        what that costs, and how many counts are at the first 1, 2, ... levels; shape (L - 1,).
-    """
-    levels, counts = values.shape
-    up_to = np.zeros((levels, counts + 1))
-    np.cumsum(values, axis=1, out=up_to[:, 1:])
-    number = np.arange(counts + 1)
-    best = up_to[0].copy()
-    if barred[0]:
-        best[1:] = np.inf
-    begins = []
-    for level in range(1, levels):
-        before = best - up_to[level]
-        before[: barred[level]] = np.inf
-        least = np.minimum.accumulate(before)
-        at = np.maximum.accumulate(np.where(before == least, number, 0))
-        value = up_to[level] + least
-        better = value < best
-        begins.append(np.where(better, at, number))
-        best = np.where(better, value, best)
-    cuts, end = np.zeros(levels - 1, np.int64), counts
-    for level in range(levels - 1, 0, -1):
-        end = cuts[level - 1] = begins[level - 1][end]
-    return float(best[-1]), cuts

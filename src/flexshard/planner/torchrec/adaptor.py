@@ -23,7 +23,7 @@ from flexshard.planner.constraints import TableConstraints
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import PlannerOptions, Problem
 from flexshard.planner.solving import solve
-from flexshard.planner.torchrec.given_names import check_names, check_options, name_profiles_of_others
+from flexshard.planner.torchrec.given_names import check_cached, check_names, check_options, name_profiles_of_others
 from flexshard.planner.torchrec.left_to_torchrec import (
     left_tables,
     model_of_the_rest,
@@ -158,6 +158,7 @@ class FlexShardPlanner(ShardingPlanner):
         outside = [(outer, name) for (_, name), outer in inside.items()]
         others = [*((fqn, config.name) for fqn, configs in bags.items() for config in configs), *inside, *outside]
         check_names(module, self._dedup_factors, self._constraints)
+        check_cached(kinds, parts)
         left_out = left_tables(tables, self._torchrec_tables, self._constraints, others, kept)
         ours = {key: config for key, config in tables.items() if key not in left_out}
         left_bags = left_pooled(pooled, self._torchrec_tables, self._constraints, planned=given)

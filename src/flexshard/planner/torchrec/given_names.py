@@ -13,7 +13,7 @@ from flexshard.planner.problem import PlannerOptions
 from flexshard.planner.torchrec.left_to_torchrec import TableKey, all_tables
 from flexshard.planner.torchrec.rankings import key_of
 
-__all__ = ["check_names", "check_options", "name_profiles_of_others"]
+__all__ = ["check_cached", "check_names", "check_options", "name_profiles_of_others"]
 
 
 def check_options(plan: object | None, torchrec_tables: object, given: Mapping[str, object]) -> None:
@@ -54,6 +54,26 @@ def check_names(module: nn.Module, dedup_factors: Collection[str], constraints: 
             UserWarning,
             stacklevel=5,
         )
+
+
+def check_cached(sharders: Mapping[type[nn.Module], Any], parts: Mapping[str, nn.Module]) -> None:
+    """Whether sharders that are to keep tables behind caches get modules at all: no module tells them otherwise.
+
+    Args:
+        sharders: by types of modules.
+        parts: modules that sharders take, by name.
+
+    Raises:
+        PlanError: one gets none.
+    """
+    types = {type(part) for part in parts.values()}
+    for kind, sharder in sharders.items():
+        named = getattr(sharder, "cache_load_factors", None)
+        if named and kind not in types:
+            raise PlanError(
+                f"cache_load_factors of {type(sharder).__name__} name table {min(named)!r}, and the model has no"
+                f" {kind.__name__} for it; name a table in those of the sharder that shards it"
+            )
 
 
 def name_profiles_of_others(
