@@ -175,12 +175,13 @@ def test_nothing_to_communicate_is_nothing_to_deduplicate() -> None:
 
 
 def test_one_rank_sends_nothing_and_deduplicates_nothing() -> None:
-    """Nor does the frontier, whose neutral plan is the plan."""
+    """But where memory is short, as the frontier says, whose neutral plan is the plan."""
     cluster = Cluster("one", 1, 1, 1e9, 0.0, (Level(1, None, None),))
     own = table("t", 2_000, 20, 1.0)
     plan, curve = solve([own], cluster, batch_size=64), pareto([own], cluster, batch_size=64)
     assert not plan.tables["t"].index_dedup
-    assert {point.memory_bytes for point in curve.points} == {plan.predicted.memory_bytes}
+    distinct = solve([own], cluster, batch_size=64, index_dedup=True)
+    assert {point.memory_bytes for point in curve.points} == {one.predicted.memory_bytes for one in (distinct, plan)}
     assert curve.mark("memory_neutral").exposed_seconds == plan.predicted.exposed_seconds == 0.0
 
 
@@ -195,6 +196,38 @@ def test_on_one_rank_ids_are_looked_up_once_where_nothing_else_fits() -> None:
     for budget, once in ((least[0], False), ((least[0] + least[1]) / 2, True)):
         plan = solve(tables, cluster, batch_size=64, budget=f"{budget + 1:.0f}B", index_dedup="auto")
         assert plan.tables["often"].index_dedup is once
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_one_rank_every_choice_of_tables_is_weighed(seed: int) -> None:
+    """What sends least fits, and the bound is of all choices; so is the frontier's."""
+    generator = np.random.default_rng([6, seed])
+    cluster = Cluster("one", 1, 1, 1e9, 0.0, (Level(1, None, None),))
+    tables = [table(f"t{index}", 200, float(generator.integers(1, 40)), 1.0) for index in range(3)]
+    variants = Variants(Problem(tables, cluster, 64))
+    found = {}
+    for mask in product((False, True), repeat=3):
+        instance = variants.of(np.array(mask))
+        every = instance.uniform(1)
+        found[mask] = instance.memory_bytes(every), instance.exposed_seconds(every)
+    curve = pareto(tables, cluster, batch_size=64)
+    assert curve.points[0].memory_bytes == pytest.approx(min(memory for memory, _ in found.values()))
+    for memory, _ in found.values():
+        plan = solve(tables, cluster, batch_size=64, budget=f"{memory + 1:.0f}B")
+        least = min(seconds for held, seconds in found.values() if held <= memory)
+        assert plan.predicted.exposed_seconds == pytest.approx(least)
+        assert plan.lower_bound_seconds == pytest.approx(least)
+
+
+def test_a_step_on_one_rank_looks_up_once_what_pays() -> None:
+    cluster = Cluster("one", 1, 1, 1e9, 0.0, (Level(1, None, None),), 1e12)
+    counts = [AccessProfile.from_counts(np.full(10, reads), 10) for reads in (1000, 100)]
+    tables = [Table(f"t{index}", 10, 64, profile) for index, profile in enumerate(counts)]
+    auto, once = (
+        solve(tables, cluster, batch_size=64, budget="100MB", objective="step", index_dedup=how)
+        for how in ("auto", True)
+    )
+    assert auto.objective_seconds(auto.predicted) <= once.objective_seconds(once.predicted) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -83,8 +83,10 @@ class Variants:
 
     @property
     def are_chosen(self) -> bool:
-        """Whether tables are to be deduplicated where it pays, and somebody is there to send ids to."""
-        return self.problem.index_dedup == "auto" and self.problem.cluster.world_size > 1
+        """Whether tables are to be deduplicated where it pays; on one rank, which sends nothing, in memory, or in
+        lookups.
+        """
+        return self.problem.index_dedup == "auto"
 
     @property
     def fixed(self) -> Instance:
@@ -207,13 +209,7 @@ class Variants:
 
     def _solve(self, limit_bytes: float, tiers: int, start_price: float | None) -> tuple[Instance, Solution]:
         if not self.are_chosen:
-            try:
-                return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
-            except BudgetError:
-                if self.problem.index_dedup != "auto":
-                    raise
-            # One rank sends nothing, but distinct ids take less memory.
-            return self.once, solve_instance(self.once, limit_bytes, tiers, start_price=start_price)
+            return self.fixed, solve_instance(self.fixed, limit_bytes, tiers, start_price=start_price)
         masks, joint = self._candidates(limit_bytes, tiers, start_price)
         bound, price = (None, start_price) if joint is None else (joint.bound, joint.price)
         found: list[tuple[Instance, Solution]] = []
