@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from flexshard import AccessProfile, pareto, solve
 from flexshard.planner import Problem
 from flexshard.planner.solver import leading_counts as searches, vertices
 from flexshard.planner.solver.build import build_instance
@@ -13,7 +16,7 @@ from flexshard.planner.solver.dual_search import price_range
 from flexshard.planner.solver.leading_counts import leading_counts, search_steps
 from flexshard.planner.solver.thresholds import allocate, crossing_prices
 from flexshard.tables import Table
-from flexshard.topologies import Cluster
+from flexshard.topologies import Cluster, CollectiveRate, Level
 from tests.planner.instances import clusters, table_lists
 
 
@@ -53,3 +56,24 @@ def test_a_search_counts(tables: list[list[int]], wanted: list[float], above: bo
             found = leading_counts(values, starts, sizes, lambda: search_steps(sizes), sought, above=above)
         assert found.shape == sought.shape
         assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", [0, 16, 22])
+def test_points_that_may_not_be_the_best_say_so(seed: int) -> None:
+    """Where ranks wait for owners of hot rows, searches end with a bound, which is the point's."""
+    random, (slow, fast) = np.random.default_rng([9, seed]), (CollectiveRate(0.0, rate) for rate in (2.2e7, 1.5e7))
+    tables = []
+    for index, (rows, dim) in enumerate(((277, 64), (3, 8), (283, 8))):
+        counts = random.uniform(10, 1e5) / np.arange(1, rows + 1) ** random.uniform(0.3, 1.5)
+        tables.append(
+            Table(f"t{index}", rows, dim, AccessProfile.from_counts(counts.astype(int) + 1, num_samples=1000))
+        )
+    inner = Level(4, CollectiveRate(1e-3, 2.6e8), CollectiveRate(1e-7, 1.9e6))
+    cluster = Cluster("c", 8, 4, 1e9, 0.0, (Level(1, None, fast), inner, Level(32, slow, None)))
+    problem = Problem(tables, cluster, 1, index_dedup=False)
+    curve = pareto(problem)
+    assert any(point.lower_bound_seconds is not None for point in curve.points)
+    for point in curve.points[::3] + curve.points[-1:]:
+        best = solve(replace(problem, budget=f"{point.memory_bytes!r} B")).predicted.exposed_seconds
+        least = point.exposed_seconds * (1 - 1e-4) if point.lower_bound_seconds is None else point.lower_bound_seconds
+        assert best >= least * (1 - 1e-9)

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from flexshard import AccessProfile
 from flexshard._internal import expand, read_chunks
-from flexshard.errors import DataError, ProfileError
+from flexshard.errors import ChangedDataError, DataError, ProfileError
 from flexshard.profiling import hash_to_rows
 from flexshard.profiling.count.keyed_lengths import KeyedLengths
 
@@ -147,6 +147,23 @@ def test_large_row_groups_are_streamed(tmp_path: Path) -> None:
     assert pa.concat_tables([chunk.table for chunk in streamed]).combine_chunks() == whole.table.combine_chunks()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("rows", "first", "group"), [(4000, 0, 100), (1000, 5000, 100), (1000, 0, 50)])
+def test_files_that_are_replaced_meanwhile_are_not_counted(
+    rows: int, first: int, group: int, streamed: bool, tmp_path: Path
+) -> None:
+    paths = [write(tmp_path / name, {"id": np.arange(1000)}, row_group_size=100) for name in ("a.parquet", "b.parquet")]
+    other = write(tmp_path / "other", {"id": np.arange(first, first + rows)}, row_group_size=group)
+
+    def read() -> None:
+        for chunk in read_chunks(expand(paths), ["id"], 1, whole_group_bytes=0 if streamed else 1 << 20):
+            if chunk.first_row == 200 and other.exists():
+                other.replace(paths[1])
+
+    with pytest.raises(ChangedDataError, match=r"b\.parquet: has changed since reading began"):
+        read()
+
+
 def test_progress_is_told(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"ids": np.arange(1000) % 7}, row_group_size=300)
     calls: list[tuple[int, int]] = []
@@ -211,6 +228,25 @@ def test_many_tables_in_one_file(tmp_path: Path) -> None:
     assert (lengths.total, lengths.total_squares) == (2, 2)
     with pytest.raises(DataError, match=r"table '10': 1 ids are outside \[0, 2\), the first is 3 in .*, row 2"):
         AccessProfile.from_parquet_by(path, column="id", by="table", num_rows={"10": 2})
+
+
+@pytest.mark.parametrize(
+    "pattern", ["part-[!0]*.parquet", "part-[0^].parquet", "*.parquet", "**/*.parquet", "**", "s?b/*", ".h*", "[.]h*"]
+)
+def test_patterns_of_urls_are_those_of_files(pattern: str, tmp_path: Path) -> None:
+    names = ("part-!", "part-0", "part-1", "part-^", ".hidden", "sub/one", "sub/deep/two", ".hid/three", "sub/.four")
+    for name in names:
+        place = tmp_path / f"{name}.parquet"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write(place, {"id": [1]})
+
+    def found(start: str) -> list[str]:
+        try:
+            return sorted(source.path for source in expand(f"{start}{tmp_path}/{pattern}"))
+        except DataError as error:
+            return [str(error).rpartition(": ")[2]]
+
+    assert found("file://") == found("")
 
 
 def test_globs_folders_and_urls(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ if TYPE_CHECKING:
         free_target as free_target,
         put_in_place as put_in_place,
     )
+    from flexshard._internal.file_stamps import (
+        FileStamp as FileStamp,
+        changed_data as changed_data,
+        gone_data as gone_data,
+    )
     from flexshard._internal.files import (
         PathLike as PathLike,
         checked_path as checked_path,
@@ -168,6 +173,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "drafts": ["draft_folder", "free_target", "put_in_place"],
+        "file_stamps": ["FileStamp", "changed_data", "gone_data"],
         "files": [
             "PathLike",
             "checked_path",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import takewhile
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from flexshard._internal.checks import first_repeated
+from flexshard._internal.file_stamps import FileStamp, changed_data, gone_data, on_this_machine
 from flexshard._internal.files import PathLike, checked_path
 from flexshard.errors import DataError, MissingDependencyError
 
@@ -50,6 +52,28 @@ class ParquetSource:
     num_rows: int
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]
+    stamp: FileStamp = field(compare=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether asking for the file's size takes no time to speak of."""
+        return on_this_machine(self.filesystem)
+
+    def check_unchanged(self) -> None:
+        """Check that the file still is what it was.
+
+        Raises:
+            ChangedDataError: it is not.
+            DataError: it cannot be asked for.
+        """
+        try:
+            stamp = FileStamp.of(self.path, self.filesystem)
+        except FileNotFoundError as error:
+            raise gone_data(self.name) from error
+        except OSError as error:
+            raise DataError(f"{self.name}: cannot be read: {first_line(error)}") from error
+        if stamp != self.stamp:
+            raise changed_data(self.name)
 
     def open(self) -> pq.ParquetFile:
         """A handle of its own for each reader, because handles are not shared between threads."""
@@ -63,6 +87,7 @@ class ParquetSource:
             DataError: missing, unreadable, not Parquet, or cut off.
         """
         try:
+            stamp = FileStamp.of(path, filesystem)
             with pq.ParquetFile(path, filesystem=filesystem) as file:
                 metadata = file.metadata
                 groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -76,6 +101,7 @@ class ParquetSource:
                     metadata.num_rows,
                     tuple(group.num_rows for group in groups),
                     tuple(group.total_byte_size for group in groups),
+                    stamp,
                 )
         except FileNotFoundError as error:
             raise DataError(f"{name}: no such file") from error
@@ -118,7 +144,7 @@ def expand(paths: PathLike | Sequence[PathLike]) -> list[ParquetSource]:
         if not matches:
             raise DataError(f"{text}: {_nothing(text)}")
         sources += [ParquetSource.probe(_display(text, match), match, filesystem) for match in sorted(matches)]
-    places = [os.path.realpath(source.path) if source.filesystem is None else source.name for source in sources]
+    places = [os.path.realpath(source.path) if source.is_local else source.name for source in sources]
     twice = first_repeated(places)
     if twice is not None:
         raise DataError(f"{sources[places.index(twice)].name}: is given twice, and would be counted twice")
@@ -244,8 +270,7 @@ def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
         if pattern != path:
             selector = pafs.FileSelector(path, recursive=True)
             files = [info.path for info in filesystem.get_file_info(selector) if info.is_file]
-            matches = re.compile(_glob_to_regex(pattern))
-            return filesystem, [file for file in files if matches.fullmatch(file)]
+            return filesystem, [file for file in files if _fits(file.split("/"), pattern.split("/"))]
         info = filesystem.get_file_info(path)
         if info.type == pafs.FileType.Directory:
             entries = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
@@ -258,11 +283,18 @@ def _match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
         raise DataError(f"{url}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _glob_to_regex(pattern: str) -> str:
-    """``*`` and ``?`` stay inside a folder, ``**/`` is any number of folders, as for local files."""
-    parts = re.split(r"(\*\*/|\*|\?|\[[^\]]+\])", pattern)
-    special = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
-    return "".join(special.get(part, part if part.startswith("[") else re.escape(part)) for part in parts)
+def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether folders and a file are what a pattern says, name by name, as :func:`glob.glob` has it: ``**`` is any
+    number of names, and no wildcard is a name that starts with a dot.
+    """
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        skipped = takewhile(lambda end: end == 0 or not names[end - 1].startswith("."), range(len(names) + 1))
+        return any(_fits(names[end:], pattern[1:]) for end in skipped)
+    if not names or (names[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
 
 
 def _first_mark(text: str) -> int:
@@ -298,6 +330,7 @@ def read_chunks(
 
     Raises:
         DataError: a page that cannot be decoded; names file and row.
+        ChangedDataError: a file is not what it was.
     """
     pending: deque[Future[Chunk]] = deque()
     with ThreadPoolExecutor(workers) as pool:
@@ -325,15 +358,18 @@ def _read_group(source: ParquetSource, group: int, first_row: int, columns: Sequ
     """
     try:
         with source.open() as file:
-            return Chunk(source, first_row, file.read_row_group(group, columns=list(columns), use_threads=False))
+            table = file.read_row_group(group, columns=list(columns), use_threads=False)
     except Exception as error:  # Arrow raises many kinds on damaged pages
         raise _broken(source, first_row, error) from error
+    _check_read(source, group, first_row, table.num_rows)
+    return Chunk(source, first_row, table)
 
 
 def _stream_group(
     source: ParquetSource, group: int, first_row: int, columns: Sequence[str], batch_rows: int
 ) -> Iterator[Chunk]:
     """Batches of a large row group, the next being decoded while one is counted."""
+    start = first_row
     try:
         with source.open() as file, ThreadPoolExecutor(1) as pool:
             batches = file.iter_batches(batch_rows, row_groups=[group], columns=list(columns), use_threads=False)
@@ -344,7 +380,21 @@ def _stream_group(
                 first_row += batch.num_rows
     except Exception as error:  # Arrow raises many kinds on damaged pages
         raise _broken(source, first_row, error) from error
+    _check_read(source, group, start, first_row - start)
+
+
+def _check_read(source: ParquetSource, group: int, first_row: int, rows: int) -> None:
+    """Whether what was read is all of a row group of the file that was found; other machines are asked once a file."""
+    if source.is_local or group + 1 == len(source.group_rows):
+        source.check_unchanged()
+    if rows != source.group_rows[group]:  # Arrow reads some nested pages short, without a word
+        short = ValueError(f"row group {group} decodes to {rows:,} of {source.group_rows[group]:,} rows")
+        raise _broken(source, first_row, short)
 
 
 def _broken(source: ParquetSource, row: int, error: Exception) -> DataError:
+    try:
+        source.check_unchanged()
+    except DataError as changed:
+        return changed
     return DataError(f"{source.name}: broken at or after row {row}: {first_line(error)}; write the file again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,30 +15,21 @@ import numpy.typing as npt
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from flexshard._internal import ParquetSource, first_line
-from flexshard.errors import ChangedDataError, DataError
+from flexshard._internal import ParquetSource, changed_data, first_line
+from flexshard.errors import DataError
 from flexshard.ingestion.pieces import Chunk, Piece
 from flexshard.ingestion.storage.column_chunks import ColumnChunks
 from flexshard.ingestion.storage.flat_maps import Projection
 from flexshard.ingestion.storage.merged_file import MergedFile
 from flexshard.ingestion.storage.merged_reads import ReadCost
 
-__all__ = ["RowStreams", "StoredRows", "check_columns", "is_local"]
+__all__ = ["RowStreams", "StoredRows", "check_columns"]
 
 IntArray = npt.NDArray[np.int64]
 # Of a row group's decoded columns, up to which it is decoded at once, which takes least time.
 _WHOLE_BYTES, _WHOLE_ROWS = 32 << 20, 1 << 18
 _CHUNK_BYTES = 6 << 20  # of those of a larger one; less, much more, and powers of two take longer per row (measured)
 LOCAL_GAP, REMOTE_GAP = 8 << 10, 1 << 20
-
-
-@dataclass(frozen=True)
-class _Stamp:
-    """Size in bytes, time of the last change in nanoseconds and a mark of the version, as the file system has them."""
-
-    size: int
-    changed: int
-    version: str = ""
 
 
 class StoredRows:
@@ -70,8 +60,7 @@ class StoredRows:
         self._group_files = np.repeat(np.arange(len(sources)), [len(source.group_rows) for source in sources])
         self._first_groups = _ends([len(source.group_rows) for source in sources])
         self.group_starts = _ends([rows for source in sources for rows in source.group_rows])
-        self._stamps = [_stamp_of(source) for source in sources]
-        self._gaps = [gap if gap is not None else LOCAL_GAP if is_local(source) else REMOTE_GAP for source in sources]
+        self._gaps = [gap if gap is not None else LOCAL_GAP if source.is_local else REMOTE_GAP for source in sources]
         self.footers: list[Any] = [None] * len(sources)
         check_columns(sources, columns)
         digest = hashlib.blake2b(digest_size=16)
@@ -96,13 +85,13 @@ class StoredRows:
 
     def check_unchanged(self) -> None:
         """Check that all files still are what they were; raises ChangedDataError."""
-        for number in range(len(self.sources)):
-            self._check_unchanged(number)
+        for source in self.sources:
+            source.check_unchanged()
 
     @property
     def nbytes(self) -> int:
-        """Of the files, when this was made."""
-        return sum(stamp.size for stamp in self._stamps)
+        """Of the files, when they were found."""
+        return sum(source.stamp.size for source in self.sources)
 
     @property
     def num_rows(self) -> int:
@@ -155,8 +144,8 @@ class StoredRows:
                         batch = next(batches, None)
                     except Exception as error:  # Arrow raises many kinds on damaged pages
                         raise self._broken(number, group - before, row, error) from error
-                    if is_local(source):
-                        self._check_unchanged(number)
+                    if source.is_local:
+                        source.check_unchanged()
                     if batch is None:
                         break
                     start, row = row, row + batch.num_rows
@@ -179,12 +168,12 @@ class StoredRows:
             reads, nbytes = storage.load(starts, sizes, self._gaps[number])
         except Exception as error:  # file systems have errors of their own
             raise self._broken(number, group, row, error) from error
-        self._check_unchanged(number)  # all that will be decoded of the row group has been read
+        self.sources[number].check_unchanged()  # all that will be decoded of the row group has been read
         return ReadCost(reads, int(sizes.sum()), nbytes)
 
     def _broken(self, number: int, group: int, row: int, error: Exception) -> DataError:
         """What cannot be read of a row group, from a row on; that the file changed, where it did."""
-        self._check_unchanged(number)
+        self.sources[number].check_unchanged()
         return DataError(
             f"{self.sources[number].name}: row group {group} is broken at or after row"
             f" {row - int(self.file_starts[number]):,}: {first_line(error)}; write the file again"
@@ -197,7 +186,7 @@ class StoredRows:
     @contextmanager
     def _opened(self, number: int) -> Iterator[tuple[MergedFile, pq.ParquetFile]]:
         source = self.sources[number]
-        self._check_unchanged(number)
+        source.check_unchanged()
         try:
             storage = MergedFile(source.path, source.filesystem)
             file = pq.ParquetFile(
@@ -207,18 +196,13 @@ class StoredRows:
                 page_checksum_verification=True,  # of pages that were written with one
             )
         except Exception as error:
-            self._check_unchanged(number)
+            source.check_unchanged()
             raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
         with storage, file:
             rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
             if rows != source.group_rows:
-                raise ChangedDataError(_changed(source.name))
+                raise changed_data(source.name)
             yield storage, file
-
-    def _check_unchanged(self, number: int) -> None:
-        source = self.sources[number]
-        if _stamp_of(source) != self._stamps[number]:
-            raise ChangedDataError(_changed(source.name))
 
 
 def check_columns(sources: Sequence[ParquetSource], columns: Sequence[str]) -> list[Projection]:
@@ -329,45 +313,10 @@ class RowStreams:
         return None
 
 
-def is_local(source: ParquetSource) -> bool:
-    """Whether asking for a file's size takes no time to speak of."""
-    return isinstance(source.filesystem, pafs.LocalFileSystem | None)
-
-
 def _ends(sizes: Sequence[int]) -> IntArray:
     ends: IntArray = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=ends[1:])
     return ends
-
-
-def _stamp_of(source: ParquetSource) -> _Stamp:
-    try:
-        if source.filesystem is None or is_local(source):
-            found = os.stat(source.path)  # noqa: PTH116 (a Path for every chunk takes longer than asking)
-            return _Stamp(found.st_size, found.st_mtime_ns, str(found.st_ino))  # copies may keep the time
-        info = source.filesystem.get_file_info(source.path)
-        version = _version_of(source)
-    except FileNotFoundError as error:
-        raise ChangedDataError(_gone(source.name)) from error
-    except OSError as error:
-        raise DataError(f"{source.name}: cannot be read: {first_line(error)}") from error
-    if info.type != pafs.FileType.File:
-        raise ChangedDataError(_gone(source.name))
-    return _Stamp(int(info.size or 0), int(info.mtime_ns or 0), version)
-
-
-def _version_of(source: ParquetSource) -> str:
-    """What fsspec tells versions of a file apart by; many of its file systems have no time of change for Arrow."""
-    handler = getattr(source.filesystem, "handler", None)
-    return str(handler.fs.ukey(source.path)) if isinstance(handler, pafs.FSSpecHandler) else ""
-
-
-def _gone(name: str) -> str:
-    return f"{name}: is no longer there; put it back, or start on the files that there are"
-
-
-def _changed(name: str) -> str:
-    return f"{name}: has changed since reading began; start again, on files that stay as they are"
 
 
 def _footer_of(source: ParquetSource) -> bytes:

@@ -38,6 +38,7 @@ __all__ = ["pareto"]
 FloatArray = npt.NDArray[np.float64]
 
 _EVEN, _MOST_VERTICES, _CHOICES, _NOTHING = 24, 40, 16, 1e-6
+_ROUNDED = 1e-4  # above a bound, as the last row that does not fit may leave a plan
 _WORK_OF_POINT, _WORK_OF_CHOICE = 100_000.0, 1_000_000.0  # microseconds that may go into making one of them exact
 
 
@@ -139,7 +140,9 @@ def _best(
     for budget in sorted(budget for budget in budgets if budget >= least):
         with ended_at(np.inf, _WORK_OF_POINT):
             found = solve_instance(instance, budget, tiers, start_price=price)
-        points.append(_point(instance, found.allocation))
+        bound = found.lower_bound_seconds
+        optimal = found.seconds <= bound * (1 + _ROUNDED)
+        points.append(replace(_point(instance, found.allocation), lower_bound_seconds=None if optimal else bound))
         price = found.price or None
     return points
 

@@ -167,6 +167,11 @@ def load_job(path: PathLike) -> Job:
     if spec.dense is not None:
         text = spec.dense
         step = at(["dense"], lambda: StepWork(units.parse_seconds(text)))
+        if spec.objective == "communication":
+            raise JobError(
+                f"{located(path, tree, ['dense'])}: dense decides nothing where the objective is 'communication'; leave"
+                " one of them out"
+            )
     if spec.rates is not None:
         if step is None:
             raise JobError(

@@ -40,7 +40,7 @@ from flexshard.ingestion.storage.map_keys import key_columns, keys_of
 from flexshard.ingestion.storage.merged_reads import Disk, ReadCost
 from flexshard.ingestion.storage.popularity import PopularBytes, popular_bytes
 from flexshard.ingestion.storage.projections import ProjectionLog
-from flexshard.ingestion.stored_rows import StoredRows, check_columns, is_local
+from flexshard.ingestion.stored_rows import StoredRows, check_columns
 
 __all__ = ["Rewritten", "rewrite_dataset"]
 
@@ -364,7 +364,7 @@ def _widened(array: pa.Array, kind: pa.DataType) -> pa.Array:
 def _file_names(sources: Sequence[ParquetSource]) -> list[str]:
     """Where each file goes in the new folder: partitions stay folders."""
     paths = [
-        PurePosixPath(os.path.abspath(source.path) if is_local(source) else source.path)  # noqa: PTH100 (no link is followed)
+        PurePosixPath(os.path.abspath(source.path) if source.is_local else source.path)  # noqa: PTH100 (no link is followed)
         for source in sources
     ]
     base = PurePosixPath(os.path.commonpath([path.parent for path in paths]))
