@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from flexshard import AccessProfile
-from flexshard.errors import DataError, ProfileError
+from flexshard.errors import ChangedDataError, DataError, ProfileError
 from flexshard.profiling import encode, load_mapping, read_samples
+from flexshard.profiling.encoding import encoding
 from tests.commands import run
 
 NAN = float("nan")
@@ -313,3 +314,75 @@ def test_commands_from_a_log_to_a_plan_and_back(tmp_path: Path) -> None:
     lost = run(tmp_path, "encode", "log.csv", "--column", "item", "-o", "log.csv")
     assert lost.returncode == 2
     assert lost.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_files_that_are_replaced_meanwhile_are_not_encoded(
+    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read twice: to count values, and to write them."""
+    pq.write_table(pa.table({"c": ["x", "y"]}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"c": ["x", "z", "z"]}), tmp_path / "other")
+    query = encoding._query
+
+    def swap(*args: Any) -> str:
+        if gone:
+            (tmp_path / "in.parquet").unlink(missing_ok=True)
+        elif (tmp_path / "other").exists():
+            (tmp_path / "other").replace(tmp_path / "in.parquet")
+        return query(*args)
+
+    monkeypatch.setattr(encoding, "_query", swap)
+    what = "is no longer there" if gone else "has changed since reading began"
+    with pytest.raises(ChangedDataError, match=rf"in\.parquet: {what}"):
+        encode(tmp_path / "in.parquet", tmp_path / "out.parquet", columns=["c"])
+    assert not (tmp_path / "out.parquet").exists()
+    assert not (tmp_path / "out.c.mapping.parquet").exists()
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize(("made", "again"), [("keep", "drop"), ("drop", "keep"), ("keep", "keep"), ("drop", "drop")])
+def test_nulls_of_a_mapping_made_before(made: str, again: str, lists: bool, tmp_path: Path) -> None:
+    values: Any = [["x", None], [None], ["x"], ["y"]] if lists else ["x", None, None, "x", "y"]
+    pq.write_table(pa.table({"c": values}), tmp_path / "in.parquet")
+    encode(tmp_path / "in.parquet", tmp_path / "a.parquet", columns=["c"], nulls=made)
+    mapping = tmp_path / "a.c.mapping.parquet"
+    how: Any = {"columns": ["c"], "mappings": {"c": mapping}, "nulls": again}
+    if (made, again) == ("drop", "keep"):
+        with pytest.raises(DataError, match=r"has 1 values that .* has not, null among them"):
+            encode(tmp_path / "in.parquet", tmp_path / "b.parquet", **how)
+        how["unknown"] = "drop"
+    (found,) = encode(tmp_path / "in.parquet", tmp_path / "b.parquet", **how)
+    back = {row: value for value, row in mapping_of(mapping).items()}
+    keeps = made == again == "keep"
+    written = pq.read_table(tmp_path / "b.parquet")["c"].to_pylist()
+    if lists:
+        assert [[back[row] for row in ids] for ids in written] == [
+            [value for value in ids if keeps or value is not None] for ids in values
+        ]
+    else:
+        assert [back[row] for row in written] == [value for value in values if keeps or value is not None]
+    assert (found.ids, found.dropped) == ((5, 0) if keeps else (3, 2))
+
+
+def test_rows_that_another_column_leaves_out_are_counted(tmp_path: Path) -> None:
+    columns = {"a": ["x", None, "x", None, "y"], "b": [1, 2, 3, 4, 5], "l": [[1], [2, 2], [], [3], [1, 1]]}
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    found = encode(tmp_path / "in.parquet", tmp_path / "out.parquet", columns=["a", "b", "l"], nulls="drop")
+    assert [(one.ids, one.dropped) for one in found] == [(3, 2), (3, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("wrong", ["twice", "row twice", "outside", "short"])
+def test_a_mapping_that_is_none(wrong: str, tmp_path: Path) -> None:
+    """Joined with one that has a value twice, rows would be doubled."""
+    pq.write_table(pa.table({"c": ["x", "y", "x"]}), tmp_path / "in.parquet")
+    encode(tmp_path / "in.parquet", tmp_path / "a.parquet", columns=["c"])
+    mapping = tmp_path / "a.c.mapping.parquet"
+    table = pq.read_table(mapping)
+    rows = {"row twice": [0, 0], "outside": [0, 7]}.get(wrong, [0, 1])
+    other = table.set_column(1, table.field(1), pa.array(rows, table.field(1).type))
+    if wrong == "twice":
+        other = pa.concat_tables([other, other.slice(0, 1)])
+    pq.write_table(other.slice(0, 1) if wrong == "short" else other, mapping)
+    with pytest.raises(DataError, match=r"a\.c\.mapping\.parquet: does not give each of 2 rows, from 0 on, to one"):
+        encode(tmp_path / "in.parquet", tmp_path / "b.parquet", columns=["c"], mappings={"c": mapping}, unknown="drop")

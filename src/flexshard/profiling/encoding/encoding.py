@@ -8,13 +8,11 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from flexshard import units
 from flexshard._internal import (
     PathLike,
     check_bytes,
@@ -27,34 +25,17 @@ from flexshard._internal import (
 )
 from flexshard.errors import DataError, OutputError
 from flexshard.profiling.encoding.arrow_types import with_types
-from flexshard.profiling.encoding.encoded_by import METADATA_KEY, check_not_yet_encoded, digest_of, encodings
-from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping, mapping_path
-from flexshard.profiling.encoding.sources import Scan, Values, check_kept, check_types, resolved, scan
+from flexshard.profiling.encoding.database import failures, open_database, unchanged
+from flexshard.profiling.encoding.encoded_by import METADATA_KEY, encodings
+from flexshard.profiling.encoding.encoded_columns import WIDE, ColumnToEncode, EncodedColumn
+from flexshard.profiling.encoding.mapping import NULLS, load_mapping, mapping_path
+from flexshard.profiling.encoding.sources import Scan, check_kept, scan
 
 __all__ = ["EncodedColumn", "encode", "encoded"]
 
 Mappings = dict[str, PathLike]
 _UNKNOWN = ("error", "drop")
-_FEW_ROWS = (1 << 31) - 1
 _ROW, _FILE_ROWS = "__flexshard_row", 1 << 40
-_WIDE = ("HUGEINT", "UHUGEINT")
-
-
-@dataclass(frozen=True)
-class EncodedColumn:
-    """What became of a column.
-
-    Attributes:
-        mapping: how its values are numbered.
-        ids: that were written.
-        dropped: ids that were left out: null ones, or those that the mapping has not.
-        is_list: whether a row has a list of ids.
-    """
-
-    mapping: Mapping
-    ids: int
-    dropped: int
-    is_list: bool
 
 
 def encode(
@@ -82,13 +63,15 @@ def encode(
         mappings: by column, one that an earlier call made, to be used instead of a new one.
         separator: at which texts are cut into lists ("1|2|3").
         nulls: what becomes of ids that are null: "drop" leaves them out, and rows whose only id is null; "keep" gives
-            them a row. There may be none by default. A list that is null is an empty one.
+            them a row, which a given mapping has or has not, as of other values. There may be none by default. A list
+            that is null is an empty one.
         unknown: what becomes of values that a given mapping has not: "error", or "drop" as null ones.
         memory: that DuckDB may take; by default four fifths of the machine's.
 
     Raises:
         DataError: unreadable data, a missing column, values that are no keys, nulls or unknown values; names file,
             column and number.
+        ChangedDataError: a file was replaced, or went, while it was read; nothing is written then.
         OutputError: the output could not be written.
     """
     names = [columns] if isinstance(columns, str) else list(columns)
@@ -111,36 +94,38 @@ def encode(
     with (
         interrupts(),
         draft_folder(target) as scratch,
-        closing(_database(str(scratch), limit)) as database,
-        _failures(target, limit),
+        failures(target, limit),
+        closing(open_database(str(scratch), limit)) as database,
     ):
-        data = data.loaded(database)
-        stored = data.columns(database)
-        check_kept(data)
-        _check_names(data, stored if data.kind != "parquet" else data.schemas[0].names)
-        wide = [name for name, kind in stored.items() if kind in _WIDE and name not in names]
-        own = [
-            _Column.of(database, data, name, given.get(name), separator, nulls, unknown, number)
-            for number, name in enumerate(names)
-        ]
-        made: list[tuple[Path, Path]] = []
-        for column in own:
-            if column.given is None:
-                place = mapping_path(target, column.values.name)
-                draft = scratch / f"mapping-{column.number}.parquet"
-                column.save(database, draft, place)
-                made.append((draft, place))
-        query, draft = _query(data, own, wide), scratch / "data.parquet"
-        said = {METADATA_KEY: json.dumps(_encodings(data, own))}
-        if data.kind == "parquet":
-            _write(database, f"SELECT * FROM ({query}) LIMIT 0", draft, {})
-            said = with_types(said, pq.read_schema(draft), data.schemas, [column.values.name for column in own])
-        _write(database, query, draft, said)
+        with unchanged(data.files):
+            data = data.loaded(database)
+            stored = data.columns(database)
+            check_kept(data)
+            _check_names(data, stored if data.kind != "parquet" else data.schemas[0].names)
+            wide = [name for name, kind in stored.items() if kind in WIDE and name not in names]
+            own = [
+                ColumnToEncode.of(database, data, name, given.get(name), separator, nulls, unknown, number)
+                for number, name in enumerate(names)
+            ]
+            made: list[tuple[Path, Path]] = []
+            for column in own:
+                if column.given is None:
+                    place = mapping_path(target, column.values.name)
+                    draft = scratch / f"mapping-{column.number}.parquet"
+                    column.save(database, draft, place)
+                    made.append((draft, place))
+            query, draft = _query(data, own, wide), scratch / "data.parquet"
+            said = {METADATA_KEY: json.dumps(_encodings(data, own))}
+            if data.kind == "parquet":
+                _write(database, f"SELECT * FROM ({query}) LIMIT 0", draft, {})
+                said = with_types(said, pq.read_schema(draft), data.schemas, [column.values.name for column in own])
+            _write(database, query, draft, said)
+        results = [column.written(database, draft) for column in own]
         made.append((draft, target))
         with replacing_all(place for _, place in made) as free:
             for (source, _), place in zip(made, free, strict=True):
                 shutil.move(source, place)
-    return [column.result for column in own]
+    return results
 
 
 @contextmanager
@@ -180,168 +165,7 @@ def _check_outputs(target: Path, columns: list[str], inputs: Sequence[PathLike])
             raise OutputError(f"{place} is what is read, and would be lost; choose another path with -o")
 
 
-def _database(scratch: str, limit: int | None) -> Any:
-    import duckdb
-
-    settings: dict[str, Any] = {"temp_directory": str(Path(scratch) / "spill")}
-    if limit is not None:
-        settings["memory_limit"] = f"{limit // 1000}KB"
-    return duckdb.connect(str(Path(scratch) / "work.duckdb"), config=settings)
-
-
-@contextmanager
-def _failures(target: Path, limit: int | None) -> Iterator[None]:
-    import duckdb
-
-    try:
-        yield
-    except duckdb.OutOfMemoryException as error:
-        most = "DuckDB's default" if limit is None else units.format_bytes(limit)
-        raise OutputError(f"encoding needs more memory than {most}; give it more with --memory") from error
-    except duckdb.Error as error:
-        if "No space left" in str(error):
-            raise OutputError(f"cannot write {target}: its disk is full; free some space, or choose another") from error
-        if isinstance(error, duckdb.IOException):
-            raise OutputError(f"cannot write {target}: {str(error).splitlines()[0]}") from error
-        raise DataError(f"the data cannot be encoded: {str(error).splitlines()[0]}") from error
-
-
-@dataclass
-class _Column:
-    """A column under way; its mapping is the table ``mapping_<number>``."""
-
-    number: int
-    values: Values
-    given: Mapping | None
-    result: EncodedColumn
-    digest: str = ""
-
-    @property
-    def table(self) -> str:
-        return f"mapping_{self.number}"
-
-    @classmethod
-    def of(
-        cls,
-        database: Any,
-        data: Scan,
-        name: str,
-        given: Mapping | None,
-        separator: str | None,
-        nulls: str | None,
-        unknown: str,
-        number: int,
-    ) -> _Column:
-        separator = separator if given is None else given.separator
-        values = resolved(database, data, name, separator)
-        check_types(database, data, values, separator)
-        each = values.each(data)
-        if values.kind in ("FLOAT", "DOUBLE"):
-            values, each = _whole(database, data, values, each)
-        if values.kind in _WIDE:  # which Parquet has not: 64 bits, or texts
-            low, high = database.sql(f"SELECT min(value), max(value) FROM ({each})").fetchall()[0]
-            kind = "UBIGINT" if low is None or (low >= 0 and high < 1 << 64) else "VARCHAR"
-            sql = f"CAST({values.sql} AS {kind}{'[]' if values.is_list else ''})"
-            values, each = replace(values, sql=sql, kind=kind), f"SELECT CAST(value AS {kind}) AS value FROM ({each})"
-        database.execute(
-            f"CREATE TABLE counts_{number} AS SELECT value, count(*) AS count FROM ({each}) GROUP BY value"
-        )
-        ids, missing = database.sql(
-            f"SELECT coalesce(sum(count), 0)::BIGINT, coalesce(sum(count) FILTER (value IS NULL), 0)::BIGINT"
-            f" FROM counts_{number}"
-        ).fetchall()[0]
-        if missing and nulls is None:
-            raise DataError(
-                f"{data.files[0]}: column {name!r} has {missing:,} null ids in {len(data.files)} file(s); say what"
-                " becomes of them: drop (--nulls drop) or keep, in a row of their own (--nulls keep)"
-            )
-        column = cls(number, values, given, EncodedColumn(Mapping("", name, 0, None, None), 0, 0, values.is_list))
-        if given is None:
-            where = "" if nulls == "keep" else "WHERE value IS NOT NULL"
-            database.execute(
-                f"CREATE TABLE {column.table} AS SELECT value,"
-                f" row_number() OVER (ORDER BY count DESC, value NULLS LAST) - 1 AS row, count"
-                f" FROM counts_{number} {where}"
-            )
-            (rows,) = database.sql(f"SELECT count(*) FROM {column.table}").fetchall()[0]
-            if not rows:
-                raise DataError(f"{data.files[0]}: column {name!r} has no values to encode")
-            dropped = missing if nulls != "keep" else 0
-            about = Mapping("", name, rows, nulls if missing else None, separator)
-        else:
-            column._take(database, given)
-            column.digest = digest_of(given.path)
-            lost = database.sql(
-                "SELECT coalesce(sum(c.count), 0)::BIGINT, any_value(c.value)::VARCHAR, count(*)"
-                f" FROM counts_{number} c LEFT JOIN {column.table} m ON c.value IS NOT DISTINCT FROM m.value"
-                " WHERE m.row IS NULL AND c.value IS NOT NULL"
-            ).fetchall()[0]
-            check_not_yet_encoded(zip(data.files, data.schemas, strict=False), name, given.path, column.digest)
-            if lost[0] and unknown == "error":
-                raise DataError(
-                    f"{data.files[0]}: column {name!r} has {lost[2]:,} values that {given.path} has not, {lost[1]!r}"
-                    " among them; leave them out (--unknown drop), or encode anew"
-                )
-            kept = missing if nulls == "keep" and given.nulls == "keep" else 0
-            dropped, about = lost[0] + missing - kept, given
-        column.result = EncodedColumn(about, ids - dropped, dropped, values.is_list)
-        return column
-
-    def _take(self, database: Any, given: Mapping) -> None:
-        """Bring in a mapping that was made before; its values as this data have them."""
-        path = sql_text(given.path)
-        kind = database.sql(f"DESCRIBE SELECT value FROM read_parquet({path})").fetchall()[0][1]
-        own = f"CAST({self.values.sql} AS {kind}{'[]' if self.values.is_list else ''})"
-        if kind != self.values.kind:
-            there_and_back = f"TRY_CAST(TRY_CAST(value AS {kind}) AS {self.values.kind})"
-            other = database.sql(
-                f"SELECT any_value(value)::VARCHAR FROM counts_{self.number} WHERE {there_and_back} <> value"
-                f" OR ({there_and_back} IS NULL AND value IS NOT NULL)"
-            ).fetchall()[0][0]
-            if other is not None:
-                raise DataError(
-                    f"{given.path}: its values are {kind}, and column {self.values.name!r} holds {self.values.kind},"
-                    f" such as {other!r}; write the column as {kind}, or encode anew"
-                )
-            self.values = replace(self.values, sql=own, kind=kind)
-            database.execute(f"ALTER TABLE counts_{self.number} ALTER value TYPE {kind}")
-        database.execute(f"CREATE TABLE {self.table} AS SELECT * FROM read_parquet({path})")
-
-    def save(self, database: Any, draft: Path, place: Path) -> None:
-        """Write the mapping."""
-        about = replace(self.result.mapping, path=str(place))
-        self.result = replace(self.result, mapping=about)
-        database.execute(
-            f"COPY (SELECT value, row, count FROM {self.table} ORDER BY row) TO {sql_text(str(draft))}"
-            f" (FORMAT parquet, KV_METADATA {{flexshard: {sql_text(about.metadata)}}})"
-        )
-        self.digest = digest_of(draft)
-
-    @property
-    def kind(self) -> str:
-        return "INTEGER" if self.result.mapping.rows <= _FEW_ROWS else "BIGINT"
-
-
-def _whole(database: Any, data: Scan, values: Values, each: str) -> tuple[Values, str]:
-    """Floats without NaN; whole numbers where all of them are, as before a null made pandas widen them."""
-    finite, whole = database.sql(
-        f"SELECT bool_and(isfinite(list_value(value)[1]) OR isnan(list_value(value)[1])), bool_and(value = floor(value)"
-        f" AND abs(value) <= 9007199254740992) FILTER (NOT isnan(list_value(value)[1])) FROM ({each})"
-    ).fetchall()[0]
-    if finite is False:
-        raise DataError(f"{data.files[0]}: column {values.name!r} has numbers that are infinite; drop or fill them")
-    kind = "BIGINT" if whole else values.kind
-    # NaN through a list, since Parquet's statistics leave it out and DuckDB asks them first.
-    clean = "TRY_CAST({0} AS BIGINT)" if whole else "CASE WHEN isnan(list_value({0})[1]) THEN NULL ELSE {0} END"
-    if values.is_list:
-        sql = f"list_transform({values.sql}, lambda number: {clean.format('number')})"
-    else:
-        sql = clean.format(values.sql)
-    each = f"SELECT {clean.format('value')} AS value FROM ({each})"
-    return replace(values, sql=sql, kind=kind), each
-
-
-def _encodings(data: Scan, columns: Sequence[_Column]) -> dict[str, str]:
+def _encodings(data: Scan, columns: Sequence[ColumnToEncode]) -> dict[str, str]:
     """Which mappings numbered the columns of what is written: these, and earlier ones where all files say so."""
     before = [encodings(schema) for schema in data.schemas]
     shared = set.intersection(*({*said.items()} for said in before)) if before else set()
@@ -363,7 +187,7 @@ def _write(database: Any, query: str, place: Path, said: dict[str, str]) -> None
     database.execute(f"COPY ({query}) TO {sql_text(str(place))} (FORMAT parquet, COMPRESSION zstd{metadata})")
 
 
-def _query(data: Scan, columns: Sequence[_Column], wide: Sequence[str]) -> str:
+def _query(data: Scan, columns: Sequence[ColumnToEncode], wide: Sequence[str]) -> str:
     """All rows, with ids in the columns' places, in the order in which they are stored."""
     # Joins keep no order, so rows are numbered: by the file, or where that has no numbers one by one.
     if data.kind == "parquet":
