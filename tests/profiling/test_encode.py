@@ -386,3 +386,27 @@ def test_a_mapping_that_is_none(wrong: str, tmp_path: Path) -> None:
     pq.write_table(other.slice(0, 1) if wrong == "short" else other, mapping)
     with pytest.raises(DataError, match=r"a\.c\.mapping\.parquet: does not give each of 2 rows, from 0 on, to one"):
         encode(tmp_path / "in.parquet", tmp_path / "b.parquet", columns=["c"], mappings={"c": mapping}, unknown="drop")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2020-01-01", "2020-1-1"),
+        ("10:00:00", "10:00:00.0"),
+        ("123e4567-e89b-12d3-a456-426614174000", "123E4567-E89B-12D3-A456-426614174000"),
+        ("2020-01-01 10:00:00", "2020-01-01 10:00:00.000"),
+    ],
+)
+def test_texts_of_json_are_texts(one: str, other: str, tmp_path: Path) -> None:
+    """DuckDB takes such texts for dates, times and UUIDs, of which two spellings are one value."""
+    folder = tmp_path / "day=2020-01-01"
+    folder.mkdir()
+    rows = [{"c": text, "l": [text], "s": {"date": text}, "n": n} for n, text in enumerate((one, other, one))]
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    encode(tmp_path, tmp_path / "out" / "out.parquet", columns=["c"])
+    assert mapping_of(tmp_path / "out" / "out.c.mapping.parquet") == {one: 0, other: 1}
+    written = pq.read_table(tmp_path / "out" / "out.parquet")
+    assert written["l"].to_pylist() == [[one], [other], [one]]
+    assert written["s"].to_pylist() == [{"date": one}, {"date": other}, {"date": one}]
+    assert written["n"].to_pylist() == [0, 1, 2]
+    assert written["day"].to_pylist() == [date(2020, 1, 1)] * 3

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from flexshard._internal import PathLike, files_below, first_repeated, matching, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
+from flexshard.profiling.encoding.json_types import with_texts
 
 __all__ = ["Scan", "Values", "resolved", "scan"]
 
@@ -84,7 +85,8 @@ class Scan:
             return self
         table = "data_files"
         try:
-            database.execute(f"CREATE TABLE {table} AS SELECT * FROM {self.sql}")
+            read = self.sql if self.kind == "csv" else with_texts(database, f"SELECT * FROM {self.sql}", self.sql)
+            database.execute(f"CREATE TABLE {table} AS SELECT * FROM {read}")
         except (duckdb.OutOfMemoryException, duckdb.InterruptException):
             raise
         except duckdb.Error as error:

@@ -1,0 +1,42 @@
+"""Types of JSON's values: texts are texts, also where they look like dates, times or UUIDs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexshard._internal import sql_text
+
+__all__ = ["with_texts"]
+
+# Which DuckDB makes of texts alone.
+_OF_TEXTS = ("date", "time", "uuid")
+
+
+def with_texts(database: Any, query: str, reader: str) -> str:
+    """DuckDB's expression that reads JSON, with the columns' types: those that it finds in all rows, but for texts.
+
+    Two spellings of a date are two texts, and would be one value.
+
+    Args:
+        database: a connection.
+        query: that reads all.
+        reader: the expression, of which nothing but the types changes.
+    """
+    found = database.sql(query)
+    types = ", ".join(
+        f"{sql_text(name)}: {sql_text(str(_as_text(kind)))}"
+        for name, kind in zip(found.columns, found.types, strict=True)
+    )
+    return f"{reader.removesuffix(')')}, columns = {{{types}}})"
+
+
+def _as_text(kind: Any) -> Any:
+    import duckdb
+
+    if kind.id == "struct":
+        return duckdb.struct_type({name: _as_text(inner) for name, inner in kind.children})
+    if kind.id == "list":
+        return duckdb.list_type(_as_text(kind.children[0][1]))
+    if kind.id == "map":
+        return duckdb.map_type(*(_as_text(inner) for _, inner in kind.children))
+    return duckdb.type("VARCHAR") if kind.id.startswith(_OF_TEXTS) else kind
