@@ -98,3 +98,31 @@ def test_what_one_rank_cannot_take_over_all_hear_of(tiers: str) -> None:
     for rank, said in enumerate(ranks.run(2, 2, lost, plan, sharder, tiers)):
         assert "parameters were written to while the cache had newer rows" in said
         assert rank == 1 or said.startswith("rank 1: ")
+
+
+def drawn_anew(rank: int, plan: Any, sharder: dict[str, Any]) -> tuple[float, list[str]]:
+    parallel, optim = models.shard(plan, "sgd", sharder=sharder)
+    models.train(parallel, optim, rank, range(2))
+    with torch.no_grad():
+        for name, value in parallel.state_dict().items():
+            if "embeddings" in name:
+                value.to_local().fill_(7.0)
+    torch.manual_seed(100 + rank)
+    for module in parallel.modules():
+        if isinstance(module, ShardedRowsModule):
+            module.reset_parameters()
+    whole = {name: models.whole(value) for name, value in parallel.state_dict().items() if "embeddings" in name}
+    outside = [name for name, rows in whole.items() if not 0 < float(rows.abs().max()) <= len(rows) ** -0.5]
+    outside += [name for name, rows in whole.items() if float(rows.std()) < 0.4 * len(rows) ** -0.5]
+    models.train(parallel, optim, rank, range(2, 4))
+    return apart(parallel), outside
+
+
+@pytest.mark.parametrize(
+    "sharder", [{}, {"cache_load_factors": dict.fromkeys(list(models.WIDE)[:2], 1.0)}], ids=["", "cached"]
+)
+def test_reset_parameters_draws_rows_anew(sharder: dict[str, Any]) -> None:
+    """Uniformly up to one over the square root of their number, which is TorchRec's default."""
+    for difference, outside in ranks.run(2, 2, drawn_anew, models.plan_of(CLUSTER, SPLIT), sharder):
+        assert difference < 1e-5
+        assert not outside

@@ -36,28 +36,12 @@ from flexshard.executors.sharding.batches import (
 )
 from flexshard.executors.sharding.joint import JointModules
 from flexshard.executors.sharding.sharded_tables import ShardedTables, TableGroup
+from flexshard.executors.sharding.table_rows import TableRows
 from flexshard.executors.sharding.translation import Translator
 from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer
 from flexshard.executors.state.logical import LogicalTables, check_keys
 
 __all__ = ["ShardedRowsModule"]
-
-
-class _TableRows(nn.Module):
-    """Stands for a table where parameters are listed: this rank's rows of it.
-
-    What is saved and loaded is whole tables, which the collection gives and takes.
-    """
-
-    def __init__(self, rows: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = rows
-
-    def _save_to_state_dict(self, *_: Any) -> None:
-        pass
-
-    def _load_from_state_dict(self, *_: Any) -> None:
-        pass
 
 
 class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexShardContext], FusedOptimizerModule):
@@ -127,7 +111,7 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
                 rows._in_backward_optimizers = [EmptyFusedOptimizer()]
             else:  # marked by TorchRec, or stepped by an optimizer of the user's, as its data-parallel tables are
                 rows = getattr(self._torchrec[0], self.container)[config.name].weight
-            getattr(self, self.container)[config.name] = _TableRows(rows)
+            getattr(self, self.container)[config.name] = TableRows(rows)
 
     def _find_lookups(self) -> tuple[list[Lookup], list[tuple[str, str]]]:
         """Features of planned tables in the tables' order, and (output name, feature) of the others."""
@@ -323,7 +307,14 @@ class ShardedRowsModule(ShardedEmbeddingModule[KJTList, LookedUpRows, Any, FlexS
             yield name
 
     def reset_parameters(self) -> None:
-        """Nothing: rows were set when the module was sharded."""
+        """Draw all rows anew, by their tables' ``init_fn``, as TorchRec's; optimizer states stay, as there. Every rank
+        must call it, where TorchRec asks for that of data-parallel tables alone.
+        """
+        for config in self.configs_of_planned():
+            assert config.init_fn is not None
+            self._logical.draw(self.tables.names.index(config.name), config.init_fn)
+        for collection in self._torchrec:
+            collection.reset_parameters()
 
     def train(self, mode: bool = True) -> ShardedRowsModule:
         super().train(mode)

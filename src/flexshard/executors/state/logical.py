@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from flexshard.executors.state.attendance import Attendance
 from flexshard.executors.state.live_tensors import FRESH, STALE, HandedOut, LogicalShard
 from flexshard.executors.state.rows_by_id import (
     block_rows,
+    draw_rows,
     fill_rows,
     make_copies_alike,
     own_block,
@@ -236,6 +237,12 @@ class LogicalTables:
             value = value.redistribute(tables.mesh, [Shard(0)])
         block = value.to_local()
         self._take_block(table, name, block.local_shards()[0] if isinstance(block, LocalShardsWrapper) else block)
+
+    @torch.no_grad()
+    def draw(self, table: int, draw: Callable[[torch.Tensor], object]) -> None:
+        """Let a table's weights be what ``draw`` fills tensors with; every rank must call it."""
+        self._outdate([entry for entry in self._handed_out if (entry.table, entry.name) == (table, "weight")])
+        draw_rows(self.tables, table, draw)
 
     def _check_owner(self, table: int, value: DTensor) -> None:
         """Whether this rank's part of a table is its own: ranks that save to one file leave one rank's part in it.

@@ -199,6 +199,7 @@ def draw_rows(tables: ShardedTables, table: int, draw: Callable[[torch.Tensor], 
 
         adopt(tables, table, ["weight"], write)
         return
+    tables.on_replace()
     values = group.store.part("weight")
     for level, slots, _ in tables.held(table):
         drawn = torch.empty_like(values[slots])
