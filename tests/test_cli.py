@@ -496,12 +496,13 @@ def test_paths_in_a_job_are_relative_to_it_and_do_not_change_the_plan(project: P
 
 
 def test_odd_names_are_shown_and_kept_apart(project: Path) -> None:
-    columns = {"table": ["a/b", "a_b", "[red]", "$x_{$"], "row": [0, 1, 2, 3]}
+    columns = {"table": ["a/b", "a_b", "[red]", "$x_{$", "..", "-o"], "row": [0, 1, 2, 3, 4, 5]}
     pq.write_table(pa.table(columns), project / "odd.parquet")
     out = good(project, "profile", "odd.parquet", "--column", "row", "--by", "table", "-o", "odd")
     assert "[red]" in out
-    files = sorted((project / "odd").iterdir())
-    assert len(files) == 4
+    files = sorted((project / "odd").glob("*.parquet"))
+    assert len(files) == len([*(project / "odd").iterdir()]) == 6
+    assert not [file for file in files if file.name.startswith((".", "-"))]
     good(project, "job", *files, "-o", "odd.yaml", "--cluster", "dgx-a100", "--batch-size", 64, "--dim", 8)
     assert "$x_{$" in good(project, "plan", "odd.yaml", "-o", "odd.json")
     good(project, "plot", "skew", "odd.yaml", "-o", "odd.png")
@@ -524,6 +525,36 @@ def test_wrong_usage_is_one_line(project: Path) -> None:
     assert "is given twice" in bad(project, *twice)
     (project / "double.yaml").write_text((project / "job.yaml").read_text() + "tiers: 2\n")
     assert "tiers: this field is given twice" in bad(project, "plan", "double.yaml", "-o", "x.json")
+
+
+def test_paths_of_home_are_expanded_behind_equals_signs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "home").mkdir()
+    (project / "home" / "job.yaml").write_text((project / "job.yaml").read_text().replace("items", "../items"))
+    monkeypatch.setenv("HOME", str(project / "home"))
+    for words in (["plan", "~/job.yaml", "--output=~/plan.json"], ["pareto", "~/job.yaml", "--output=~/p.png"]):
+        result = run(project, *words, new=True)
+        assert (result.returncode, result.stderr) == (0, "")
+    assert {"plan.json", "p.png"} <= {file.name for file in (project / "home").iterdir()}
+
+
+def test_letters_that_an_encoding_lacks_are_spelt(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of tables stay lines, and columns below each other."""
+    plain = run(project, "explain", "plan.json", new=True).stdout
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    spelt = run(project, "explain", "plan.json", new=True)
+    assert (spelt.returncode, spelt.stderr) == (0, "")
+    assert "\\u2" not in spelt.stdout
+    assert "\\xb5" not in spelt.stdout
+    assert [line.count("-") for line in spelt.stdout.splitlines() if "----" in line] == [
+        line.count("─") + line.count("-") for line in plain.splitlines() if "────" in line
+    ]
+
+
+def test_the_package_runs_as_the_command_does(project: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "flexshard", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stdout) == (0, good(project, "--version"))
 
 
 def test_commands_of_these_tests_are_those_of_new_processes(project: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -68,6 +69,29 @@ def _answer() -> None:
         raise KeyboardInterrupt
 
 
+_SPELT = "flexshard.spelt"
+_SPELLINGS = str.maketrans({"\N{MICRO SIGN}": "u", "κ": "kappa", "×": "x", "·": "*", "…": "...", "≤": "<="})
+
+
+def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Letters for what an encoding lacks: lines of tables, and signs that have names."""
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    lines = "".join("-" if "\u2500" <= letter <= "\u257f" else letter for letter in missing)
+    return lines.translate(_SPELLINGS).encode("ascii", "backslashreplace").decode(), error.end
+
+
+codecs.register_error(_SPELT, _spell)
+
+
+def _at_home(argument: str) -> str:
+    """An argument whose path begins with ``~/``, which a shell leaves as it is behind an equals sign, as meant."""
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    if not value.startswith("~/"):
+        return argument
+    return option + equals + os.path.expanduser(value)  # noqa: PTH111 - a path for whoever reads arguments
+
+
 _LEAST_WIDTH = 60
 _INTERRUPTED = 130
 
@@ -131,7 +155,7 @@ def run(app: typer.Typer) -> None:
         _fail("standard output is closed; send it to a file, or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to stop
+            stream.reconfigure(errors=_SPELT)  # a terminal that lacks a letter is no reason to stop
     others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **file: Any) -> None:
@@ -145,7 +169,7 @@ def run(app: typer.Typer) -> None:
         signal.signal(signal.SIGINT, _hear)
     try:
         try:
-            code = app(standalone_mode=False)
+            code = app(args=[_at_home(argument) for argument in sys.argv[1:]], standalone_mode=False)
         except Exception:
             _answer()  # whatever it has become
             raise

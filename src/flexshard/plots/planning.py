@@ -166,7 +166,7 @@ def plot_skew(profiles: Mapping[str, AccessProfile], path: PathLike) -> None:
         axes.set_ylim(0, 102)
         axes.xaxis.set_major_formatter(plain)
         what = literal(next(iter(profiles))) if len(profiles) == 1 else f"{len(profiles):,} tables"
-        most = f"; those with most reads in colour, {literal(named[0])} the most" if rest else ""
+        most = "; those with most reads in colour" if rest else ""
         axes.set_title(f"{what}: how unevenly rows are read{most}")
         if len(profiles) > 1:
             figure.legend(loc="outside right upper", fontsize=8.5, frameon=False, handlelength=3)

@@ -32,12 +32,13 @@ def calibrate_command(
     length_of = {table.name: table.profile.avg_length for table in spec.tables}
     shapes = [option.shape for options in spec.options.values() for option in options]
     lengths = [length_of[name] for name, options in spec.options.items() for _ in options]
+    measure = calibration.calibrate  # the first to say what is missing
     tables = [
         calibration.DenseShape(table.rows, table.dim, table.profile.avg_length, table.dtype, table.optimizer)
         for table in spec.tables
     ]
     with counting_progress("calibrating", "shapes") as progress:
-        rates = calibration.calibrate(
+        rates = measure(
             shapes,
             lengths=lengths,
             tables=tables,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -95,7 +96,7 @@ def _grid(found: list[EncodedColumn], output: Path) -> Grid:
         grid.add_row(each.mapping.column, each.mapping.path, *cells)
     first = found[0].mapping
     grid.caption = (
-        f"written to {output}; next: flexshard profile {output} --column {first.column} --rows {first.rows}"
-        f" -o {first.column.replace('/', '_')}.profile.parquet"
+        f"written to {output}; next: flexshard profile {quote(str(output))} --column {quote(first.column)}"
+        f" --rows {first.rows} -o {quote(first.column.replace('/', '_') + '.profile.parquet')}"
     )
     return grid

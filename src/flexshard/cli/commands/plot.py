@@ -24,7 +24,10 @@ def plot_command(
     ],
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Picture to write: .png, .svg or .pdf.")],
-    table: Annotated[str | None, typer.Option(help="One table of the job; all, or the first, by default.")] = None,
+    table: Annotated[
+        str | None,
+        typer.Option(help="One table of the job, which costs needs where there are several; all by default."),
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:

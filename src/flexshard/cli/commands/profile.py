@@ -120,12 +120,18 @@ def profile_command(
         paths = [output]
         _save_all(profiles, paths)
     else:
-        paths = [output / f"{quote(profile.table, safe=' ')}.profile.parquet" for profile in profiles]
+        paths = [output / f"{_file_name(profile.table)}.profile.parquet" for profile in profiles]
         for path in paths:
             check_output(path, "flexshard.profile", inputs=inputs, force=force)
         _save_in_folder(profiles, paths, output)
     written = zip(profiles, paths, strict=True)
     emit([_profile_document(p, path) for p, path in written], as_json=as_json, text=_profile_grid(profiles, paths))
+
+
+def _file_name(table: str) -> str:
+    """A name that patterns of files find, and that no command takes for an option."""
+    name = quote(table, safe=" ")
+    return f"%{ord(name[0]):02X}{name[1:]}" if name.startswith((".", "-")) else name
 
 
 def _note_single_reads(data: list[str]) -> None:

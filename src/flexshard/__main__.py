@@ -1,0 +1,5 @@
+"""``python -m flexshard``."""
+
+from flexshard.cli import main
+
+main()
