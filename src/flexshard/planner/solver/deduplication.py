@@ -237,7 +237,7 @@ class Variants:
             (seconds, memory), (less_seconds, less_memory) = self._of_sides(joint.levels, joint.price)
             if not is_good(found, joint.bound):
                 costs = self._costs_below(most_of_best(found), limit_bytes, tiers, joint.price)
-                bound = max(joint.bound, plan_lowest(costs, self.plain, found, plan))
+                bound = max(joint.bound, plan_lowest(costs, joint.bound, self.plain, found, plan))
                 saved = seconds - less_seconds + joint.price * (memory - less_memory)
                 climb(saved, bound, self.plain, found, plan)
         if not found:

@@ -24,6 +24,8 @@ _LOOK_AGAIN = 1e-3  # part of the best that is known by which a better one leave
 _MOST_IDLE = 64  # choices that are planned one after the other, though none is better
 _OTHERS = 24  # choices of one other table each that are tried from one
 _LEAST_COUNTS = 2_000  # of an instance, as which smaller ones count: planning them takes no less
+_COUNTS_OF_TABLE = 100  # as which a table counts that has fewer
+_FAR, _MOST_FAR = 0.01, 20.0  # gaps above which more is tried, and how many times as much at most
 _COUNT_WORK = 0.3  # microseconds a count of an instance that is planned
 
 
@@ -42,7 +44,7 @@ def climb(
         plan: plans a choice, shape (T,), which is to be better than so many seconds.
     """
     tried = {instance.deduplicated.tobytes() for instance, _ in found}
-    left, counts = _MOST_TRIED, max(like.reads.size, _LEAST_COUNTS)
+    left, counts = _left_to_try(found, bound), _counts_of(like)
     for instance, start in sorted(found, key=lambda pair: pair[1].seconds):
         mask, best, better = instance.deduplicated, start.seconds, True
         while better and not is_good(found, bound):
@@ -64,15 +66,22 @@ def climb(
 
 
 def plan_lowest(
-    costs: Sequence[TableCosts], like: Instance, found: Found, plan: Callable[[BoolArray, float], None]
+    costs: Sequence[TableCosts],
+    least: float,
+    like: Instance,
+    found: Found,
+    plan: Callable[[BoolArray, float], None],
 ) -> float:
     """Plan choices whose bound is below the best that is known, lowest first, until there are none, or many were; what
     bounds all choices then.
 
-    Args: as of :func:`climb`.
+    Args:
+        costs: of tables at prices of memory.
+        least: what bounds all choices already.
+        like, found, plan: as of :func:`climb`.
     """
-    counts = max(like.reads.size, _LEAST_COUNTS)
-    left, tried = _MOST_TRIED, {instance.deduplicated.tobytes() for instance, _ in found}
+    counts = _counts_of(like)
+    left, tried = _left_to_try(found, least), {instance.deduplicated.tobytes() for instance, _ in found}
     bound, tables = -np.inf, like.deduplicated.size
     idle, best = 0, most_of_best(found)
     while True:
@@ -95,6 +104,17 @@ def plan_lowest(
         bound = max(bound, _least(found, at_least, choices.others))
         if most_of_best(found) >= known * (1 - _LOOK_AGAIN) or is_good(found, bound):
             return bound
+
+
+def _counts_of(like: Instance) -> int:
+    """Counts of an instance that is planned, for how long that takes."""
+    return max(like.reads.size, _LEAST_COUNTS, _COUNTS_OF_TABLE * len(like.tables))
+
+
+def _left_to_try(found: Found, bound: float) -> float:
+    """Counts of instances that may be planned: the further from the bound, the more may be gained."""
+    gap = most_of_best(found) / bound - 1 if bound > 0 else np.inf
+    return float(_MOST_TRIED * np.clip(gap / _FAR, 1.0, _MOST_FAR))
 
 
 def _least(found: Found, *others: float) -> float:
