@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from flexshard import AccessProfile, Cluster, Plan, Problem, Table, pareto, solv
 from flexshard.errors import BudgetError, JobError
 from flexshard.executors import replay, split_by_rank
 from flexshard.planner import plan_compression
+from flexshard.planner.solver.deduplication import Variants
+from flexshard.planner.solver.loads import fullest_rank_bytes, held_beside_rows
 from flexshard.topologies import CollectiveRate, Level
 
 SAMPLES, ROWS, BATCH = 48_000, 2_000, 32
@@ -164,7 +168,7 @@ def test_a_budget_bounds_the_fullest_rank(tmp_path: Path) -> None:
     limited.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").fingerprint == limited.fingerprint
     assert Plan.load(tmp_path / "plan.json").settings.memory == "p99.9"
-    with pytest.raises(BudgetError, match="the least that is feasible"):
+    with pytest.raises(BudgetError, match="no placement whose fullest rank stays within .*, the least was"):
         solve(problem.tables, problem.cluster, **options, budget="1MB")
 
 
@@ -184,3 +188,33 @@ def test_what_cannot_be_bounded() -> None:
     ids = AccessProfile.from_ids([0, 1, 1], num_rows=3)
     with pytest.raises(JobError, match="mean memory"):
         plan_compression([Table("t", 3, 8, ids)], cluster, batch_size=8, memory="p99.9", options={}, rates=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("once", [False, True, "auto"])
+def test_the_fullest_rank_holds_more_than_the_mean_and_what_is_beside_rows(once: Any) -> None:
+    """Of every placement: which makes the bound of ``p99.9`` hold."""
+    generator = np.random.default_rng(3)
+    ids = generator.zipf(1.3, 20_000) % 300
+    profile = AccessProfile.from_ids(ids, lengths=generator.multinomial(20_000, np.full(2000, 1 / 2000)), num_rows=300)
+    levels = (
+        Level(1, None, CollectiveRate(0.0, 1e9)),
+        Level(2, CollectiveRate(0.0, 1e9), CollectiveRate(0.0, 1e9)),
+        Level(4, CollectiveRate(0.0, 1e8), None),
+    )
+    tables = [Table("a", 300, 4, profile), Table("b", 300, 64, profile, dtype="float16")]
+    problem = Problem(tables, Cluster("two", 2, 2, 1e9, 0.0, levels), batch_size=64, index_dedup=once, memory="p99.9")
+    for instance in Variants(problem).sides:
+        beside = held_beside_rows(instance)
+        assert beside > 0
+        for _ in range(30):
+            cuts = np.sort(generator.integers(0, 301, (2, 2)), axis=1)
+            allocation = np.diff(cuts, axis=1, prepend=0, append=300)
+            for in_order in (False, True):
+                fullest = fullest_rank_bytes(instance, allocation, in_order=in_order)
+                assert fullest is not None
+                assert fullest >= instance.cost(allocation).dynamic_memory_bytes + beside
+    plan = solve(problem)
+    assert plan.predicted.exposed_seconds <= plan.lower_bound_seconds * 1.6
+    with pytest.raises(BudgetError) as caught:
+        solve(replace(problem, budget="1 B"))
+    assert solve(replace(problem, budget=f"{caught.value.least_bytes + 1:.0f} B")).bounded_bytes

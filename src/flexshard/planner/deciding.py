@@ -18,7 +18,7 @@ from flexshard.planner.problem import Problem
 from flexshard.planner.reductions import cost_of_reduced, cost_with_reductions
 from flexshard.planner.solver.deduplication import Variants
 from flexshard.planner.solver.instance import Allocation, Instance, memory_limit
-from flexshard.planner.solver.loads import fullest_rank_bytes
+from flexshard.planner.solver.loads import fullest_rank_bytes, held_beside_rows
 
 __all__ = ["Decision", "checked_limit", "decide", "dense_seconds", "limit_of", "objective_seconds", "settings_of"]
 
@@ -154,11 +154,17 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
     """The best placement whose memory stays within the limit, and the mean memory that it may have so.
 
     What a quantile is above the mean depends on the placement: the mean's limit is moved between one that fits and one
-    that does not. The bound is that of the whole limit, since no rank's quantile is below its mean.
+    that does not. The bound is that of the limit less what every placement's is above at least, since no rank's
+    quantile is below its own mean, that of backward included.
     """
-    first = problem.method.place(variants, limit, problem.tiers)
     if problem.memory == "mean":
-        return first, limit
+        return problem.method.place(variants, limit, problem.tiers), limit
+    most = limit - min(held_beside_rows(side) for side in variants.sides)
+    try:
+        first = problem.method.place(variants, most, problem.tiers)
+    except BudgetError as error:  # nothing will be found; but what comes nearest is said
+        most = memory_limit(error.least_bytes)
+        first = problem.method.place(variants, most, problem.tiers)
     found: list[tuple[float, float, Placement]] = []
     least = np.inf
 
@@ -173,12 +179,12 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
             found.append((objective_seconds(problem, cost), within, placement))
         return nbytes - limit
 
-    low, high, within, placement = -np.inf, limit, limit, first
+    low, high, within, placement = -np.inf, most, most, first
     for _ in range(_ROUNDS):
         more = above(placement, within)
         if more <= memory_limit(limit) - limit:
             low = max(low, within)
-            if low == limit or placement.price == 0:
+            if low == most or placement.price == 0:
                 break
         else:
             high = min(high, within)
@@ -200,7 +206,7 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
         for size in (1, problem.cluster.world_size):
             whole = variants.fixed.uniform(size)
             none = ((),) * len(problem.tables)
-            above(replace(first, allocation=whole, instance=variants.fixed, price=0.0, alternatives=none), limit)
+            above(replace(first, allocation=whole, instance=variants.fixed, price=0.0, alternatives=none), most)
     if not found:
         raise BudgetError(
             f"budget {problem.budget.name!r}: method {problem.method.name!r} found no placement whose fullest rank"

@@ -94,7 +94,7 @@ class Problem:
             "device" (a location per row in a rank's memory, in every placement and so in the budget too).
         memory: what the budget bounds: "mean" (static memory, and the rows that a batch is expected to need), or
             "p99.9" (what the fullest rank exceeds in one step of a thousand, the buffers of backward included).
-            "neutral" is then what row-wise needs so. The proof holds for the mean, which is less.
+            "neutral" is then what row-wise needs so. The proof holds for the fullest rank's mean, which is less.
         sample_order: in which training reads samples, for that quantile: "file", as the profiles were counted, so that
             rows that are hot for a while weigh on the rank that holds them; or "shuffled".
         objective: what is least: "step" (a whole step, in each phase of which links work at once; the default where

@@ -24,7 +24,7 @@ from flexshard.planner.solver.instance import Allocation, Instance
 from flexshard.profiling import AccessProfile, LengthMoments
 from flexshard.tables import Table
 
-__all__ = ["fullest_rank_bytes", "loads_of"]
+__all__ = ["fullest_rank_bytes", "held_beside_rows", "loads_of"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -46,11 +46,26 @@ def fullest_rank_bytes(
     return fullest_bytes(loads, instance.cluster.world_size, QUANTILE, in_order=in_order)
 
 
+def held_beside_rows(instance: Instance) -> float:
+    """Bytes that the fullest rank's dynamic memory is above the expected dynamic memory of any placement, at least:
+    what lookups take besides rows that travel, and what these take besides their weights.
+    """
+    per_lookup, per_row = _lookup_bytes(instance)
+    lookups = np.array([table.lookups(instance.batch_size) for table in instance.tables])
+    return float(lookups @ per_lookup + instance.total_reads @ (per_row - instance.row_bytes))
+
+
+def _lookup_bytes(instance: Instance) -> tuple[FloatArray, FloatArray]:
+    """Of each table, per lookup and per row that travels, as :func:`lookup_bytes`; shape (T,) each."""
+    both = np.array([lookup_bytes(one.row_bytes, one.gradient_bytes) for one in instance.widths])
+    per_lookup, per_row = both[instance.table_kind].T
+    return per_lookup, per_row
+
+
 def loads_of(instance: Instance, allocation: Allocation, holders: IntArray | None = None) -> Loads:
     """Lookups of each table, by the level that serves them; ``holders`` as of :func:`holders_apart`."""
     tables = instance.tables
-    both = np.array([lookup_bytes(one.row_bytes, one.gradient_bytes) for one in instance.widths])
-    per_lookup, per_row = both[instance.table_kind].T
+    per_lookup, per_row = _lookup_bytes(instance)
     gradient_bytes = np.array([one.gradient_bytes for one in instance.widths])[instance.table_kind]
     lookups = np.array([table.lookups(instance.batch_size) for table in tables])
     samples = [table.distinct_samples(instance.batch_size) for table in tables]
