@@ -168,7 +168,7 @@ def test_a_budget_bounds_the_fullest_rank(tmp_path: Path) -> None:
     limited.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").fingerprint == limited.fingerprint
     assert Plan.load(tmp_path / "plan.json").settings.memory == "p99.9"
-    with pytest.raises(BudgetError, match="no placement whose fullest rank stays within .*, the least was"):
+    with pytest.raises(BudgetError, match=r"no placement whose fullest rank stays within .*, the least was"):
         solve(problem.tables, problem.cluster, **options, budget="1MB")
 
 
