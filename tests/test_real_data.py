@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from flexshard import AccessProfile, Cluster, Table, solve
 from flexshard.errors import DataError
+from tests.commands import run
 
 DAY_MS = 86_400_000
 
@@ -70,3 +73,20 @@ def test_thirty_tables_of_one_file_are_planned_together(real_data: Path) -> None
     assert plan.predicted.exposed_seconds < plan.baselines["row_wise"].exposed_seconds
     # Which of thirty tables send ids once is settled to within one of them.
     assert np.isclose(plan.predicted.exposed_seconds, plan.lower_bound_seconds, rtol=1e-3)
+
+
+def test_plans_of_the_page_are_those_that_are_made(real_data: Path, tmp_path: Path) -> None:
+    """But for fingerprints and gaps, whose last digits are a processor's."""
+    page = (Path(__file__).parents[1] / "docs" / "real_data.md").read_text()
+    shown = set(page.splitlines())
+    for name in ("globo_clicks.parquet", "scarab_recs.parquet", "ecommerce_orm_busy.parquet"):
+        (tmp_path / name).symlink_to((real_data / name).resolve())
+    plans = 0
+    for command in re.findall(r"^\$ flexshard ((?:profile|job|plan) .*)", page, re.MULTILINE):
+        result = run(tmp_path, *shlex.split(command))
+        assert result.returncode == 0, result.stderr
+        if command.startswith("plan"):
+            plans += 1
+            lines = [line for line in result.stdout.splitlines() if not line.startswith(("written to", "Proof:"))]
+            assert [line.rstrip() for line in lines if line.rstrip() not in shown] == []
+    assert plans == 3
