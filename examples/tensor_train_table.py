@@ -34,7 +34,7 @@ def main() -> None:
         loss = (table(ids) - target).square().mean()
         loss.backward()  # which updates the table, too
         if step in (0, given.steps - 1):
-            print(f"step {step}: loss {float(loss):.3f}, {time.perf_counter() - start:.2f} s")
+            print(f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - start:.2f} s")
 
 
 if __name__ == "__main__":

@@ -771,7 +771,9 @@ def test_sessions_are_clustered_and_measured(tmp_path: Path) -> None:
     cluster = ("cluster-sessions", "log", "-o", "by_session", "--session", "session", "--time", "time")
     out = good(tmp_path, *cluster, "--shards", 2, "--memory", "200MB")
     assert "written to by_session (2 files)" in out
-    out = good(tmp_path, "duplication", "by_session", "--session", "session", "--batch-size", 64, "-o", "pictures")
+    words = ("duplication", "by_session", "--session", "session", "--batch-size", 64, "-o", "pictures")
+    assert "sessions.png: file too large" in bad(tmp_path, *words, limit_bytes=4096)  # and the folder is not there
+    out = good(tmp_path, *words)
     assert "groups to deduplicate: [liked]\n" in out
     assert "to deduplicate partially (newest last): [history, shops]" in out
     for name in ("sessions.png", "duplication.png"):

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from flexshard._internal.files import (
         PathLike as PathLike,
         checked_path as checked_path,
+        folder_for as folder_for,
         make_folder as make_folder,
         read_text as read_text,
         reason_of as reason_of,
@@ -177,6 +178,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "files": [
             "PathLike",
             "checked_path",
+            "folder_for",
             "make_folder",
             "read_text",
             "reason_of",

@@ -13,6 +13,7 @@ from flexshard.errors import FlexShardError, OutputError
 __all__ = [
     "PathLike",
     "checked_path",
+    "folder_for",
     "make_folder",
     "read_text",
     "reason_of",
@@ -42,6 +43,24 @@ def make_folder(path: PathLike) -> Path:
     except OSError as error:
         raise OutputError(f"cannot make the folder {path}: {reason_of(error)}; choose another path with -o") from error
     return Path(path)
+
+
+@contextmanager
+def folder_for(path: PathLike) -> Iterator[Path]:
+    """A folder, made where it is missing, and taken away again if the block ends with an error that leaves it empty.
+
+    Raises:
+        OutputError: it could not be made.
+    """
+    missing = not Path(path).exists()
+    folder = make_folder(path)
+    try:
+        yield folder
+    except Exception:
+        if missing:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -70,6 +70,8 @@ def plot_duplication(duplication: Duplication, path: PathLike) -> None:
                 axes.set_xlabel("feature")
             axes.grid(axis="x", visible=False)
             axes.set_ylim(0, 100)
+            if not any(shares):
+                axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color="gray")
             where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
             axes.legend(title=f"{what} duplicates", fontsize=8.5, title_fontsize=10, frameon=False, **where)
         both[0].set_ylabel("% of samples' lists (left), of ids (right)")

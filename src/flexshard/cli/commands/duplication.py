@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexshard import ingestion, plots
-from flexshard._internal import make_folder, new_grid
+from flexshard._internal import folder_for, new_grid, replacing_all
 from flexshard.cli.app import AsJson, app
 from flexshard.cli.outputs import check_folder
 from flexshard.cli.terminal import emit, working
@@ -51,10 +51,10 @@ def duplication_command(
         groups = ingestion.suggest_groups(data, features=rest, **how) if rest else []
     pictures = []
     if output is not None:
-        folder = make_folder(output)
-        pictures = [folder / "sessions.png", folder / "duplication.png"]
-        plots.plot_sessions(duplication, pictures[0])
-        plots.plot_duplication(duplication, pictures[1])
+        pictures = [output / "sessions.png", output / "duplication.png"]
+        with folder_for(output), replacing_all(pictures) as drafts:
+            plots.plot_sessions(duplication, drafts[0])
+            plots.plot_duplication(duplication, drafts[1])
     document = _duplication_document(duplication) | {"groups": groups, "partial": partial}
     document |= {"pictures": [str(path) for path in pictures]}
     emit(document, as_json=as_json, text=_duplication_text(duplication, groups, partial, pictures))

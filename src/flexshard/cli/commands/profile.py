@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
@@ -12,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from flexshard import profiling
-from flexshard._internal import make_folder, new_grid, replacing_all
+from flexshard._internal import folder_for, new_grid, replacing_all
 from flexshard.cli.app import AsJson, app
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import counting_progress, emit
@@ -123,7 +122,8 @@ def profile_command(
         paths = [output / f"{_file_name(profile.table)}.profile.parquet" for profile in profiles]
         for path in paths:
             check_output(path, "flexshard.profile", inputs=inputs, force=force)
-        _save_in_folder(profiles, paths, output)
+        with folder_for(output):
+            _save_all(profiles, paths)
     written = zip(profiles, paths, strict=True)
     emit([_profile_document(p, path) for p, path in written], as_json=as_json, text=_profile_grid(profiles, paths))
 
@@ -148,19 +148,6 @@ def _save_all(profiles: list[AccessProfile], paths: list[Path]) -> None:
     with replacing_all(paths) as drafts:
         for profile, draft in zip(profiles, drafts, strict=True):
             profile.save(draft)
-
-
-def _save_in_folder(profiles: list[AccessProfile], paths: list[Path], folder: Path) -> None:
-    """The same, in a folder that is made if it is missing."""
-    missing = not folder.exists()
-    make_folder(folder)
-    try:
-        _save_all(profiles, paths)
-    except OSError:
-        if missing:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
 
 
 _KEY = re.compile(r"session|user|visit|member|customer|account|device|request|impression|basket|order|sample|uid|sid")
