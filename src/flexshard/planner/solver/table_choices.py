@@ -25,6 +25,7 @@ _MOST_IDLE = 64  # choices that are planned one after the other, though none is 
 _OTHERS = 24  # choices of one other table each that are tried from one
 _LEAST_COUNTS = 2_000  # of an instance, as which smaller ones count: planning them takes no less
 _COUNTS_OF_TABLE = 100  # as which a table counts that has fewer
+_GATHERED = 4  # times as long a plan takes whose gradients may be gathered
 _FAR, _MOST_FAR = 0.01, 20.0  # gaps above which more is tried, and how many times as much at most
 _COUNT_WORK = 0.3  # microseconds a count of an instance that is planned
 
@@ -108,7 +109,8 @@ def plan_lowest(
 
 def _counts_of(like: Instance) -> int:
     """Counts of an instance that is planned, for how long that takes."""
-    return max(like.reads.size, _LEAST_COUNTS, _COUNTS_OF_TABLE * len(like.tables))
+    counts = max(like.reads.size, _LEAST_COUNTS, _COUNTS_OF_TABLE * len(like.tables))
+    return counts if like.gathering is None else _GATHERED * counts
 
 
 def _left_to_try(found: Found, bound: float) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +17,13 @@ from flexshard.planner.frontier_points import ParetoCurve, ParetoPoint, with_bou
 from flexshard.planner.methods import Optimal
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
+from flexshard.planner.solver.deadline import ended_at
 
 __all__ = ["whole_frontier"]
 
 _POINTS, _HALVINGS = 10, 5  # budgets between the ends, and steps to find the lower one
 _ROUNDED = 1e-9
+_WORK_OF_POINT = 1_000_000.0  # microseconds that may go into making one of them exact; the neutral one is the plan
 _BASELINES = {"row_wise": "row_wise", "data_parallel": "full_replication", "table_wise": "table_wise"}
 
 
@@ -43,7 +45,8 @@ def whole_frontier(problem: Problem, plan_of: Callable[[Problem], Plan]) -> Pare
     )
 
     def within(nbytes: float) -> Plan:
-        return plan_of(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))
+        with nullcontext() if problem.is_whole_model else ended_at(np.inf, _WORK_OF_POINT):
+            return plan_of(replace(each, budget=Limit(nbytes + cluster.reserve_bytes)))
 
     roomy = within(cluster.hbm_bytes - cluster.reserve_bytes)
     plans = [roomy]
