@@ -486,3 +486,72 @@ KINDS = [("table_wise", "table_wise"), ("row_wise", "table_wise"), ("table_wise"
 def test_ranks_without_a_shard_of_a_table_load_it(tmp_path: Path, optimizer: str, kinds: tuple[str, str]) -> None:
     """Of SGD there is no state, and torch's own planner took such a checkpoint for one of torch 2.3."""
     assert max(ranks.run(1, 2, whole_tables, str(tmp_path), optimizer, kinds)) < 1e-6
+
+
+def saved_over(rank: int, folder: str, latest: str | bytes, position: Any) -> list[str]:
+    """What a save says, and a load after it, where rank 0 has another position and ``latest`` says this."""
+    from flexshard.executors import load_checkpoint, save_checkpoint
+
+    cluster, place = models.small_cluster(2, 1), Path(folder)
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    save_checkpoint(place, parallel, optim, position={"step": 1})
+    if rank == 0 and latest != "as it is":
+        (place / "latest").write_bytes(latest if isinstance(latest, bytes) else latest.encode())
+    torch.distributed.barrier()
+    said = []
+    for work in (
+        lambda: load_checkpoint(place, parallel, optim),
+        lambda: save_checkpoint(place, parallel, optim, position=position if rank == 0 else None),
+        lambda: load_checkpoint(place, parallel, optim),
+    ):
+        try:
+            said.append(str(work()))
+        except CheckpointError as error:
+            said.append(f"error: {error}")
+    return said
+
+
+@pytest.mark.parametrize("latest", ["", ".", "..", "../precious", "save-7/../..", b"\xff\xfe"])
+def test_a_save_takes_nothing_away_but_the_save_before(latest: str | bytes, tmp_path: Path) -> None:
+    """Not where ``latest`` was cut off, or names something else."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "data").write_text("d")
+    folder = tmp_path / "runs" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("n")
+    for load, save, again in ranks.run(2, 1, saved_over, str(folder), latest, {"step": 2}):
+        assert load.startswith("error: ")
+        assert ("names no save" in load) == isinstance(latest, str)
+        assert (save, again) == ("None", "{'step': 2}")
+    assert sorted(file.name for file in folder.iterdir()) == ["latest", "notes.txt", "save-1", "save-2"]
+    assert (tmp_path / "precious" / "data").read_text() == "d"
+
+
+@pytest.mark.parametrize("position", [12, [1], "text", {"a": float("nan")}, {"a": "\ud800"}, {1: 2}, {"a": {1, 2}}])
+def test_a_position_that_could_not_be_read_again_is_not_saved(position: Any, tmp_path: Path) -> None:
+    """On rank 0, whose position counts; all ranks hear of it, and the save before stays."""
+    folder = tmp_path / "checkpoint"
+    for load, save, again in ranks.run(2, 1, saved_over, str(folder), "as it is", position):
+        assert load == again == "{'step': 1}"
+        assert "error: position must be a dict of numbers and texts" in save
+    assert sorted(file.name for file in folder.iterdir()) == ["latest", "save-1"]
+
+
+def test_saves_that_were_killed_are_taken_away(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    ranks.run(2, 1, saved_over, str(folder), "as it is", {"of": (1, 2)})
+    (folder / "save-1").mkdir()  # which a kill left
+    (load, _, again), _ = ranks.run(2, 1, saved_over, str(folder), "as it is", {"of": (1, 2)})
+    assert (load, again) == ("{'step': 1}", "{'of': [1, 2]}")
+    assert sorted(file.name for file in folder.iterdir()) == ["latest", "save-4"]
+
+
+def test_a_damaged_file_is_called_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    ranks.run(2, 2, save_four, str(folder))
+    for file in (folder / "save-1").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    found = ranks.run(2, 1, load_two, str(folder), expect_failures=True)
+    assert all(isinstance(error, CheckpointError) and "is damaged; load another" in str(error) for error in found), (
+        found
+    )

@@ -7,6 +7,7 @@ new subfolder, lists its files with their sizes, and only then replaces ``latest
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +21,16 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from flexshard._internal import DocumentFormat, PathLike, lost_rank, on_all_ranks, read_json, write_json, write_text
+from flexshard._internal import (
+    DocumentFormat,
+    PathLike,
+    lost_rank,
+    on_all_ranks,
+    on_first_rank,
+    read_json,
+    write_json,
+    write_text,
+)
 from flexshard.errors import CheckpointError, FlexShardError, OutputError
 from flexshard.executors.state.logical import LaterTable, tables_on_host
 from flexshard.executors.state.served_shards import ServedLoadPlanner
@@ -30,7 +40,9 @@ __all__ = ["full_state_dict", "load_checkpoint", "save_checkpoint"]
 FORMAT = DocumentFormat(
     "flexshard.checkpoint", 1, "a checkpoint's list of files", "checkpoints", CheckpointError, "load another checkpoint"
 )
-_LATEST, _FILES = "latest", "files.json"
+_LATEST, _FILES, _SAVE = "latest", "files.json", re.compile(r"save-[0-9]+")
+# Of what torch says where a file cannot be read.
+_OF_DAMAGE = ("Weights only load failed", "PytorchStreamReader", "invalid load key", "unpickling")
 
 
 def save_checkpoint(
@@ -55,22 +67,25 @@ def save_checkpoint(
         process_group: of the ranks that save; the default one if None.
 
     Raises:
-        CheckpointError: the position is not numbers and texts.
+        CheckpointError: rank 0's position is no mapping, or not of numbers and texts; on every rank.
         OutputError: it could not be written; the previous checkpoint is still there.
     """
-    try:
-        json.dumps(position)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"position must be numbers and texts, lists and dicts of them: {error}") from error
     folder, rank = Path(path), dist.get_rank(process_group)
-    before = _latest(folder)
-    name = f"save-{_number(before) + 1}"
-    target = folder / name
 
-    def prepare() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if target.exists():  # of a save that was killed
-            shutil.rmtree(target)
+    def prepare() -> tuple[str | None, str]:
+        _check_position(position)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            before, saves = _known_save(folder), _saves(folder)
+            for name in saves if before is not None else []:
+                if name != before:  # of a save that was killed
+                    shutil.rmtree(folder / name)
+        except OSError as error:
+            raise _unwritten(folder, _cause(error)) from error
+        return before, f"save-{max(map(_number, saves), default=0) + 1}"
+
+    before, name = on_first_rank(prepare, CheckpointError, process_group)
+    target = folder / name
 
     def publish() -> None:
         sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
@@ -89,7 +104,6 @@ def save_checkpoint(
                 shutil.rmtree(target, ignore_errors=True)
             raise
 
-    _written(prepare if rank == 0 else lambda: None, folder, process_group)
     _written(save, folder, process_group)
 
 
@@ -102,12 +116,42 @@ def _written(work: Callable[[], None], folder: Path, process_group: dist.Process
         except (OSError, RuntimeError, CheckpointError, dcp.api.CheckpointException) as error:
             # torch's own errors are of gloo's or NCCL's sockets where another rank has ended
             ended = isinstance(error, RuntimeError) and not isinstance(error, FlexShardError)
-            raise unwritten(lost_rank(error) if ended else _cause(error)) from error
+            raise _unwritten(folder, lost_rank(error) if ended else _cause(error)) from error
 
-    def unwritten(reason: str) -> OutputError:
-        return OutputError(f"{folder}: the checkpoint could not be written; the previous one is untouched ({reason})")
+    def of_others(said: str) -> OutputError:
+        return OutputError(said) if said.startswith("rank ") else _unwritten(folder, said)
 
-    on_all_ranks(told, unwritten, process_group)
+    on_all_ranks(told, of_others, process_group)
+
+
+def _unwritten(folder: Path, reason: str) -> OutputError:
+    return OutputError(f"{folder}: the checkpoint could not be written; the previous one is untouched ({reason})")
+
+
+def _check_position(position: object) -> None:
+    """Whether a position is read again as it is written, but for tuples, which are lists then.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if position is None:
+        return
+    wrong = f"found {position!r}"
+    if isinstance(position, Mapping):
+        try:
+            text = json.dumps(_plain(position), allow_nan=False, ensure_ascii=False)
+            if json.loads(text.encode()) == _plain(position):
+                return
+            wrong = "keys are texts"
+        except (TypeError, ValueError) as error:
+            wrong = str(error)
+    raise CheckpointError(f"position must be a dict of numbers and texts, lists and dicts of them: {wrong}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _cause(error: BaseException) -> str:
@@ -132,21 +176,22 @@ def load_checkpoint(
         the position that was saved with it, None if there was none.
 
     Raises:
-        CheckpointError: there is none, it is incomplete or damaged, or it is of another model. Rows may be of the
-            checkpoint in part by then: load another before training goes on.
+        CheckpointError: there is none, files of it are missing, cut off or cannot be read, or it is of another model.
+            Rows may be of the checkpoint in part by then: load another before training goes on.
     """
     folder = Path(path)
-    name = _latest(folder)
-    if name is None:
-        raise CheckpointError(f"{folder}: no checkpoint is here; expected a file 'latest' that names one")
-    position = _check_files(folder / name)
+    name = on_first_rank(lambda: _latest(folder), CheckpointError, process_group)
+    position = on_all_ranks(lambda: _check_files(folder / name), CheckpointError, process_group)
     if optimizer is not None:
         optimizer.init_state()  # otherwise there would be nothing yet to load into
     state = _state(model, optimizer)
     try:
         dcp.load(state, checkpoint_id=str(folder / name), process_group=process_group, planner=ServedLoadPlanner())
     except (dcp.api.CheckpointException, ValueError) as error:
-        raise CheckpointError(f"{folder / name}: cannot be loaded into this model: {_cause(error)}") from error
+        cause = _cause(error)
+        if any(word in cause for word in _OF_DAMAGE):
+            raise CheckpointError(f"{folder / name}: a file of it is damaged; load another checkpoint") from error
+        raise CheckpointError(f"{folder / name}: cannot be loaded into this model: {cause}") from error
     model.load_state_dict(state["model"])
     (model.fused_optimizer if optimizer is None else optimizer).load_state_dict(state["optimizer"])
     return position
@@ -188,18 +233,36 @@ def _state(model: Any, optimizer: Any) -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def _latest(folder: Path) -> str | None:
+def _latest(folder: Path) -> str:
+    """The save to load; raises CheckpointError where none is named."""
+    file = folder / _LATEST
     try:
-        return (folder / _LATEST).read_text().strip()
-    except FileNotFoundError:
+        name = file.read_text().strip()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: no checkpoint is here; expected a file 'latest' that names one") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder}: cannot be read as a checkpoint: {_cause(error)}") from error
+    if not _SAVE.fullmatch(name):
+        there = ", ".join(_saves(folder)) or "none"
+        raise CheckpointError(f"{file}: names no save; write the name of the one to load into it (there: {there})")
+    return name
+
+
+def _known_save(folder: Path) -> str | None:
+    """The save that a new one replaces; None where none is named, and so none can be said to be old."""
+    try:
+        return _latest(folder)
+    except CheckpointError:
         return None
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read as a checkpoint: {error.strerror}") from error
 
 
-def _number(name: str | None) -> int:
-    tail = "" if name is None else name.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else 0
+def _saves(folder: Path) -> list[str]:
+    """Folders of saves, oldest first, whole or not."""
+    return sorted((file.name for file in folder.iterdir() if _SAVE.fullmatch(file.name)), key=_number)
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
 
 
 def _check_files(folder: Path) -> dict[str, Any] | None:
