@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 
 pytest.importorskip("torchrec")
 
+import torch
+
 from flexshard.costmodels import StepWork, overlap_of
 from flexshard.errors import DataError
-from flexshard.executors import Observation, compare_observed, timeline
+from flexshard.executors import Observation, Observer, compare_observed, timeline
+from flexshard.executors.comm.collectives import Collectives, Label
 from flexshard.planner import Plan
 from tests.executors import models, ranks
 
@@ -93,3 +97,38 @@ def test_what_is_left_of_a_step_is_dense_work(ran: tuple[Plan, Observation]) -> 
     idle = Observation(seen.fingerprint, 4, (1e-9,), seen.collectives)
     with pytest.raises(DataError, match="nothing is left for dense work"):
         idle.step_work(plan)
+
+
+def waited(rank: int, how: str) -> tuple[Observation, list[tuple[float, float]]]:
+    """A large all-to-all a step, behind work, or for which one rank comes late; what was observed, and of each call of
+    this rank how long it took and how long it was waited for.
+    """
+    entries = 1 << 20
+    with Observer(blocking=how == "blocking") as observer:
+        for _ in range(3):
+            if how != "hidden" and rank == 0:
+                time.sleep(0.3)
+            sent, received = torch.ones(entries), torch.empty(entries)
+            label = Label(2, "embeddings", ("t",))
+            halves = [entries // 2] * 2
+            work = Collectives().all_to_all(received, sent, halves, halves, None, label)
+            if how == "hidden":
+                time.sleep(0.5)
+            work.wait()
+            observer.step()
+    return observer.result(), [(call.seconds, call.exposed_seconds) for step in observer._steps for call in step.calls]
+
+
+@pytest.mark.parametrize("how", ["hidden", "late", "blocking"])
+def test_messages_of_gloo_end_when_they_are_over(how: str) -> None:
+    """Whether anybody waits for them by then or not."""
+    found = ranks.run(1, 2, waited, how)
+    for seen, calls in found:
+        (one,) = seen.collectives
+        assert one.mean_seconds is not None
+        hidden = 1 - one.exposed_seconds / one.mean_seconds
+        assert hidden > 0.5 if how == "hidden" else hidden < 0.5
+        if how == "hidden":  # over long before anybody waits
+            assert all(0 <= exposed <= seconds < 0.5 for seconds, exposed in calls)
+    if how == "late":
+        assert min(seconds for seconds, _ in found[1][1]) > 0.25

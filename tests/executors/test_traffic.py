@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 import flexshard
+from flexshard.errors import DataError
 from flexshard.executors import Lookups, Observer, compare_observed, predicted_bytes, replay
 from flexshard.executors.comm.collectives import Collectives, Label
 from flexshard.executors.traffic import observer as observer_module
-from flexshard.executors.traffic.observation import Observation, ObservedCollective
+from flexshard.executors.traffic.observation import Observation, ObservedCall, ObservedCollective
 from flexshard.topologies import Cluster, CollectiveRate, Level
 from tests.executors import models, ranks
 from tests.slow import crossed, first
@@ -239,3 +241,25 @@ def test_a_plan_of_format_1_is_compared_with_what_it_priced() -> None:
     assert times["all_to_all@8"] == 5.0
     assert times["all_reduce@1"] == 4.0
     assert comparison.overlap == {"all_to_all@8": 0.5, "all_reduce@1": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bytes": -5.0}, "bytes must be at least 0"),
+        ({"kind": "foo"}, "kind must be one of all_to_all"),
+        ({"exposed_seconds": -1.0}, "exposed_seconds must be at least 0"),
+        ({"mean_seconds": -1.0}, "mean_seconds must be at least 0"),
+    ],
+)
+def test_observations_of_nonsense_are_refused(changes: dict[str, Any], message: str) -> None:
+    one = ObservedCollective("all_to_all", 2, "ids", 1.0, 8.0, 8.0, 0.1, 0.1, (8.0,))
+    with pytest.raises(DataError, match=message):
+        replace(one, **changes)
+    with pytest.raises(DataError, match="collectives has 'all_to_all@2 ids' twice"):
+        Observation("", 2, (0.1,), (one, one))
+    with pytest.raises(DataError, match="step_seconds must be at least 0"):
+        Observation("", 2, (-0.1,), (one,))
+    call = ObservedCall(2, "all_to_all", 2, "ids", 8, 0.0, 0.1, ())
+    with pytest.raises(DataError, match="calls has one of rank 2 of 2"):
+        Observation("", 2, (0.1,), (one,), (call,))

@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from flexshard._internal.lazy import INSTALL_TORCHREC as INSTALL_TORCHREC, bound as bound
     from flexshard._internal.messages import (
         Messages as Messages,
+        PendingMessages as PendingMessages,
         all_to_all as all_to_all,
         runs_gloo as runs_gloo,
     )
@@ -189,7 +190,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "jagged": ["Distinct", "IntArray", "JaggedArray", "distinct_rows", "jagged_of_arrow", "joined", "joined_range"],
         "keyed_jagged": ["of_keys", "with_flat_lengths", "with_values", "without_weights"],
         "lazy": ["INSTALL_TORCHREC", "bound"],
-        "messages": ["Messages", "all_to_all", "runs_gloo"],
+        "messages": ["Messages", "PendingMessages", "all_to_all", "runs_gloo"],
         "optional": ["has_numba", "has_triton"],
         "parts": ["parts_by_bytes"],
         "parquet_sources": [

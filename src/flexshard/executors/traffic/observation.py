@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexshard._internal import PathLike, bound, check_finite, check_int, plain_sum
+from flexshard._internal import PathLike, bound, check_finite, check_int, first_repeated, plain_sum
 from flexshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from flexshard.planner import Plan
 
 __all__ = ["Observation", "ObservedCall", "ObservedCollective"]
+
+
+_KINDS = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in _KINDS:
+        raise DataError(f"kind must be one of {', '.join(_KINDS)}, found {kind!r}")
+
+
+def _check_least_0(value: float, name: str) -> None:
+    if check_finite(value, name, DataError) < 0:
+        raise DataError(f"{name} must be at least 0, found {value!r}")
 
 
 @dataclass(frozen=True)
@@ -27,9 +40,10 @@ class ObservedCollective:
             "other ids" and "other embeddings" of collectives that are not ours.
         calls, bytes: mean over ranks and steps; bytes of the buffer that is sent.
         fullest_bytes: of the fullest buffer of a step, sent or received, mean over steps.
-        seconds: of the slowest rank, median over steps.
+        seconds: from its start until it was over, of the slowest rank, median over steps.
         exposed_seconds: in which Python stood waiting, mean over ranks and steps.
         bytes_by_step: mean over ranks of each step.
+        mean_seconds: as ``seconds``, mean over ranks and steps, as ``exposed_seconds`` is; None of older files.
     """
 
     kind: str
@@ -41,13 +55,17 @@ class ObservedCollective:
     seconds: float
     exposed_seconds: float
     bytes_by_step: tuple[float, ...]
+    mean_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        _check_kind(self.kind)
         check_int(self.group_size, "group_size", DataError)
         for name in ("calls", "bytes", "fullest_bytes", "seconds", "exposed_seconds"):
-            check_finite(getattr(self, name), name, DataError)
+            _check_least_0(getattr(self, name), name)
         for nbytes in self.bytes_by_step:
-            check_finite(nbytes, "bytes_by_step", DataError)
+            _check_least_0(nbytes, "bytes_by_step")
+        if self.mean_seconds is not None:
+            _check_least_0(self.mean_seconds, "mean_seconds")
 
 
 @dataclass(frozen=True)
@@ -73,10 +91,11 @@ class ObservedCall:
     waits: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
+        _check_kind(self.kind)
         check_int(self.rank, "rank", DataError, least=0)
         check_int(self.group_size, "group_size", DataError)
-        for name in ("start_seconds", "seconds"):
-            check_finite(getattr(self, name), name, DataError)
+        check_finite(self.start_seconds, "start_seconds", DataError)
+        _check_least_0(self.seconds, "seconds")
 
 
 @dataclass(frozen=True)
@@ -102,7 +121,13 @@ class Observation:
         if not self.step_seconds:
             raise DataError("step_seconds must have at least one step")
         for seconds in self.step_seconds:
-            check_finite(seconds, "step_seconds", DataError)
+            _check_least_0(seconds, "step_seconds")
+        keys = [f"{one.kind}@{one.group_size} {one.content}" for one in self.collectives]
+        twice = first_repeated(keys)
+        if twice is not None:
+            raise DataError(f"collectives has {twice!r} twice")
+        if any(call.rank >= self.world_size for call in self.calls):
+            raise DataError(f"calls has one of rank {max(call.rank for call in self.calls)} of {self.world_size}")
 
     def of(self, kind: str, group_size: int, *contents: str) -> list[ObservedCollective]:
         """Collectives of a kind and level, of these contents (of any, if none are named)."""

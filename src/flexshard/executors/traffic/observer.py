@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flexshard._internal import Messages, Moment, device_of_group, moment, plain_sum, seconds_between
+from flexshard._internal import Messages, Moment, PendingMessages, device_of_group, moment, plain_sum, seconds_between
 from flexshard.errors import DataError
 from flexshard.executors.comm.collectives import label_of_call
 from flexshard.executors.traffic.observation import Observation, ObservedCall, ObservedCollective
@@ -48,7 +50,10 @@ class _Call:
 
     @property
     def seconds(self) -> float:
-        return self.exposed_seconds if self.end is None else seconds_between(self.start, self.end)
+        end = self.end
+        if self.waits and (end is None or (end.event is None and end.host > self.waits[0][1].host)):
+            end = self.waits[0][1]  # whoever noted the end came later
+        return 0.0 if end is None else seconds_between(self.start, end)
 
 
 @dataclass
@@ -84,6 +89,39 @@ class _Timed(dist.Work):
         return self._work.get_future()
 
 
+class _Watchers:
+    """Threads that wait for messages of ours, whose handles call nobody when they are over; one for each group, in
+    which they are over in the order in which they were started.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Any, SimpleQueue[tuple[PendingMessages, _Call] | None]] = {}
+
+    def watch(self, group: Any, work: PendingMessages, noted: _Call) -> None:
+        """Let the end of messages be noted when it comes."""
+        queue = self._queues.get(group)
+        if queue is None:
+            queue = self._queues[group] = SimpleQueue()
+            # A rank that fails does not wait for what will never come.
+            Thread(target=_note_ends, args=(queue,), name="flexshard-observer", daemon=True).start()
+        queue.put((work, noted))
+
+    def close(self) -> None:
+        """Let the threads end, once they have seen what was under way."""
+        for queue in self._queues.values():
+            queue.put(None)
+        self._queues.clear()
+
+
+def _note_ends(queue: SimpleQueue[tuple[PendingMessages, _Call] | None]) -> None:
+    while (watched := queue.get()) is not None:
+        work, noted = watched
+        with suppress(RuntimeError):  # which whoever waits for it raises
+            work.wait()
+            noted.end = moment()
+        del watched, work, noted
+
+
 class Observer:
     """Counts calls, bytes and seconds of collectives while it is open, step by step.
 
@@ -115,6 +153,7 @@ class Observer:
         self._steps: list[_Step] = []
         self._now = _Step()
         self._saved: dict[str, Any] = {}
+        self._watchers = _Watchers()
         self._start = time.perf_counter()
 
     def __enter__(self) -> Observer:
@@ -130,6 +169,7 @@ class Observer:
     ) -> None:
         for name, original in self._saved.items():
             setattr(_home(name), name, original)
+        self._watchers.close()
 
     def step(self) -> None:
         """The end of a step, after its backward pass."""
@@ -165,7 +205,10 @@ class Observer:
                 if self._blocking:
                     seconds_between(noted.start, noted.end)  # until it is over
                 return work
-            _note_end(work, noted, device)
+            if isinstance(work, PendingMessages):
+                self._watchers.watch(group, work, noted)
+            else:
+                _note_end(work, noted, device)
             return _Timed(work, noted, device, tensors)
 
         return call
@@ -217,6 +260,7 @@ class Observer:
                     seconds=statistics.median(slowest),
                     exposed_seconds=mean[4],
                     bytes_by_step=tuple(by_step),
+                    mean_seconds=mean[3],
                 )
             )
         lengths = [max(steps[i][0] for steps in every) for i in range(len(observed))]

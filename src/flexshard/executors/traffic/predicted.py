@@ -218,7 +218,7 @@ def _compared(plan: Plan, observed: Observation, row_wise: Observation | None) -
         total_predicted, total_observed = total_predicted + collective.seconds, total_observed + seconds
         both = shown.setdefault(collective.name, [0.0, 0.0])
         both[0] += plain_sum(part.exposed_seconds for part in parts)
-        both[1] += seconds
+        both[1] += plain_sum(part.seconds if part.mean_seconds is None else part.mean_seconds for part in parts)
     overlap = {name: round(max(0.0, 1.0 - part / whole), 2) for name, (part, whole) in shown.items() if whole > 0}
     lines.append(ComparisonLine("all of these", "seconds", total_predicted, total_observed))
     steps = sorted(observed.step_seconds)
