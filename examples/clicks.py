@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from one_line import run_example
+from one_line import above_0, run_example
 
 IntArray = npt.NDArray[np.int64]
 
@@ -151,8 +151,8 @@ def write_lookups(path: Path, log: ClickLog, *, negatives_per_session: int, seed
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a log of clicks at random.")
     parser.add_argument("output", type=Path)
-    parser.add_argument("--items", type=int, default=20_000)
-    parser.add_argument("--sessions", type=int, default=320_000)
+    parser.add_argument("--items", type=above_0, default=20_000)
+    parser.add_argument("--sessions", type=above_0, default=320_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     write_log(args.output, items=args.items, sessions=args.sessions, seed=args.seed)

@@ -31,7 +31,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from clicks import MAX_HISTORY, RECENT, ranges, read_log, write_log
 from flexshard import units
 from flexshard.embeddings import IndexBijection, TTEmbeddingBag, compress
-from one_line import run_example
+from one_line import above_0, run_example
 
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # what torch and TorchRec say of each other
 
@@ -215,11 +215,11 @@ def size_of(model: nn.Module) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, help="Parquet file of clicks; else they are generated")
-    parser.add_argument("--sessions", type=int, default=60_000)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=2048)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--sessions", type=above_0, default=60_000)
+    parser.add_argument("--dim", type=above_0, default=32)
+    parser.add_argument("--rank", type=above_0, default=32)
+    parser.add_argument("--batch-size", type=above_0, default=2048)
+    parser.add_argument("--epochs", type=above_0, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch")  # of its own sparse gradients

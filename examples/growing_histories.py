@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -38,7 +37,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 from flexshard.embeddings import DedupedCausal, DedupedEmbeddingCollection, DedupedPerSample, TargetAttention
 from flexshard.executors import Observer
 from flexshard.ingestion import SessionBatch, SessionReader
-from one_line import run_example
+from one_line import above_0, run_example
 from recd_mind import distributed
 
 HEADS, LONGEST = 4, 50
@@ -234,20 +233,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clicks", help="Parquet file of clicks: user_id, session_id, item_id, timestamp")
     parser.add_argument("--by", choices=["user", "session"], default="user", help="order in which samples are stored")
-    parser.add_argument("--rows", type=int, default=200_000, help="clicks to take, of whole users")
+    parser.add_argument("--rows", type=above_0, default=200_000, help="clicks to take, of whole users")
     parser.add_argument("--attention", choices=["target", "causal"], nargs="+", default=["target", "causal"])
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=2048, help="samples of a rank")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--dim", type=above_0, default=64)
+    parser.add_argument("--batch-size", type=above_0, default=2048, help="samples of a rank")
+    parser.add_argument("--steps", type=above_0, default=12)
     parser.add_argument("--folder", type=Path, default=Path("histories"), help="for the data")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 29514)):
-        os.environ.setdefault(name, str(value))
-    dist.init_process_group("gloo")
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:  # by itself, which needs no port
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         box = [write_histories(args.clicks, args.folder, by=args.by, rows=args.rows, seed=args.seed)]

@@ -34,7 +34,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from clicks import MAX_HISTORY, RECENT, ClickLog, IntArray, ranges, read_log, write_lookups
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan
 from flexshard.executors import Observer
-from one_line import run_example
+from one_line import above_0, run_example
 
 DIM, HEADS, BLOCKS = 64, 2, 1
 BATCH = 256  # sessions per step, over all ranks
@@ -207,10 +207,17 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, help="FlexShard's plan; without one TorchRec's row-wise sharding")
     parser.add_argument("--lookups", type=Path, help="only write the articles that every session looks up")
     parser.add_argument("--observed", type=Path, help="write what the collectives sent, and how long they took")
-    parser.add_argument("--sessions", type=int, default=100_000, help="how many to train on, the last of the log")
+    parser.add_argument("--sessions", type=above_0, default=100_000, help="how many to train on, the last of the log")
     parser.add_argument("--held-out", type=int, default=2048, help="sessions that are only predicted")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    for written in (args.lookups, args.observed):
+        if (
+            written is not None
+            and written.exists()
+            and any(written.samefile(one) for one in (args.data, args.plan) if one)
+        ):
+            parser.error(f"{written} is what is read, and would be lost; name another file to write")
     log = read_log(args.data, args.sessions + args.held_out)
     if args.lookups is not None:
         write_lookups(args.lookups, log, negatives_per_session=NEGATIVES // BATCH)

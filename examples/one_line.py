@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,15 @@ import pyarrow as pa
 
 from flexshard.errors import FlexShardError
 
-__all__ = ["run_example"]
+__all__ = ["above_0", "run_example"]
+
+
+def above_0(text: str) -> int:
+    """A whole number of at least 1, for ``argparse``."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {number}")
+    return number
 
 
 def run_example(main: Callable[[], None]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import os
 import time
 import warnings
 from pathlib import Path
@@ -42,7 +41,7 @@ from flexshard.ingestion import (
     cluster_sessions,
     suggest_groups,
 )
-from one_line import run_example
+from one_line import above_0, run_example
 from sessions import write_generated, write_mind
 
 DIM, HEADS, LONGEST = 64, 4, 50
@@ -148,19 +147,20 @@ def auc(model: nn.Module, reader: SessionReader) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mind", help="Parquet file of MIND's impressions; else sessions are generated")
-    parser.add_argument("--sessions", type=int, default=3000, help="to generate")
+    parser.add_argument("--sessions", type=above_0, default=3000, help="to generate")
     parser.add_argument("--plain", action="store_true", help="train without deduplication")
     parser.add_argument("--folder", type=Path, default=Path("recd"), help="for the data")
-    parser.add_argument("--batch-size", type=int, default=512, help="samples of a rank")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=above_0, default=512, help="samples of a rank")
+    parser.add_argument("--epochs", type=above_0, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 29512)):
-        os.environ.setdefault(name, str(value))
-    dist.init_process_group("gloo")
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:  # by itself, which needs no port
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank, world = dist.get_rank(), dist.get_world_size()
 
     # Data: a log in order of time, clustered by session, and which features to deduplicate together.

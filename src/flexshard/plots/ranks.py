@@ -19,6 +19,8 @@ __all__ = ["plot_ranks"]
 
 FloatArray = npt.NDArray[np.float64]
 
+_SHADES = {"tiers of rows": "0.45", "received": "0.85"}  # of what is no table
+
 
 def plot_ranks(plan: Plan, path: PathLike) -> None:
     """How long tables that TorchRec shards keep every rank busy in a step, and what it holds, stacked by table. Those
@@ -61,7 +63,7 @@ def _stack(axis: Any, bands: dict[str, FloatArray], factor: float, colors: dict[
             values * factor,
             0.85,
             bottom,
-            color=colors.get(name, GRAY if "other" in name else "0.45"),
+            color=colors.get(name, _SHADES.get(name, GRAY)),
             edgecolor="white",
             lw=0.3,
             label=literal(name),
