@@ -241,6 +241,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("histories"), help="for the data")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.steps < 3:
+        parser.error("argument --steps: must be at least 3, of which two warm up")
     warnings.simplefilter("ignore")
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -206,7 +206,10 @@ def _search(
         keep(view, weights, bounds=True)
         if found[-1].bound >= enough:
             break
-        weights, most = _highest(found, weights.shape, exposed, after=sizes[-1] == world)
+        highest = _highest(found, weights.shape, exposed, after=sizes[-1] == world)
+        if highest is None:
+            break
+        weights, most = highest
         if min(most, *(one.seconds for one in found)) <= max(one.bound for one in found) * (1 + close):
             break
     return found, max(one.bound for one in found)
@@ -327,9 +330,10 @@ def _in_order(exposed: FloatArray, weights: FloatArray) -> FloatArray:
 
 def _highest(
     found: Sequence[_Met], shape: tuple[int, int], exposed: FloatArray, *, after: bool
-) -> tuple[FloatArray, float]:
+) -> tuple[FloatArray, float] | None:
     """The weights in order under which the least of the placements met is greatest, and that least; ``after``: whether
-    row-wise rows are the last in order, so that what comes after their gradients may make them dearer.
+    row-wise rows are the last in order, so that what comes after their gradients may make them dearer. None where times
+    are so far apart that the program cannot be solved.
     """
     from scipy.optimize import linprog
 
@@ -355,5 +359,6 @@ def _highest(
         bounds=[*map(tuple, bounds.reshape(-1, 2)), (None, None)],
         method="highs",
     )
-    assert result.x is not None  # the best placement met bounds it
+    if result.x is None:
+        return None
     return result.x[:-1].reshape(shape), float(result.x[-1])
