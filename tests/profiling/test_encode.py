@@ -410,3 +410,20 @@ def test_texts_of_json_are_texts(one: str, other: str, tmp_path: Path) -> None:
     assert written["s"].to_pylist() == [{"date": one}, {"date": other}, {"date": one}]
     assert written["n"].to_pylist() == [0, 1, 2]
     assert written["day"].to_pylist() == [date(2020, 1, 1)] * 3
+
+
+def test_lists_below_a_folder_of_their_name(tmp_path: Path) -> None:
+    """What is written is read as it is, whatever its folders say."""
+    pq.write_table(pa.table({"k": [["a", "b"], ["b"]]}), tmp_path / "in.parquet")
+    (tmp_path / "k=3" / "row=7").mkdir(parents=True)
+    (found,) = encode(tmp_path / "in.parquet", tmp_path / "k=3" / "row=7" / "out.parquet", columns=["k"])
+    assert (found.ids, found.dropped) == (3, 0)
+    mapping = {"k": tmp_path / "k=3" / "row=7" / "out.k.mapping.parquet"}
+    (found,) = encode(tmp_path / "in.parquet", tmp_path / "again.parquet", columns=["k"], mappings=mapping)
+    assert (found.ids, found.dropped) == (3, 0)
+
+
+def test_keys_of_json_that_differ_by_case_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": "2020-01-01", "ID": 2, "x": 1}\n{"id": "2020-01-02", "ID": 3, "x": 1}\n')
+    encode(tmp_path / "in.jsonl", tmp_path / "out.parquet", columns=["x"])
+    assert pq.read_table(tmp_path / "out.parquet")["ID_1"].to_pylist() == [2, 3]

@@ -231,7 +231,19 @@ def test_many_tables_in_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["part-[!0]*.parquet", "part-[0^].parquet", "*.parquet", "**/*.parquet", "**", "s?b/*", ".h*", "[.]h*"]
+    "pattern",
+    [
+        "part-[!0]*.parquet",
+        "part-[0^].parquet",
+        "*.parquet",
+        "**/*.parquet",
+        "**",
+        "*/**",
+        "s?b/**",
+        "s?b/*",
+        ".h*",
+        "[.]h*",
+    ],
 )
 def test_patterns_of_urls_are_those_of_files(pattern: str, tmp_path: Path) -> None:
     names = ("part-!", "part-0", "part-1", "part-^", ".hidden", "sub/one", "sub/deep/two", ".hid/three", "sub/.four")

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
         on_all_ranks as on_all_ranks,
         on_first_rank as on_first_rank,
     )
+    from flexshard._internal.data_paths import (
+        files_below as files_below,
+        first_line as first_line,
+        hidden_part as hidden_part,
+        matching as matching,
+    )
     from flexshard._internal.deprecation import (
         deprecated_attribute as deprecated_attribute,
         renamed_parameters as renamed_parameters,
@@ -103,11 +109,7 @@ if TYPE_CHECKING:
         Chunk as Chunk,
         ParquetSource as ParquetSource,
         expand as expand,
-        files_below as files_below,
-        first_line as first_line,
-        hidden_part as hidden_part,
         is_list as is_list,
-        matching as matching,
         one_array as one_array,
         read_chunks as read_chunks,
     )
@@ -175,6 +177,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ],
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "drafts": ["draft_folder", "free_target", "put_in_place"],
+        "data_paths": ["files_below", "first_line", "hidden_part", "matching"],
         "file_stamps": ["FileStamp", "changed_data", "gone_data"],
         "files": [
             "PathLike",
@@ -197,11 +200,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Chunk",
             "ParquetSource",
             "expand",
-            "first_line",
-            "files_below",
-            "hidden_part",
             "is_list",
-            "matching",
             "one_array",
             "read_chunks",
         ],

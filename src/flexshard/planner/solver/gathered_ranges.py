@@ -90,22 +90,23 @@ class RangesInOrder:
         self.instance, self._levels, self._memory = instance, levels, costs.memory[levels]
         barred = np.isinf(costs.seconds[levels])  # the hottest counts of a table
         self._barred = np.add.reduceat(barred.astype(np.int64), instance.starts[:-1], axis=1)
-        seconds = np.where(barred, 0.0, costs.seconds[levels])
-        copied = np.isin(levels, gathering.levels)
-        ways = product(*[(True,) if gathering.always else (False, True)] * int(copied.sum()))
-        self._seconds = []
-        for way in ways:
-            gathers = np.zeros((levels.size, 1), np.bool_)
-            gathers[copied, 0] = way
-            self._seconds.append(seconds - np.where(gathers, costs.saved[levels], 0.0))
+        self._seconds, self._saved = np.where(barred, 0.0, costs.seconds[levels]), costs.saved[levels]
+        self._copied = np.flatnonzero(np.isin(levels, gathering.levels))
+        self._ways: tuple[bool, ...] = (False, True)
+        if gathering.always:  # which nothing chooses any more
+            self._seconds[self._copied] -= self._saved[self._copied]
+            self._ways = (False,)
 
     def at(self, price: float) -> Allocation:
         """Those that cost least at a price of memory."""
         instance, starts = self.instance, self.instance.starts
         best = np.full(len(instance.tables), np.inf)
         cuts = np.zeros((len(instance.tables), self._levels.size - 1), np.int64)
-        for seconds in self._seconds:
-            values = seconds + price * self._memory
+        reduced = self._seconds + price * self._memory
+        for way in product(self._ways, repeat=self._copied.size):
+            gathered = self._copied[np.array(way, np.bool_)]
+            values = reduced.copy() if gathered.size else reduced
+            values[gathered] -= self._saved[gathered]
             for table, (start, end) in enumerate(pairwise(starts.tolist())):
                 value, found = least_cuts(values[:, start:end], self._barred[:, table])
                 if value < best[table]:

@@ -45,7 +45,7 @@ def climb(
         plan: plans a choice, shape (T,), which is to be better than so many seconds.
     """
     tried = {instance.deduplicated.tobytes() for instance, _ in found}
-    left, counts = _left_to_try(found, bound), _counts_of(like)
+    left = _plans_to_try(found, bound, like)
     for instance, start in sorted(found, key=lambda pair: pair[1].seconds):
         mask, best, better = instance.deduplicated, start.seconds, True
         while better and not is_good(found, bound):
@@ -56,8 +56,8 @@ def climb(
                 if other.tobytes() in tried:
                     continue
                 tried.add(other.tobytes())
-                left -= counts
-                if left < 0 or is_enough(_COUNT_WORK * counts):
+                left -= 1
+                if left < 0 or is_enough(_work_of_plan(like)):
                     return
                 before = len(found)
                 plan(other, best)
@@ -81,8 +81,7 @@ def plan_lowest(
         least: what bounds all choices already.
         like, found, plan: as of :func:`climb`.
     """
-    counts = _counts_of(like)
-    left, tried = _left_to_try(found, least), {instance.deduplicated.tobytes() for instance, _ in found}
+    left, tried = _plans_to_try(found, least, like), {instance.deduplicated.tobytes() for instance, _ in found}
     bound, tables = -np.inf, like.deduplicated.size
     idle, best = 0, most_of_best(found)
     while True:
@@ -93,10 +92,10 @@ def plan_lowest(
                 break
             if mask.tobytes() in tried:
                 continue
-            left -= counts
+            left -= 1
             idle = 0 if most_of_best(found) < best else idle + 1
             best = most_of_best(found)
-            if left < 0 or idle > _MOST_IDLE or is_enough(_COUNT_WORK * counts):
+            if left < 0 or idle > _MOST_IDLE or is_enough(_work_of_plan(like)):
                 return max(bound, _least(found, at_least, choices.others))
             tried.add(mask.tobytes())
             plan(mask, most_of_best(found))
@@ -107,16 +106,23 @@ def plan_lowest(
             return bound
 
 
-def _counts_of(like: Instance) -> int:
-    """Counts of an instance that is planned, for how long that takes."""
-    counts = max(like.reads.size, _LEAST_COUNTS, _COUNTS_OF_TABLE * len(like.tables))
-    return counts if like.gathering is None else _GATHERED * counts
+def _times(like: Instance) -> int:
+    return 1 if like.gathering is None else _GATHERED
 
 
-def _left_to_try(found: Found, bound: float) -> float:
-    """Counts of instances that may be planned: the further from the bound, the more may be gained."""
+def _work_of_plan(like: Instance) -> float:
+    """Microseconds that planning an instance takes."""
+    return _COUNT_WORK * max(like.reads.size, _LEAST_COUNTS) * _times(like)
+
+
+def _plans_to_try(found: Found, bound: float, like: Instance) -> int:
+    """How many choices may be planned: of many tables few, but the more, the further what is known is from the bound;
+    never more than their counts allow.
+    """
+    counts = max(like.reads.size, _LEAST_COUNTS)
+    slower = max(counts, _COUNTS_OF_TABLE * len(like.tables)) * _times(like)
     gap = most_of_best(found) / bound - 1 if bound > 0 else np.inf
-    return float(_MOST_TRIED * np.clip(gap / _FAR, 1.0, _MOST_FAR))
+    return int(min(_MOST_TRIED / counts, _MOST_TRIED * np.clip(gap / _FAR, 1.0, _MOST_FAR) / slower))
 
 
 def _least(found: Found, *others: float) -> float:

@@ -49,15 +49,12 @@ def unchanged(files: Sequence[str]) -> Iterator[None]:
     Raises:
         ChangedDataError: one is another at the end, or no longer there, whatever else went wrong.
     """
-    before = {file: FileStamp.of(file) for file in files}
+    before = {file: _stamp_of(file) for file in files}
 
     def check() -> None:
         for file, stamp in before.items():
-            try:
-                if FileStamp.of(file) != stamp:
-                    raise changed_data(file)
-            except FileNotFoundError as error:
-                raise gone_data(file) from error
+            if _stamp_of(file) != stamp:
+                raise changed_data(file)
 
     try:
         yield
@@ -65,3 +62,12 @@ def unchanged(files: Sequence[str]) -> Iterator[None]:
         check()
         raise
     check()
+
+
+def _stamp_of(file: str) -> FileStamp:
+    try:
+        return FileStamp.of(file)
+    except FileNotFoundError as error:
+        raise gone_data(file) from error
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error

@@ -122,22 +122,22 @@ class ColumnToEncode:
         """What became of the column in a file that has it."""
         name = sql_name(self.values.name)
         number = f"coalesce(sum(len({name})), 0)::BIGINT" if self.values.is_list else "count(*)"
-        (ids,) = database.sql(f"SELECT {number} FROM read_parquet({sql_text(str(draft))})").fetchall()[0]
+        (ids,) = database.sql(f"SELECT {number} FROM {_parquet(draft)}").fetchall()[0]
         return replace(self.result, ids=ids, dropped=self.result.ids - ids)
 
     def _take(self, database: Any, given: Mapping, nulls: str | None) -> None:
         """Bring in a mapping that was made before; its values as this data have them."""
-        path = sql_text(given.path)
+        read = _parquet(given.path)
         entries, values, rows, least, most = database.sql(
             "SELECT count(*), count(DISTINCT value) + coalesce(max((value IS NULL)::INT), 0), count(DISTINCT row),"
-            f" min(row), max(row) FROM read_parquet({path})"
+            f" min(row), max(row) FROM {read}"
         ).fetchall()[0]
         if not entries == values == rows == given.rows or (entries and (least, most) != (0, entries - 1)):
             raise DataError(
                 f"{given.path}: does not give each of {given.rows:,} rows, from 0 on, to one value; take the file that"
                 " 'flexshard encode' wrote, or encode anew"
             )
-        kind = database.sql(f"DESCRIBE SELECT value FROM read_parquet({path})").fetchall()[0][1]
+        kind = database.sql(f"DESCRIBE SELECT value FROM {read}").fetchall()[0][1]
         own = f"CAST({self.values.sql} AS {kind}{'[]' if self.values.is_list else ''})"
         if kind != self.values.kind:
             there_and_back = f"TRY_CAST(TRY_CAST(value AS {kind}) AS {self.values.kind})"
@@ -153,7 +153,7 @@ class ColumnToEncode:
             self.values = replace(self.values, sql=own, kind=kind)
             database.execute(f"ALTER TABLE counts_{self.number} ALTER value TYPE {kind}")
         kept = "" if nulls == "keep" else " WHERE value IS NOT NULL"
-        database.execute(f"CREATE TABLE {self.table} AS SELECT * FROM read_parquet({path}){kept}")
+        database.execute(f"CREATE TABLE {self.table} AS SELECT * FROM {read}{kept}")
 
     def save(self, database: Any, draft: Path, place: Path) -> None:
         """Write the mapping."""
@@ -169,6 +169,11 @@ class ColumnToEncode:
     def kind(self) -> str:
         """DuckDB's type of its ids."""
         return "INTEGER" if self.result.mapping.rows <= _FEW_ROWS else "BIGINT"
+
+
+def _parquet(path: object) -> str:
+    """DuckDB's expression for a file by itself, whatever its folders are called."""
+    return f"read_parquet({sql_text(str(path))}, hive_partitioning = false)"
 
 
 def _whole(database: Any, data: Scan, values: Values, each: str) -> tuple[Values, str]:

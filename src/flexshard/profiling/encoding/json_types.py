@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from flexshard._internal import sql_text
@@ -15,7 +16,8 @@ _OF_TEXTS = ("date", "time", "uuid")
 def with_texts(database: Any, query: str, reader: str) -> str:
     """DuckDB's expression that reads JSON, with the columns' types: those that it finds in all rows, but for texts.
 
-    Two spellings of a date are two texts, and would be one value.
+    Two spellings of a date are two texts, and would be one value. Where keys differ by case, of which it renames all
+    but one, types are as it finds them: renamed columns could not be asked for.
 
     Args:
         database: a connection.
@@ -23,6 +25,10 @@ def with_texts(database: Any, query: str, reader: str) -> str:
         reader: the expression, of which nothing but the types changes.
     """
     found = database.sql(query)
+    names = {name.lower() for name in found.columns}
+    renamed = any(re.sub(r"_\d+$", "", name.lower()) in names - {name.lower()} for name in found.columns)
+    if renamed or all(_as_text(kind) == kind for kind in found.types):
+        return reader
     types = ", ".join(
         f"{sql_text(name)}: {sql_text(str(_as_text(kind)))}"
         for name, kind in zip(found.columns, found.types, strict=True)
