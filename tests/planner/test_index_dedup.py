@@ -295,3 +295,20 @@ def test_hidden_all_to_alls_leave_the_choice_to_memory(seed: int) -> None:
     assert plan.predicted.exposed_seconds == pytest.approx(least, rel=1e-3)
     assert plan.lower_bound_seconds == pytest.approx(least, rel=1e-3)
     assert plan.predicted.exposed_seconds <= pareto(problem).mark("memory_neutral").exposed_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("number", [30, 100])
+def test_on_one_rank_bounds_of_many_tables_are_near(number: int) -> None:
+    """Nothing but finding distinct ids takes time there; prices of memory have to be of that. Of 30 tables one large
+    one just does not fit, for which small ones make up.
+    """
+    cluster = Cluster("one", 1, 1, 80e9, 0.0, (Level(1, None, None),))
+    tables = []
+    for index in range(number):
+        generator = np.random.default_rng(index)
+        reads = 10 ** generator.uniform(2, 6) / np.arange(1, 2001) ** generator.uniform(0.3, 1.6)
+        tables.append(Table(f"t{index}", 2000, 64, AccessProfile.from_counts(reads.astype(int) + 1, num_samples=1000)))
+    sides = Variants(Problem(tables, cluster, 256)).sides
+    budget = sum(side.memory_bytes(side.uniform(1)) for side in sides) / 2
+    plan = solve(tables, cluster, batch_size=256, budget=f"{budget:.0f}B")
+    assert plan.predicted.exposed_seconds <= plan.lower_bound_seconds * 1.005

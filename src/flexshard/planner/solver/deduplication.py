@@ -32,7 +32,15 @@ from flexshard.planner.solver.gathering import Gathering, GatheringCosts, latenc
 from flexshard.planner.solver.instance import Instance, memory_limit
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.table_bounds import TableCosts
-from flexshard.planner.solver.table_choices import ROUNDED, between, climb, is_good, most_of_best, plan_lowest
+from flexshard.planner.solver.table_choices import (
+    ROUNDED,
+    between,
+    climb,
+    is_good,
+    making_up,
+    most_of_best,
+    plan_lowest,
+)
 
 __all__ = ["Variants"]
 
@@ -43,6 +51,8 @@ IntArray = npt.NDArray[np.int64]
 _TABLES_TRIED, _FEW_TABLES, _FEW_COUNTS = 2, 4, 2_000
 _CLOSE = 1e-4  # part of a bound, that is not looked into
 _PRICES, _TABLE_WORK = 24, 2.0  # the latter in microseconds, of a table at a price
+# Prices at which others may make up for one table, how far from the one of the bound, and of how many counts at most.
+_PRICES_NEAR, _NEAR, _FEW_TO_PRICE = 33, 30.0, 100_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +246,9 @@ class Variants:
         if joint is not None and found:
             (seconds, memory), (less_seconds, less_memory) = self._of_sides(joint.levels, joint.price)
             if not is_good(found, joint.bound):
+                for mask in self._others_making_up(joint, limit_bytes):
+                    if not any(np.array_equal(mask, one.deduplicated) for one, _ in found):
+                        plan(mask)
                 costs = self._costs_below(most_of_best(found), limit_bytes, tiers, joint.price)
                 bound = max(joint.bound, plan_lowest(costs, joint.bound, self.plain, found, plan))
                 saved = seconds - less_seconds + joint.price * (memory - less_memory)
@@ -245,6 +258,14 @@ class Variants:
         instance, best = min(found, key=lambda pair: (pair[1].seconds, int(pair[0].deduplicated.sum())))
         least = min(one.lower_bound_seconds for _, one in found) if bound is None else bound
         return instance, replace(best, lower_bound_seconds=min(best.seconds, least))
+
+    def _others_making_up(self, joint: _Joint, limit_bytes: float) -> list[BoolArray]:
+        """See :func:`making_up`; at prices near that of the bound."""
+        prices = joint.price * np.geomspace(1 / _NEAR, _NEAR, _PRICES_NEAR)
+        if self.plain.reads.size > _FEW_TO_PRICE or is_enough(_TABLE_WORK * prices.size * len(self.problem.tables)):
+            return []
+        at = np.array([self._of_sides(joint.levels, price) for price in prices.tolist()])  # (K, 2, 2, T)
+        return making_up(at[:, :, 0], at[:, :, 1], prices, memory_limit(limit_bytes))
 
     def _costs_below(self, known: float, limit_bytes: float, tiers: int, near: float) -> list[TableCosts]:
         """What tables cost at prices around one, wherever all together may take less than ``known`` seconds."""
@@ -313,7 +334,7 @@ class Variants:
         def at(price: float) -> tuple[float, float, BoolArray]:
             return self._cheapest(levels, price)
 
-        floor, ceiling = price_range(self.plain)
+        floor, ceiling = self._prices
         if best is not None:
             seconds, memory, _ = at(best.price)  # at any price there is a bound
             if seconds + best.price * (memory - limit) + latency > best.bound * (1 + ROUNDED):
@@ -327,6 +348,16 @@ class Variants:
         ends = [(price, *at(price)) for price in (low, high)]
         bound = max(seconds + price * (memory - limit) for price, seconds, memory, _ in ends)
         return _Joint(levels, bound + latency, (ends[0][3], ends[1][3]), high)
+
+    @cached_property
+    def _prices(self) -> tuple[float, float]:
+        """As :func:`price_range`, of finding distinct ids, too, where nothing else takes time."""
+        floor, ceiling = price_range(self.plain)
+        once = self.plain.once_seconds[self.plain.once_seconds > 0]
+        if not self.are_chosen or not once.size:
+            return floor, ceiling
+        most_bytes = self.plain.memory_bytes(self.plain.uniform(1)) + 1
+        return min(floor, 1e-12 * float(once.min()) / most_bytes), max(ceiling, 1e12 * float(once.max()))
 
     def _cheapest(self, levels: IntArray, price: float) -> tuple[float, float, BoolArray]:
         """Seconds without latencies, and memory, of tables whose rows are where they cost least at a price, and which

@@ -12,9 +12,10 @@ from flexshard.planner.solver.instance import Instance
 from flexshard.planner.solver.solution import Solution
 from flexshard.planner.solver.table_bounds import TableCosts, below
 
-__all__ = ["ROUNDED", "between", "climb", "is_good", "most_of_best", "plan_lowest"]
+__all__ = ["ROUNDED", "between", "climb", "is_good", "making_up", "most_of_best", "plan_lowest"]
 
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
 Found = Sequence[tuple[Instance, Solution]]
 
 ROUNDED = 1e-9  # of a bound, more than rounding changes
@@ -22,6 +23,7 @@ _ON_THE_WAY, _GOOD = 9, 1e-3  # the latter of a bound
 _MOST_TRIED = 1_000_000  # counts of instances that may be planned to come closer to a bound
 _LOOK_AGAIN = 1e-3  # part of the best that is known by which a better one leaves far fewer choices
 _MOST_IDLE = 64  # choices that are planned one after the other, though none is better
+_MADE_UP = 8  # choices in which others make up for one table
 _OTHERS = 24  # choices of one other table each that are tried from one
 _LEAST_COUNTS = 2_000  # of an instance, as which smaller ones count: planning them takes no less
 _COUNTS_OF_TABLE = 100  # as which a table counts that has fewer
@@ -64,6 +66,36 @@ def climb(
                 if len(found) > before and found[-1][1].seconds < best * (1 - ROUNDED):
                     mask, best, better = other, found[-1][1].seconds, True
                     break
+
+
+def making_up(seconds: FloatArray, memory: FloatArray, prices: FloatArray, limit: float) -> list[BoolArray]:
+    """Choices with one table another way than at a price, where all others make up for it best, at one of the prices:
+    what is needed where one large table just does not fit.
+
+    Args:
+        seconds, memory: of each table at each price with all its lookups sent, and with distinct ids alone; (K, 2, T).
+        prices: shape (K,).
+        limit: of memory.
+
+    Returns:
+        Those that take least, shape (T,) each.
+    """
+    picked = (seconds + prices[:, None, None] * memory).argmin(axis=1)  # (K, T)
+
+    def with_another(of: FloatArray) -> FloatArray:
+        each = np.take_along_axis(of, picked[:, None], 1)
+        return np.asarray(each.sum(axis=2, keepdims=True) - each + of)
+
+    least = np.where(with_another(memory) <= limit, with_another(seconds), np.inf)
+    best, at_price = least.min(axis=0).ravel(), least.argmin(axis=0).ravel()
+    masks = {}
+    for index in np.argsort(best, kind="stable")[:_MADE_UP].tolist():
+        side, table = divmod(index, picked.shape[1])
+        mask = picked[at_price[index]].astype(np.bool_)
+        mask[table] = bool(side)
+        if np.isfinite(best[index]):
+            masks[mask.tobytes()] = mask
+    return list(masks.values())
 
 
 def plan_lowest(
