@@ -130,3 +130,11 @@ def test_tables_behind_caches_have_modules_of_their_sharder() -> None:
     with pytest.raises(PlanError, match=r"cache_load_factors of FlexShardEmbeddingBag.* 's', and the model has no Emb"):
         planner_of().plan(model, bags)
     assert planner_of().plan(model, [FlexShardEmbeddingCollectionSharder(cache_load_factors={"s": 0.5}), BAGS])
+
+
+def test_a_plan_of_a_table_that_torchrec_could_not_have() -> None:
+    with pytest.raises(KeyError, match="items"):
+        EmbeddingCollection([EmbeddingConfig(name="items", embedding_dim=16, num_embeddings=ROWS)])
+    plan = solve([Table("items", ROWS, 16, profile(ROWS))], CLUSTER, batch_size=16, budget="500MB")
+    with pytest.raises(PlanError, match=r"table 'items', .* takes no name of a method of nn\.ModuleDict"):
+        FlexShardPlanner(plan).plan(Model(), SHARDERS)

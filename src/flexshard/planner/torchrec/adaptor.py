@@ -182,6 +182,8 @@ class FlexShardPlanner(ShardingPlanner):
             bag = left[0] in plan.pooled and plan.pooled[left[0]].pooling != "none"
             kind = "EmbeddingBagCollection" if bag else "EmbeddingCollection"
             where = next((f" but {outer or 'it'}" for (_, name), outer in inside.items() if name == left[0]), "")
+            if hasattr(nn.ModuleDict, left[0]):
+                where = " (TorchRec takes no name of a method of nn.ModuleDict: give the table another)"
             raise PlanError(
                 f"the plan has table {left[0]!r}, which no {kind} of the model has{where}; plan for this model"
             )
