@@ -152,7 +152,7 @@ def odd_positions(rank: int, plan: Any, folder: str) -> list[Any]:
 def test_positions_that_are_missing_or_no_numbers(tmp_path: Path) -> None:
     ((nothing, text),) = ranks.run(1, 1, odd_positions, looking.plan_for(1, 1), str(tmp_path / "saves"))
     assert nothing is None
-    assert "position must be numbers and texts" in text
+    assert "position must be a dict of numbers and texts" in text
 
 
 # -- readers

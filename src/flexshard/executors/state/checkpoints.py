@@ -84,7 +84,12 @@ def save_checkpoint(
             raise _unwritten(folder, _cause(error)) from error
         return before, f"save-{max(map(_number, saves), default=0) + 1}"
 
-    before, name = on_first_rank(prepare, CheckpointError, process_group)
+    try:
+        before, name = on_first_rank(prepare, CheckpointError, process_group)
+    except RuntimeError as error:
+        if isinstance(error, FlexShardError):
+            raise
+        raise _unwritten(folder, lost_rank(error)) from error
     target = folder / name
 
     def publish() -> None:
@@ -180,7 +185,12 @@ def load_checkpoint(
             Rows may be of the checkpoint in part by then: load another before training goes on.
     """
     folder = Path(path)
-    name = on_first_rank(lambda: _latest(folder), CheckpointError, process_group)
+    try:
+        name = on_first_rank(lambda: _latest(folder), CheckpointError, process_group)
+    except RuntimeError as error:
+        if isinstance(error, FlexShardError):
+            raise
+        raise CheckpointError(f"{folder}: cannot be loaded: {lost_rank(error)}") from error
     position = on_all_ranks(lambda: _check_files(folder / name), CheckpointError, process_group)
     if optimizer is not None:
         optimizer.init_state()  # otherwise there would be nothing yet to load into

@@ -24,6 +24,9 @@ def observation_document(observation: Observation) -> dict[str, Any]:
     document = asdict(observation)
     if not observation.calls:
         del document["calls"]
+    for collective in document["collectives"]:
+        if collective["mean_seconds"] is None:  # of an older file, which stays as it is
+            del collective["mean_seconds"]
     return FORMAT.stamped(document)
 
 
