@@ -136,5 +136,9 @@ def test_a_plan_of_a_table_that_torchrec_could_not_have() -> None:
     with pytest.raises(KeyError, match="items"):
         EmbeddingCollection([EmbeddingConfig(name="items", embedding_dim=16, num_embeddings=ROWS)])
     plan = solve([Table("items", ROWS, 16, profile(ROWS))], CLUSTER, batch_size=16, budget="500MB")
-    with pytest.raises(PlanError, match=r"table 'items', .* takes no name of a method of nn\.ModuleDict"):
-        FlexShardPlanner(plan).plan(Model(), SHARDERS)
+    planner = FlexShardPlanner(plan)
+    with (
+        pytest.warns(UserWarning, match="table 's' of history has no profile in the plan"),
+        pytest.raises(PlanError, match=r"table 'items', .* takes no name of a method of nn\.ModuleDict"),
+    ):
+        planner.plan(Model(), SHARDERS)
