@@ -67,9 +67,9 @@ if TYPE_CHECKING:
         put_in_place as put_in_place,
     )
     from flexshard._internal.file_stamps import (
-        FileStamp as FileStamp,
         changed_data as changed_data,
-        gone_data as gone_data,
+        on_this_machine as on_this_machine,
+        stamp_of as stamp_of,
     )
     from flexshard._internal.files import (
         PathLike as PathLike,
@@ -178,7 +178,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "documents": ["DocumentFormat", "decode", "digest_of", "format_of", "read_json", "with_names", "write_json"],
         "drafts": ["draft_folder", "free_target", "put_in_place"],
         "data_paths": ["files_below", "first_line", "hidden_part", "matching"],
-        "file_stamps": ["FileStamp", "changed_data", "gone_data"],
+        "file_stamps": ["changed_data", "on_this_machine", "stamp_of"],
         "files": [
             "PathLike",
             "checked_path",

@@ -66,6 +66,7 @@ def on_first_rank(
 
     Raises:
         Exception: what ``work`` raised, or ``error_type`` with its message where it cannot be pickled.
+        error_type: a rank has ended meanwhile.
     """
     import torch.distributed as dist
 
@@ -76,7 +77,11 @@ def on_first_rank(
             box = [(work(), None)]
         except Exception as error:  # the other ranks wait for an answer
             box = [(None, _picklable(error, error_type))]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    try:
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    except RuntimeError as error:
+        problem = None if box[0] is None else box[0][1]
+        raise problem or error_type(lost_rank(error)) from error
     result, problem = box[0]
     if problem is not None:
         raise problem

@@ -25,10 +25,12 @@ def first_line(error: BaseException) -> str:
 
 
 def is_glob(text: str) -> bool:
+    """Whether a path is a pattern."""
     return any(mark in text for mark in "*?[")
 
 
 def match_local(text: str) -> list[str]:
+    """Files of this machine that a path, a pattern or a folder names; raises DataError."""
     try:
         path = Path(text).expanduser()
         if path.is_dir():
@@ -104,6 +106,7 @@ def hidden_part(path: str) -> str | None:
 
 
 def match_url(url: str) -> tuple[pafs.FileSystem, list[str]]:
+    """A file system, and paths in it that a URL of a file, a pattern or a folder names; raises DataError."""
     scheme = url.split("://")[0]
     try:
         if scheme in _NATIVE_SCHEMES:

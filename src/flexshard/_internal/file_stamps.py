@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pyarrow.fs as pafs
 
-from flexshard.errors import ChangedDataError
+from flexshard._internal.data_paths import first_line
+from flexshard.errors import ChangedDataError, DataError
 
-__all__ = ["FileStamp", "changed_data", "gone_data", "on_this_machine"]
+__all__ = ["FileStamp", "changed_data", "on_this_machine", "stamp_of"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,21 @@ def _version_of(path: str, filesystem: pafs.FileSystem) -> str:
     return str(handler.fs.ukey(path)) if isinstance(handler, pafs.FSSpecHandler) else ""
 
 
-def gone_data(name: str) -> ChangedDataError:
-    """What to raise where a file is no longer there."""
-    return ChangedDataError(f"{name}: is no longer there; put it back, or start on the files that there are")
+def stamp_of(name: str, path: str, filesystem: pafs.FileSystem | None = None) -> FileStamp:
+    """A file's stamp now; ``name`` is what messages call it.
+
+    Raises:
+        ChangedDataError: it is no longer there.
+        DataError: it cannot be asked for.
+    """
+    try:
+        return FileStamp.of(path, filesystem)
+    except FileNotFoundError as error:
+        raise ChangedDataError(
+            f"{name}: is no longer there; put it back, or start on the files that there are"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
 
 
 def changed_data(name: str) -> ChangedDataError:

@@ -16,7 +16,7 @@ import pyarrow.types as pt
 
 from flexshard._internal.checks import first_repeated
 from flexshard._internal.data_paths import first_line, is_glob, match_local, match_url
-from flexshard._internal.file_stamps import FileStamp, changed_data, gone_data, on_this_machine
+from flexshard._internal.file_stamps import FileStamp, changed_data, on_this_machine, stamp_of
 from flexshard._internal.files import PathLike, checked_path
 from flexshard.errors import DataError
 
@@ -59,13 +59,7 @@ class ParquetSource:
             ChangedDataError: it is not.
             DataError: it cannot be asked for.
         """
-        try:
-            stamp = FileStamp.of(self.path, self.filesystem)
-        except FileNotFoundError as error:
-            raise gone_data(self.name) from error
-        except OSError as error:
-            raise DataError(f"{self.name}: cannot be read: {first_line(error)}") from error
-        if stamp != self.stamp:
+        if stamp_of(self.name, self.path, self.filesystem) != self.stamp:
             raise changed_data(self.name)
 
     def open(self) -> pq.ParquetFile:

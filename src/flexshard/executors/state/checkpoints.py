@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,7 @@ def save_checkpoint(
             raise _unwritten(folder, _cause(error)) from error
         return before, f"save-{max(map(_number, saves), default=0) + 1}"
 
-    try:
-        before, name = on_first_rank(prepare, CheckpointError, process_group)
-    except RuntimeError as error:
-        if isinstance(error, FlexShardError):
-            raise
-        raise _unwritten(folder, lost_rank(error)) from error
+    before, name = on_first_rank(prepare, partial(_unwritten, folder), process_group)
     target = folder / name
 
     def publish() -> None:
@@ -144,8 +140,9 @@ def _check_position(position: object) -> None:
     wrong = f"found {position!r}"
     if isinstance(position, Mapping):
         try:
-            text = json.dumps(_plain(position), allow_nan=False, ensure_ascii=False)
-            if json.loads(text.encode()) == _plain(position):
+            plain = _plain(position)
+            text = json.dumps(plain, allow_nan=False, ensure_ascii=False)
+            if json.loads(text.encode()) == plain:
                 return
             wrong = "keys are texts"
         except (TypeError, ValueError) as error:
@@ -185,12 +182,11 @@ def load_checkpoint(
             Rows may be of the checkpoint in part by then: load another before training goes on.
     """
     folder = Path(path)
-    try:
-        name = on_first_rank(lambda: _latest(folder), CheckpointError, process_group)
-    except RuntimeError as error:
-        if isinstance(error, FlexShardError):
-            raise
-        raise CheckpointError(f"{folder}: cannot be loaded: {lost_rank(error)}") from error
+
+    def unloaded(reason: str) -> CheckpointError:
+        return CheckpointError(f"{folder}: cannot be loaded: {reason}")
+
+    name = on_first_rank(lambda: _latest(folder), unloaded, process_group)
     position = on_all_ranks(lambda: _check_files(folder / name), CheckpointError, process_group)
     if optimizer is not None:
         optimizer.init_state()  # otherwise there would be nothing yet to load into

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from flexshard._internal import on_this_machine
 from flexshard.ingestion.storage.merged_reads import merged_reads
 
 __all__ = ["MergedFile"]
@@ -27,7 +28,7 @@ class MergedFile:
 
     def __init__(self, path: str, filesystem: pafs.FileSystem | None) -> None:
         """Open the file; raises OSError."""
-        self._is_local = isinstance(filesystem, pafs.LocalFileSystem | None)
+        self._is_local = on_this_machine(filesystem)
         self._file = (filesystem or pafs.LocalFileSystem()).open_input_file(path)
         self._size = int(self._file.size())
         self._place = 0

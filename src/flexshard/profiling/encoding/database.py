@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexshard import units
-from flexshard._internal import FileStamp, changed_data, gone_data
+from flexshard._internal import changed_data, stamp_of
 from flexshard.errors import DataError, OutputError
 
 __all__ = ["failures", "open_database", "unchanged"]
@@ -49,11 +49,11 @@ def unchanged(files: Sequence[str]) -> Iterator[None]:
     Raises:
         ChangedDataError: one is another at the end, or no longer there, whatever else went wrong.
     """
-    before = {file: _stamp_of(file) for file in files}
+    before = {file: stamp_of(file, file) for file in files}
 
     def check() -> None:
         for file, stamp in before.items():
-            if _stamp_of(file) != stamp:
+            if stamp_of(file, file) != stamp:
                 raise changed_data(file)
 
     try:
@@ -62,12 +62,3 @@ def unchanged(files: Sequence[str]) -> Iterator[None]:
         check()
         raise
     check()
-
-
-def _stamp_of(file: str) -> FileStamp:
-    try:
-        return FileStamp.of(file)
-    except FileNotFoundError as error:
-        raise gone_data(file) from error
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from error

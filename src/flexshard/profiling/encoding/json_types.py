@@ -13,7 +13,7 @@ __all__ = ["with_texts"]
 _OF_TEXTS = ("date", "time", "uuid")
 
 
-def with_texts(database: Any, query: str, reader: str) -> str:
+def with_texts(database: Any, reader: str) -> str:
     """DuckDB's expression that reads JSON, with the columns' types: those that it finds in all rows, but for texts.
 
     Two spellings of a date are two texts, and would be one value. Where keys differ by case, of which it renames all
@@ -21,10 +21,9 @@ def with_texts(database: Any, query: str, reader: str) -> str:
 
     Args:
         database: a connection.
-        query: that reads all.
-        reader: the expression, of which nothing but the types changes.
+        reader: the expression that finds types by itself, of which nothing else changes.
     """
-    found = database.sql(query)
+    found = database.sql(f"SELECT * FROM {reader}")
     names = {name.lower() for name in found.columns}
     renamed = any(re.sub(r"_\d+$", "", name.lower()) in names - {name.lower()} for name in found.columns)
     if renamed or all(_as_text(kind) == kind for kind in found.types):

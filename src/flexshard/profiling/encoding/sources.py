@@ -85,7 +85,7 @@ class Scan:
             return self
         table = "data_files"
         try:
-            read = self.sql if self.kind == "csv" else with_texts(database, f"SELECT * FROM {self.sql}", self.sql)
+            read = self.sql if self.kind == "csv" else with_texts(database, self.sql)
             database.execute(f"CREATE TABLE {table} AS SELECT * FROM {read}")
         except (duckdb.OutOfMemoryException, duckdb.InterruptException):
             raise
