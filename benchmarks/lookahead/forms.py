@@ -33,7 +33,7 @@ def measured(batches: list[Batch], rows: int, ahead: int, *, keep: bool, slots: 
         if number >= ahead:
             if number >= 2 * ahead:
                 held = oracle.held().rows.size
-                found.append((admission.rows.size, admission.carried.size, admission.fetched.size, held))
+                found.append((admission.rows.size, admission.carried.size, admission.fetched.rows.size, held))
             oracle.retire()
     return LookaheadReads(*np.mean(found, axis=0).tolist())
 

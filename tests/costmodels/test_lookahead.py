@@ -64,7 +64,7 @@ def test_caches_that_ran_hold_and_fetch_as_much() -> None:
         admission = oracle.admit(rng.choice(rows, samples, p=weights))
         if step >= ahead:
             held = oracle.held().rows.size
-            found.append((admission.rows.size, admission.carried.size, admission.fetched.size, held))
+            found.append((admission.rows.size, admission.carried.size, admission.fetched.rows.size, held))
             oracle.retire()
     distinct, carried, fetched, cached = np.mean(found[ahead:], axis=0)
     assert distinct == pytest.approx(expected.distinct, rel=0.01)
@@ -91,7 +91,9 @@ def test_distinct_rows_of_stretches_say_what_a_cache_does_in_any_order() -> None
     for start in range(0, stream.size - samples + 1, samples):
         admission = oracle.admit(stream[start : start + samples])
         if oracle.window > ahead:
-            found.append((admission.rows.size, admission.carried.size, admission.fetched.size, oracle.held().rows.size))
+            found.append(
+                (admission.rows.size, admission.carried.size, admission.fetched.rows.size, oracle.held().rows.size)
+            )
             oracle.retire()
     ran = np.mean(found[ahead:], axis=0)
     assert ran == pytest.approx([expected.distinct, expected.carried, expected.fetched, expected.cached], rel=0.06)

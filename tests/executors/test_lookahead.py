@@ -159,8 +159,7 @@ def _evicted_too_early(self: LookaheadOracle) -> Any:
 
 def _slot_used_too_early(self: RowMoves, admission: Any) -> None:
     """What comes overwrites what has not left."""
-    fetched = admission.fetched
-    self._fetch(*(of_rows[fetched].astype(np.int64) for of_rows in (admission.rows, admission.row_slots)))
+    self._fetch(admission.fetched.rows, admission.fetched.slots)
     self._write_back(admission.evicted.rows, admission.evicted.slots)
 
 

@@ -23,12 +23,12 @@ def test_the_papers_figure_6_step_by_step() -> None:
     oracle = LookaheadOracle(10, 8, keep=False)
     batches = [ids(3, 9), ids(3, 4), ids(6, 3), ids(6, 1)]
     admitted = [oracle.admit(batch) for batch in batches[:3]]
-    fetched = [batch.rows[batch.fetched].tolist() for batch in admitted]
+    fetched = [batch.fetched.rows.tolist() for batch in admitted]
     assert fetched == [[3, 9], [4], [6]]
     assert admitted[1].rows[admitted[1].carried].tolist() == [3]
     assert oracle.retire().rows.tolist() == [9]  # after batch 1; 3 is used until batch 3
     last = oracle.admit(batches[3])
-    assert last.rows[last.fetched].tolist() == [1]
+    assert last.fetched.rows.tolist() == [1]
     assert last.rows[last.carried].tolist() == [6]
     assert oracle.retire().rows.tolist() == [4]
     assert oracle.retire().rows.tolist() == [3]  # 6 is used by batch 4
@@ -67,7 +67,7 @@ def run(
             ours = waiting.popleft()
             assert found.rows.tolist() == list(dict.fromkeys(ours.tolist()))
             host[found.evicted.rows] = cache[found.evicted.slots]
-            cache[found.row_slots[found.fetched]] = host[found.rows[found.fetched]]
+            cache[found.fetched.slots] = host[found.fetched.rows]
             under_way.append((ours, found))
             admitted.append(found)
 
@@ -111,8 +111,8 @@ def test_rows_are_fetched_as_often_as_must_be(stream: tuple[int, list[np.ndarray
             last[row] = number
     exact, _ = run(rows, batches, ahead, rows, keep=False)
     kept, _ = run(rows, batches, ahead, rows, keep=True)
-    assert sum(batch.fetched.size for batch in exact) == expected
-    assert sum(batch.fetched.size for batch in kept) == len(last) <= expected
+    assert sum(batch.fetched.rows.size for batch in exact) == expected
+    assert sum(batch.fetched.rows.size for batch in kept) == len(last) <= expected
 
 
 def belady(batches: list[np.ndarray], slots: int) -> int:
@@ -190,7 +190,8 @@ def test_decisions_are_those_of_a_plain_model(
             assert oracle.needed == plain.needed
         else:
             assert found is not None
-            assert found.rows[found.fetched].tolist() == expected[0]
+            assert found.fetched.rows.tolist() == expected[0]
+            assert (oracle.find(found.fetched.rows) == found.fetched.slots).all()
             assert found.evicted.rows.tolist() == expected[1]
             assert found.rows[found.carried].tolist() == expected[2]
             assert (oracle.find(batch.astype(np.int64)) == found.slots).all()
@@ -244,9 +245,12 @@ def test_an_id_that_is_no_row_leaves_everything_as_it_was_wherever_it_is(dtype: 
         found, expected = oracle.admit(batch), other.admit(batch)
         assert (found is None) == (expected is None)
         if found is not None:
-            for name in ("slots", "rows", "row_slots", "fetched", "carried"):
+            for name in ("slots", "rows", "row_slots", "carried"):
                 assert (getattr(found, name) == getattr(expected, name)).all()
-            assert (found.evicted.rows == expected.evicted.rows).all()
+            for name in ("fetched", "evicted"):
+                ours, others = getattr(found, name), getattr(expected, name)
+                assert (ours.rows == others.rows).all()
+                assert (ours.slots == others.slots).all()
         if number % 2:
             assert (oracle.retire().rows == other.retire().rows).all()
     assert (oracle.find(np.arange(900)) == other.find(np.arange(900))).all()

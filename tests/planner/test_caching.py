@@ -456,7 +456,7 @@ def test_caches_that_run_fetch_what_the_plan_says(order: Literal["file", "shuffl
     for step, batch in enumerate(ids.reshape(steps, samples)):
         while (admission := oracle.admit(batch)) is None:
             oracle.retire()
-        fetched.append(admission.fetched.size)
+        fetched.append(admission.fetched.rows.size)
         if step >= ahead:
             oracle.retire()
     assert np.mean(fetched[steps // 4 :]) / 4 == pytest.approx(cache.fetched, rel=0.1)

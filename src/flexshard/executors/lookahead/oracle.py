@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flexshard._internal import check_int, has_numba
 from flexshard.errors import CacheError, MissingDependencyError
 
-__all__ = ["Admission", "Eviction", "LookaheadOracle"]
+__all__ = ["Admission", "LookaheadOracle", "PlacedRows"]
 
 IntArray = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.uint32]
@@ -20,12 +20,12 @@ _MOST = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Eviction:
-    """Rows that leave the cache; shape (n,) each.
+class PlacedRows:
+    """Rows that come into the cache, leave it or are in it; shape (n,) each.
 
     Attributes:
         rows: their ids.
-        slots: where they were.
+        slots: their places in the cache.
     """
 
     rows: IntArray
@@ -41,7 +41,7 @@ class Admission:
         slots: of each lookup; shape (n,).
         rows: distinct ones, in the order of their first lookups; shape (d,), of 32 bits.
         row_slots: theirs; shape (d,).
-        fetched: which of them were not in the cache, as indices of ``rows``.
+        fetched: those that were not in the cache.
         evicted: what leaves for them.
         carried: which of them the batch before reads too, as indices of ``rows``: of the gradients of that batch they
             alone are needed at once. (If it had been retired already and let its rows go, they are not counted.)
@@ -51,8 +51,8 @@ class Admission:
     slots: Slots
     rows: Slots
     row_slots: Slots
-    fetched: Slots
-    evicted: Eviction
+    fetched: PlacedRows
+    evicted: PlacedRows
     carried: Slots
 
 
@@ -114,11 +114,11 @@ class LookaheadOracle:
 
         ids = _as_numbers(ids)
         slots, sizes = np.empty(ids.size, np.uint32), np.zeros(6, np.int64)
-        rows, row_slots, before, fetched, evicted_rows, evicted_slots, carried = self._scratch(ids.size)
+        rows, row_slots, before, *fetched, evicted_rows, evicted_slots, carried = self._scratch(ids.size)
         outcome = oracle_kernels.admit(
             ids, self._batch + 1, self._row_words, self._last_read, self._slot_rows, self._free, self._num_free,
-            self._idle, self._idle_first, self._idle_end, slots, rows, row_slots, before, fetched, evicted_rows,
-            evicted_slots, carried, sizes,
+            self._idle, self._idle_first, self._idle_end, slots, rows, row_slots, before, *fetched,
+            evicted_rows, evicted_slots, carried, sizes,
         )  # fmt: skip
         distinct, fetches, evictions, carries, num_free, self._idle_first = sizes.tolist()
         if outcome == oracle_kernels.NO_ROW:
@@ -132,8 +132,8 @@ class LookaheadOracle:
             slots,
             rows[:distinct].copy(),
             row_slots[:distinct].copy(),
-            fetched[:fetches].copy(),
-            Eviction(evicted_rows[:evictions].copy(), evicted_slots[:evictions].astype(np.int64)),
+            PlacedRows(*(of_rows[:fetches].copy() for of_rows in fetched)),
+            PlacedRows(evicted_rows[:evictions].copy(), evicted_slots[:evictions].copy()),
             carried[:carries].copy(),
         )
         self._admitted.append(admission)
@@ -151,11 +151,11 @@ class LookaheadOracle:
         """Room for what a batch's loops write; new memory for every batch would cost a third of their time."""
         most = min(lookups, self.num_rows) + 1
         if not self._room or self._room[0].size < most:
-            types = (np.uint32, np.uint32, np.uint64, np.uint32, np.int64, np.uint32, np.uint32)
+            types = (np.uint32, np.uint32, np.uint64, np.int64, np.int64, np.int64, np.int64, np.uint32)
             self._room = [np.empty(most + most // 8, kind) for kind in types]
         return self._room
 
-    def retire(self) -> Eviction:
+    def retire(self) -> PlacedRows:
         """The oldest batch has been trained, or will not be: what leaves the cache."""
         from flexshard.executors.lookahead import oracle_kernels
 
@@ -166,14 +166,14 @@ class LookaheadOracle:
         if self.keep and self._idle_end - self._idle_first + distinct > self._idle.size:
             self._make_room(distinct)
         leaving = 0 if self.keep else distinct
-        rows, slots = np.empty(leaving, np.int64), np.empty(leaving, np.uint32)
+        rows, slots = np.empty(leaving, np.int64), np.empty(leaving, np.int64)
         free = self._num_free
         self._num_free, self._idle_end = oracle_kernels.retire(
             batch.batch, self.keep, batch.row_slots, self._row_words, self._last_read, self._slot_rows, self._free,
             free, self._idle, self._idle_end, rows, slots,
         )  # fmt: skip
         left = self._num_free - free
-        return Eviction(rows[:left], slots[:left].astype(np.int64))
+        return PlacedRows(rows[:left], slots[:left])
 
     def _make_room(self, entries: int) -> None:
         """Let the ring of idle slots have room for so many more.
@@ -206,10 +206,10 @@ class LookaheadOracle:
         oracle_kernels.find(ids, self._row_words, slots)
         return slots
 
-    def held(self) -> Eviction:
+    def held(self) -> PlacedRows:
         """The rows that are in the cache, and their slots; nothing moves."""
         slots = np.flatnonzero(self._last_read[:-1])
-        return Eviction(self._slot_rows[slots].astype(np.int64), slots)
+        return PlacedRows(self._slot_rows[slots].astype(np.int64), slots)
 
 
 def _as_numbers(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:

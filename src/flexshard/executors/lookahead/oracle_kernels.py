@@ -15,13 +15,15 @@ import numpy.typing as npt
 
 from flexshard.executors.lookahead.prefetching import prefetch
 
-__all__ = ["ADMITTED", "NO_ROOM", "NO_ROW", "admit", "compact", "copy_rows", "find", "retire"]
+__all__ = ["ADMITTED", "NO_ROOM", "NO_ROW", "admit", "compact", "copy_rows", "find", "flagged", "retire", "set_flags"]
 
 # What becomes of a batch.
 ADMITTED, NO_ROOM, NO_ROW = 0, 1, 2
 
 Words = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.uint32]
+IntArray = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 # How far ahead of its turn a word of a row or of a slot, and a row to copy, is asked for. Of words, 128 take up to a
 # tenth longer, 32 up to twice as long; at 8 and at 16 copies take the same.
@@ -106,9 +108,10 @@ def admit(
     rows: Slots,
     row_slots: Slots,
     before: Words,
-    fetched: Slots,
-    evicted_rows: npt.NDArray[np.int64],
-    evicted_slots: Slots,
+    fetched_rows: IntArray,
+    fetched_slots: IntArray,
+    evicted_rows: IntArray,
+    evicted_slots: IntArray,
     carried: Slots,
     sizes: npt.NDArray[np.int64],
 ) -> int:
@@ -127,9 +130,9 @@ def admit(
         idle: slots (low bits) that no batch under way reads, with the number of the one that did last, longest idle
             first; a ring from ``idle_first`` to ``idle_end``, neither of them wrapped. Those read since do not count.
         slots: to fill, of each lookup; shape (n,).
-        rows, row_slots, before: to fill, of each distinct row: its id, slot, and word before. They, ``fetched`` and
-            ``carried`` have room for one more.
-        fetched: to fill, which of the distinct rows were not in the cache.
+        rows, row_slots, before: to fill, of each distinct row: its id, slot, and word before. They and the next three
+            have room for one more.
+        fetched_rows, fetched_slots: to fill, those of the distinct rows that were not in the cache.
         evicted_rows, evicted_slots: to fill, what has to leave.
         carried: to fill, which of the distinct rows the batch before read too, if they have stayed since.
         sizes: to fill: distinct rows, and how many entries the last three kinds have; then ``num_free`` and
@@ -163,7 +166,7 @@ def admit(
         missing = was == zero
         slot = nowhere if missing else was & low
         last_read[slot] = np.uint32(number)
-        row_slots[index], carried[carries], fetched[fetches] = np.uint32(slot), np.uint32(index), np.uint32(index)
+        row_slots[index], carried[carries], fetched_rows[fetches] = np.uint32(slot), np.uint32(index), np.int64(index)
         carries += np.uint64((was >> shift == before_it) & (not missing))
         fetches += np.uint64(missing)
     sizes[0], sizes[1] = np.int64(distinct), np.int64(fetches)
@@ -176,7 +179,7 @@ def admit(
             prefetch(last_read, coming)
             prefetch(slot_rows, coming)
         slot = entry & low
-        evicted_rows[evictions], evicted_slots[evictions] = np.int64(slot_rows[slot]), np.uint32(slot)
+        evicted_rows[evictions], evicted_slots[evictions] = np.int64(slot_rows[slot]), np.int64(slot)
         evictions += int(np.uint64(last_read[slot]) == entry >> shift)
         first += 1
         at = _following(at, idle.size)
@@ -191,9 +194,10 @@ def admit(
         prefetch(row_words, evicted_rows[min(index + _WORDS_AHEAD, evictions - 1)])
         row_words[np.uint64(evicted_rows[index])] = zero
     for index in range(fetch):
-        left, place = num_free - index, np.uint64(fetched[index])
+        left, place = num_free - index, np.uint64(fetched_rows[index])  # of the distinct rows, so far
         slot = np.uint64(free[left - 1]) if left > 0 else np.uint64(evicted_slots[-left])
         row_slots[place], last_read[slot], slot_rows[slot] = np.uint32(slot), np.uint32(number), rows[place]
+        fetched_rows[index], fetched_slots[index] = np.int64(rows[place]), np.int64(slot)
     for index in range(distinct):
         prefetch(row_words, rows[min(index + ahead, distinct - one)])
         row_words[np.uint64(rows[index])] = stamp | np.uint64(row_slots[index])
@@ -215,8 +219,8 @@ def retire(
     num_free: int,
     idle: Words,
     idle_end: int,
-    evicted_rows: npt.NDArray[np.int64],
-    evicted_slots: Slots,
+    evicted_rows: IntArray,
+    evicted_slots: IntArray,
 ) -> tuple[int, int]:
     """Let go of the rows that no batch behind this one reads.
 
@@ -244,7 +248,7 @@ def retire(
             idle_end += int(leaves)
         elif leaves:
             row = slot_rows[slot]
-            evicted_rows[evictions], evicted_slots[evictions] = np.int64(row), np.uint32(slot)
+            evicted_rows[evictions], evicted_slots[evictions] = np.int64(row), np.int64(slot)
             evictions += 1
             free[num_free] = slot
             num_free += 1
@@ -266,7 +270,7 @@ def compact(last_read: Slots, idle: Words, idle_first: int, idle_end: int, targe
 
 
 @_compiled
-def find(ids: npt.NDArray[Any], row_words: Words, slots: npt.NDArray[np.int64]) -> None:
+def find(ids: npt.NDArray[Any], row_words: Words, slots: IntArray) -> None:
     """The slot of each row, -1 where it is not in the cache; shape (n,)."""
     low, nowhere = np.uint64(0xFFFFFFFF), np.uint64(0)
     for index in range(ids.size):
@@ -275,9 +279,25 @@ def find(ids: npt.NDArray[Any], row_words: Words, slots: npt.NDArray[np.int64]) 
 
 
 @_compiled
-def copy_rows(
-    source: npt.NDArray[Any], rows: npt.NDArray[np.int64], target: npt.NDArray[Any], places: npt.NDArray[np.int64]
-) -> None:
+def set_flags(flags: Flags, places: Slots) -> None:
+    """Let the flags of these places be set."""
+    for index in range(places.size):
+        flags[np.uint64(places[index])] = True
+
+
+@_compiled
+def flagged(flags: Flags, rows: IntArray, slots: IntArray, flagged_rows: IntArray, flagged_slots: IntArray) -> int:
+    """Fill in those whose slots' flags are set, all of shape (n,); how many there are."""
+    found = 0
+    for index in range(slots.size):
+        slot = slots[index]
+        flagged_rows[found], flagged_slots[found] = rows[index], slot
+        found += int(flags[np.uint64(slot)])
+    return found
+
+
+@_compiled
+def copy_rows(source: npt.NDArray[Any], rows: IntArray, target: npt.NDArray[Any], places: IntArray) -> None:
     """Let ``target[places]`` be ``source[rows]``; shape (n, width) both, rows there are not checked."""
     for number in range(rows.size):
         if number + _COPIED_AHEAD < rows.size:

@@ -101,7 +101,7 @@ class RowMoves:
         self._device = cache["weight"].device
         self._side = SideStream(self._device)
         self._thread = ThreadPoolExecutor(1, "flexshard-cache")
-        self._newer = np.zeros(oracle.slots, np.bool_)  # than the host's
+        self._newer = np.zeros(oracle.slots, np.bool_)  # than the host's, which free slots never are
         self._waiting: deque[AnnouncedBatch] = deque()
         self._under_way: deque[AnnouncedBatch] = deque()
         self._steps_done: deque[_Trained] = deque()  # that the moves' thread has not heard of
@@ -287,38 +287,40 @@ class RowMoves:
 
     def _take_steps(self) -> None:
         """Hear of what has been trained."""
+        from flexshard.executors.lookahead import oracle_kernels
+
         while self._steps_done:
             step = self._steps_done.popleft()
             self._side.wait_here(step.moment)
             if step.changed:
                 assert step.batch.admission is not None
-                self._newer[step.batch.admission.row_slots] = True
+                oracle_kernels.set_flags(self._newer, step.batch.admission.row_slots)
             step.batch.over |= step.over
 
     def _move(self, admission: Admission) -> None:
         self._write_back(admission.evicted.rows, admission.evicted.slots)
         fetched = admission.fetched
-        rows, slots = (of_rows[fetched].astype(np.int64) for of_rows in (admission.rows, admission.row_slots))
-        self._newer[slots] = False
-        self._fetch(rows, slots)
+        self._fetch(fetched.rows, fetched.slots)
         traffic = self.traffic
         traffic.batches += 1
         traffic.lookups += admission.slots.size
         traffic.distinct += admission.rows.size
         traffic.carried += admission.carried.size
-        traffic.fetched += rows.size
+        traffic.fetched += fetched.rows.size
 
     def _fetch(self, rows: IntArray, slots: IntArray) -> None:
         self._host.fetch(rows, self._cache, slots)
 
     def _write_back(self, rows: IntArray, slots: IntArray) -> None:
-        newer = self._newer[slots]
-        if not newer.any():
+        from flexshard.executors.lookahead import oracle_kernels
+
+        newer_rows, newer_slots = np.empty_like(rows), np.empty_like(slots)
+        found = oracle_kernels.flagged(self._newer, rows, slots, newer_rows, newer_slots)
+        if not found:
             return
         if self._host.changed:
             raise self._lost()
-        if not newer.all():
-            rows, slots = rows[newer], slots[newer]
+        rows, slots = newer_rows[:found], newer_slots[:found]
         self._host.put_back(rows, self._cache, slots)
         self._newer[slots] = False
         self.traffic.written_back += rows.size
