@@ -35,6 +35,7 @@ from torch.nn import functional
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
 from flexshard.embeddings import DedupedCausal, DedupedEmbeddingCollection, DedupedPerSample, TargetAttention
+from flexshard.errors import DataError
 from flexshard.executors import Observer
 from flexshard.ingestion import SessionBatch, SessionReader
 from one_line import above_0, run_example
@@ -170,7 +171,9 @@ class Run:
     def step(self) -> None:
         """Read a batch and train on it; as long as the slowest rank takes."""
         begin = time.perf_counter()
-        batch = next(self.batches)
+        batch = next(self.batches, None)
+        if batch is None:
+            raise DataError(f"clicks for {len(self.losses)} steps; give more --rows, fewer --steps or --batch-size")
         self.read_seconds.append(time.perf_counter() - begin)
         dist.barrier()
         with Observer() as observer:
@@ -241,6 +244,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("histories"), help="for the data")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.dim % HEADS:
+        parser.error(f"argument --dim: must be a multiple of {HEADS}, one part for each attention head")
     if args.steps < 3:
         parser.error("argument --steps: must be at least 3, of which two warm up")
     warnings.simplefilter("ignore")

@@ -174,3 +174,17 @@ def test_examples_say_what_is_missing_in_one_line(name: str, options: list[str],
     assert said[0].startswith(f"{name}: error: ")
     assert "nothing.parquet" in said[0]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--dim", "7"], "argument --dim: must be a multiple of 4, one part for each attention head"),
+        (["--rows", "10"], "clicks for 0 steps; give more --rows, fewer --steps or --batch-size"),
+    ],
+)
+def test_histories_that_are_too_short_are_one_line(options: list[str], says: str, tmp_path: Path) -> None:
+    done = run_script(ROOT / "examples" / "growing_histories.py", *options, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"growing_histories.py: error: {says}"
+    assert "Traceback" not in done.stderr

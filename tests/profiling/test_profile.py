@@ -295,4 +295,9 @@ def test_generated_sequences_follow_their_law(tmp_path: Path) -> None:
         assert profile.covered(k) == pytest.approx(expected, rel=0.02)
     with pytest.raises(DataError, match="exponent must be above 0"):
         write_power_law_sequences(tmp_path / "c.parquet", rows=10, samples=1, mean_length=1, exponent=0)
+    for column in ("", "a\nb"):
+        with pytest.raises(DataError, match="a column's name is a text of one line"):
+            write_power_law_sequences(
+                tmp_path / "c.parquet", rows=10, samples=1, mean_length=1, exponent=1, column=column
+            )
     assert not (tmp_path / "c.parquet").exists()

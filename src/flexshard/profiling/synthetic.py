@@ -67,6 +67,8 @@ def write_power_law_sequences(
     for name, value in (("rows", rows), ("samples", samples), ("mean_length", mean_length), ("exponent", exponent)):
         if not 0 < value < 1 << 40:
             raise DataError(f"{name} must be above 0 and below 2^40, found {value}")
+    if not column or "\n" in column:
+        raise DataError(f"a column's name is a text of one line, found {column!r}")
     if seed < 0:
         raise DataError(f"seed must be at least 0, found {seed}")
     # A block's ids are counted in 32 bits by Arrow's lists.

@@ -55,7 +55,8 @@ def diff_command(
     grid.caption = (
         f"{changes.rows:,} rows have other ranks, one copy of them is {units.format_bytes(changes.nbytes)}{note}"
     )
-    emit(changes.document(), as_json=as_json, text=grid)
+    moved = changes.moves or changes.pooled
+    emit(changes.document(), as_json=as_json, text=grid if moved else f"All rows have the same ranks.{note}")
 
 
 def _anew(name: str, *plans: planner.Plan) -> bool:
