@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from flexshard import AccessProfile, Cluster, Plan, Table, solve
 from flexshard.costmodels import gathered_bytes, touched_rows
@@ -28,6 +29,18 @@ def test_touched_rows_by_hand() -> None:
     # The second row alone, split over a group of 2, which reads it with four samples.
     mean, _ = touched_rows(table, 2, 2, 1, 1)
     assert mean == pytest.approx((1 - (3 / 4) ** 4) / 2)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 5), st.tuples(*[st.integers(0, 17)] * 2))
+def test_touched_rows_of_any_range_are_those_of_its_rows(counts: list[int], unread: int, ends: tuple[int, int]) -> None:
+    table = Table("t", len(counts) + unread, 4, AccessProfile.from_counts(counts, num_samples=10))
+    first, last = sorted(min(end, table.rows) for end in ends)
+    chances = np.zeros(table.rows)
+    chances[: len(counts)] = 1 - (1 - np.sort(counts)[::-1] / 10) ** (3 * 2)
+    inside = chances[first:last]
+    mean, variance = touched_rows(table, 3, 2, first, last - first)
+    assert mean == pytest.approx(inside.sum() / 2, abs=1e-12)
+    assert variance == pytest.approx((inside * (1 - inside)).sum() / 2, abs=1e-12)
 
 
 def test_gathered_bytes_by_hand() -> None:

@@ -6,7 +6,9 @@ copy touched. Legend: g group size, M = U/g copies, B batch size per rank.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import NormalDist
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +16,13 @@ import numpy.typing as npt
 from flexshard._internal import renamed_parameters
 from flexshard.costmodels.collectives import SLOT_BYTES, RowWidths
 from flexshard.costmodels.overlap import Overlap, hidden_share
+from flexshard.profiling import AccessProfile
 from flexshard.tables import Table, expected_distinct
 from flexshard.topologies import Cluster
 
 __all__ = ["gathered_bytes", "row_reduction_seconds", "touched_rows"]
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @renamed_parameters(first_rank="first_position")
@@ -27,12 +32,53 @@ def touched_rows(table: Table, batch_size: int, group_size: int, first_position:
     A row that a share c of samples contains is read by some of the g·B samples of its group with probability q =
     ``1 - (1-c)^(gB)``; the g ranks hold equal shares.
     """
-    profile = table.profile
-    ends = np.cumsum(profile.rows)
-    end = first_position + rows
-    inside = np.clip(ends, first_position, end) - np.clip(ends - profile.rows, first_position, end)
-    q = expected_distinct(profile.sample_share, table.distinct_samples(batch_size) * group_size)
-    return float(q @ inside) / group_size, float((q * (1 - q)) @ inside) / group_size
+    sums = _sums_of(table.profile, table.distinct_samples(batch_size) * group_size)
+    first, last = sums.before(first_position), sums.before(first_position + rows)
+    return (last[0] - first[0]) / group_size, (last[1] - first[1]) / group_size
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Of q and q(1-q) over a table's rows, most popular first, so that those of a range of rows are a difference.
+
+    Attributes:
+        ends: first row behind those of each count; shape (K,).
+        chance: q of a row of each count; shape (K,).
+        means, variances: of all rows before each count, and before those that are never read; shape (K + 1,).
+    """
+
+    ends: npt.NDArray[np.int64]
+    chance: FloatArray
+    means: FloatArray
+    variances: FloatArray
+
+    @classmethod
+    def of(cls, profile: AccessProfile, samples: float) -> _Sums:
+        chance = expected_distinct(profile.sample_share, samples)
+        of_rows = (chance * profile.rows, chance * (1 - chance) * profile.rows)
+        return cls(np.cumsum(profile.rows), chance, *(np.concatenate([[0.0], np.cumsum(one)]) for one in of_rows))
+
+    def before(self, position: int) -> tuple[float, float]:
+        """Of all rows before one."""
+        whole = int(np.searchsorted(self.ends, position, side="right"))
+        means, variances = float(self.means[whole]), float(self.variances[whole])
+        if whole < self.ends.size:
+            part, chance = position - (int(self.ends[whole - 1]) if whole else 0), float(self.chance[whole])
+            means, variances = means + chance * part, variances + chance * (1 - chance) * part
+        return means, variances
+
+
+_KEPT = 8  # sums of a profile: a plan asks for those of every level, again and again
+_SUMS: WeakKeyDictionary[AccessProfile, dict[float, _Sums]] = WeakKeyDictionary()
+
+
+def _sums_of(profile: AccessProfile, samples: float) -> _Sums:
+    known = _SUMS.setdefault(profile, {})
+    if samples not in known:
+        if len(known) == _KEPT:
+            known.clear()
+        known[samples] = _Sums.of(profile, samples)
+    return known[samples]
 
 
 def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, gradient_bytes: npt.ArrayLike) -> float:
