@@ -51,6 +51,16 @@ def test_gathered_bytes_by_hand() -> None:
     assert more == pytest.approx(4 * (3 + 1.0491 * 2) * 20, rel=1e-3)
 
 
+def test_every_store_is_padded_by_itself() -> None:
+    """Copies send as many entries of each store as the fullest of them; of a store's tables together."""
+    touched, nbytes = [(3.0, 4.0), (5.0, 9.0), (2.0, 1.0)], [16, 16, 32]
+    apart = [
+        gathered_bytes(cluster_of(), 2, touched[first:last], nbytes[first:last]) for first, last in ((0, 2), (2, 3))
+    ]
+    assert gathered_bytes(cluster_of(), 2, touched, nbytes, [0, 0, 1]) == pytest.approx(sum(apart))
+    assert gathered_bytes(cluster_of(), 2, touched, nbytes) < 0.97 * sum(apart)
+
+
 def test_the_padding_is_that_of_drawn_batches() -> None:
     rows, batch, copies = 500, 16, 8
     p = 0.5 / (1 + np.arange(rows))

@@ -218,3 +218,16 @@ def test_the_fullest_rank_holds_more_than_the_mean_and_what_is_beside_rows(once:
     with pytest.raises(BudgetError) as caught:
         solve(replace(problem, budget="1 B"))
     assert solve(replace(problem, budget=f"{caught.value.least_bytes + 1:.0f} B")).bounded_bytes
+
+
+def test_more_memory_than_suffices_is_not_refused() -> None:
+    """Where gradients of copies may be gathered, the fullest rank's memory need not rise with the mean's limit."""
+    rng = np.random.default_rng(0)
+    ids, lengths = np.minimum(rng.zipf(1.3, 2_000) - 1, 199), rng.multinomial(2_000, np.full(300, 1 / 300))
+    table = Table("t", 200, 64, AccessProfile.from_ids(ids, lengths=lengths, num_rows=200))
+    slow, fast = CollectiveRate(1e-6, 1e9), CollectiveRate(1e-6, 1e10)
+    cluster = Cluster("c", 2, 4, 1e9, 0.0, (Level(1, None, slow), Level(4, fast, slow), Level(8, slow, None)), 1e11)
+    how: dict[str, Any] = {"batch_size": 1, "reduction": "auto", "translation": "device", "index_dedup": False}
+    for budget in range(30_000, 90_001, 10_000):
+        plan = solve([table], cluster, memory="p99.9", tiers=2, budget=f"{budget} B", **how)
+        assert plan.bounded_bytes(plan.predicted) <= budget

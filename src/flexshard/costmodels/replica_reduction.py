@@ -81,21 +81,31 @@ def _sums_of(profile: AccessProfile, samples: float) -> _Sums:
     return known[samples]
 
 
-def gathered_bytes(cluster: Cluster, group_size: int, touched: npt.ArrayLike, gradient_bytes: npt.ArrayLike) -> float:
+def gathered_bytes(
+    cluster: Cluster,
+    group_size: int,
+    touched: npt.ArrayLike,
+    gradient_bytes: npt.ArrayLike,
+    stores: npt.ArrayLike | None = None,
+) -> float:
     """Buffer of the all-gather: slot and gradient of every touched row of every copy.
 
-    All copies send as many entries as the one that touched most: of M copies, about Blom's estimate of the largest of M
-    normal numbers above the mean.
+    All copies send as many entries of a store as the one that touched most of it: of M copies, about Blom's estimate of
+    the largest of M normal numbers above the mean.
 
     Args:
         touched: mean and variance of each table's touched rows, as :func:`touched_rows` gives them; shape (T, 2).
         gradient_bytes: of a row of each table; shape (T,).
+        stores: a number for each table, the same where tables are of one dimension, type and optimizer; shape (T,).
+            None if all are.
     """
     copies = cluster.world_size // group_size
     entry = np.asarray(gradient_bytes, np.float64) + SLOT_BYTES
     mean, variance = np.asarray(touched, np.float64).reshape(-1, 2).T
     above = NormalDist().inv_cdf((copies - 0.375) / (copies + 0.25)) if copies > 1 else 0.0
-    return float(copies * (mean @ entry + above * np.sqrt(variance @ entry**2)))
+    together = np.zeros(mean.size, np.int64) if stores is None else np.asarray(stores, np.int64)
+    deviations = np.sqrt(np.bincount(together, variance * entry**2))
+    return float(copies * (mean @ entry + above * deviations.sum()))
 
 
 def row_reduction_seconds(

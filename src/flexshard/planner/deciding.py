@@ -23,6 +23,7 @@ from flexshard.planner.solver.loads import fullest_rank_bytes, held_beside_rows
 __all__ = ["Decision", "checked_limit", "decide", "dense_seconds", "limit_of", "objective_seconds", "settings_of"]
 
 _ROUNDS, _CLOSE = 12, 1e-4
+_LESS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the limit of the mean
 
 
 def limit_of(problem: Problem, instance: Instance) -> float:
@@ -202,6 +203,12 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
             within = memory_limit(error.least_bytes)
             placement = problem.method.place(variants, within, problem.tiers)
             low = max(low, moved)  # nothing fits below
+    for share in () if found else _LESS:  # where gradients may be gathered, what is less on average may be more here
+        try:
+            placement = problem.method.place(variants, share * most, problem.tiers)
+        except BudgetError:
+            break
+        above(placement, share * most)
     if problem.method.tiers is None:
         for size in (1, problem.cluster.world_size):
             whole = variants.fixed.uniform(size)

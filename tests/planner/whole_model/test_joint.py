@@ -22,6 +22,7 @@ from flexshard.planner.solver.deadline import ended_at
 from flexshard.planner.whole_model import annealing_kernels, columns, joint, laying_kernels
 from flexshard.planner.whole_model.annealing import compile_loops
 from flexshard.topologies import CollectiveRate, Level
+from flexshard.units import format_bytes, format_seconds
 from tests.slow import first
 
 
@@ -677,3 +678,40 @@ def test_a_search_compiles_nothing_once_its_time_runs() -> None:
         solve(Problem(one, cluster(), batch_size=1024, index_dedup=False, timeout_seconds=5.0))
     assert [loop.signatures for loop in known] == before
     assert all(len(signatures) == 1 for signatures in before)
+
+
+def test_a_rank_has_all_of_its_shards() -> None:
+    """What the table of shards says of a rank is of all shards that it has."""
+    table = Table("a", 400, 256, AccessProfile.from_counts(np.full(400, 2), 1_000), pooling="sum")
+    asked = {"a": TableConstraints(sharding_types=["column_wise"], min_partition=32)}
+    plan = solve([table], cluster(), batch_size=64, budget="+5MiB", constraints=asked)
+    shards = [shard for shard in plan.pooled["a"].shards if shard.rank == 0]
+    assert len(shards) == 2
+    line = next(line for line in str(plan).splitlines() if "column_wise" in line)
+    assert format_bytes(sum(shard.memory_bytes for shard in shards)) in line
+    assert format_seconds(sum(shard.seconds for shard in shards)) in line
+
+
+def test_next_best_ways_are_those_that_constraints_leave() -> None:
+    profile = AccessProfile.from_counts(np.ceil(900 / np.arange(1, 401)).astype(np.int64), 1_000)
+
+    def ways(dim: int, asked: TableConstraints, *others: Table) -> set[str]:
+        table = Table("a", 400, dim, profile, pooling="sum")
+        plan = solve([table, *others], cluster(), batch_size=64, budget="+5MiB", constraints={"a": asked})
+        return {one.sharding_type for one in plan.pooled["a"].alternatives}
+
+    assert ways(256, TableConstraints(pin=[0, 0])) == {"column_wise"}  # beside table_column_wise, which is planned
+    assert ways(64, TableConstraints(pin=[3])) <= {"table_wise", "column_wise", "table_column_wise"}
+    other = Table("b", 400, 64, profile, pooling="sum")
+    assert not ways(64, TableConstraints(apart=["b"]), other) & {"row_wise", "data_parallel"}
+
+
+def test_a_sequence_that_may_be_in_tiers_has_another_way() -> None:
+    full = Table("full", 4_000, 64, AccessProfile.from_counts(np.full(4_000, 1), 1_000), pooling="sum")
+    sequence = Table("s", 2_000, 64, AccessProfile.from_counts(np.full(2_000, 3), 1_000))
+    asked = {
+        "full": TableConstraints(sharding_types=["table_wise"], pin=[0]),
+        "s": TableConstraints(sharding_types=["flex_shard", "table_wise"]),
+    }
+    plan = solve([full, sequence], cluster(1, 2), batch_size=8, budget="1.15 MiB", constraints=asked)
+    assert "There is no other way of sharding it but tiers of rows" in explain(plan, "s").text

@@ -43,14 +43,15 @@ def pooled_grid(plan: Plan) -> Grid:
     title = "How pooled tables are sharded" if pooled else "How TorchRec shards tables"
     grid = new_grid(title, texts, numbers, ("shards", "busy", "kernel"))
     for table in list(plan.pooled.values())[:_MOST_TABLES]:
+        nbytes, seconds = (_of_fullest_rank(table, what) for what in ("memory_bytes", "seconds"))
         grid.add_row(
             table.name,
             table.sharding_type,
             _kernel(table),
             ranks_in_words(table.ranks, plan.cluster.world_size),
             str(len(table.shards)),
-            units.format_bytes(max(shard.memory_bytes for shard in table.shards)),
-            units.format_seconds(max(shard.seconds for shard in table.shards)),
+            units.format_bytes(nbytes),
+            units.format_seconds(seconds),
         )
     more = len(plan.pooled) - _MOST_TABLES
     captions = [f"... and {more} more tables; 'flexshard explain PLAN TABLE' shows one"] if more > 0 else []
@@ -59,6 +60,14 @@ def pooled_grid(plan: Plan) -> Grid:
         captions.append(f"{held} of host memory on the fullest rank. Kernels with UVM run on CUDA alone.")
     grid.caption = "\n".join(captions) or None
     return grid
+
+
+def _of_fullest_rank(table: PooledTablePlan, what: str) -> float:
+    """Of all shards of a table that the rank has which has most."""
+    found: dict[int, float] = {}
+    for shard in table.shards:
+        found[shard.rank] = found.get(shard.rank, 0.0) + float(getattr(shard, what))
+    return max(found.values())
 
 
 def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
@@ -91,8 +100,14 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
         if table.alternatives[0].priced_seconds < 0:
             lines.append(
                 "  What takes less on average would make the busiest rank busier, not fit beside the other tables'"
-                " shards, or start collectives that no table of the plan needs."
+                f" shards{', not lie where constraints ask' if plan.settings.constraints else ''}, or start collectives"
+                " that no table of the plan needs."
             )
+    elif any("flex_shard" in one for one in asked_of(plan, table.name)):
+        lines.append(
+            "There is no other way of sharding it but tiers of rows, with which the whole plan would take longer, or"
+            " not fit."
+        )
     else:
         lines.append("There is no other way of sharding it: its constraints and the cluster leave this one.")
     price = plan.memory_price_seconds_per_gib

@@ -78,7 +78,7 @@ def _gathered_bytes(instance: Instance, wanted: BoolArray, level: int, touched: 
     """Bytes that the wanted tables (shape (T,)) gather together at a level."""
     gradient_bytes = np.array([one.gradient_bytes for one in instance.widths])[instance.table_kind]
     size = int(instance.group_sizes[level])
-    return gathered_bytes(instance.cluster, size, touched[wanted], gradient_bytes[wanted])
+    return gathered_bytes(instance.cluster, size, touched[wanted], gradient_bytes[wanted], instance.table_kind[wanted])
 
 
 def gathered_of_tiers(

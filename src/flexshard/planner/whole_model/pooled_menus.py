@@ -45,7 +45,7 @@ class PooledMenus:
     Attributes:
         costs: of the cluster.
         tables: in the problem's order.
-        options: those that each table may have by itself, pins and company aside.
+        options: those that each table may have, as its pins and company leave them.
         menus: of the tables, those that are sharded alike as one.
         members: of each menu, the tables in it.
         meant: of each menu by ``Option.source``, an option for each member.
@@ -125,6 +125,8 @@ def pooled_menus(
                 f" {', '.join(f'{each[0].name} has {each[0].shards}' for each in alike)}"
             )
         meant.append(tuple(kept))
+        for place, index in enumerate(group):
+            options[index] = list(dict.fromkeys(each[place] for each in kept))
         pinned.append(tuple(pins[0]) if pins else ())
         marks = np.array([[len({one, other} & set(group)) for one, other in apart]], np.float64).T
         menus.append(
