@@ -17,6 +17,7 @@ pytest.importorskip("torchrec")
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from flexshard import units
 from flexshard.errors import CheckpointError, OutputError, PlanError
@@ -138,7 +139,7 @@ def killed_while_saving(rank: int, folder: str) -> Any:
     from flexshard.executors import save_checkpoint
 
     cluster = models.small_cluster(2, 1)
-    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "rowwise_adagrad")
     save_checkpoint(folder, parallel, optim)
     whole = dcp.save
 
@@ -154,7 +155,7 @@ def load_two(rank: int, folder: str) -> None:
     from flexshard.executors import load_checkpoint
 
     cluster = models.small_cluster(2, 1)
-    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "sgd")
+    parallel, optim = models.shard(models.plan_of(cluster, split_for(cluster, 3)), "rowwise_adagrad")
     load_checkpoint(folder, parallel, optim)
 
 
@@ -555,3 +556,30 @@ def test_a_damaged_file_is_called_damaged(tmp_path: Path) -> None:
     assert all(isinstance(error, CheckpointError) and "is damaged; load another" in str(error) for error in found), (
         found
     )
+
+
+def load_into_others(rank: int, folder: str) -> list[str]:
+    """What loading into a model with another optimizer, and into one without a buffer, says."""
+    plan, said = models.plan_of(models.small_cluster(1, 2), split_for(models.small_cluster(1, 2), 3)), []
+    saved, optim = models.shard(plan, "adagrad")
+    models.train(saved, optim, rank, range(2))
+    saved.module.register_buffer("seen", torch.ones(3))
+    save_checkpoint(folder, saved, optim)
+    for kind in (EmbOptimType.LARS_SGD, EmbOptimType.EXACT_ADAGRAD):
+        parallel, optim = models.shard(plan, fused={"optimizer": kind, "learning_rate": 0.1})
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(folder, parallel, optim)
+        said.append(str(error.value))
+    load_checkpoint(folder, parallel, optim, strict=False)
+    before, after = state_of(saved), state_of(parallel)
+    for one, other in zip(before, after, strict=True):
+        assert all(np.array_equal(one[key], other[key]) for key in one)
+    return said
+
+
+def test_what_fits_by_its_names_alone_is_not_loaded(tmp_path: Path) -> None:
+    """Adagrad's sums have the name and shape of LARS's momentum."""
+    for other, more in ranks.run(1, 2, load_into_others, str(tmp_path)):
+        assert "save-1: its optimizer of " in other
+        assert "is adagrad, the model's is lars_sgd; build the model with the former, or load weights alone" in other
+        assert "it has seen, which the model has not; strict=False ignores what is so" in more

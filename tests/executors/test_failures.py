@@ -163,6 +163,27 @@ def test_ids_that_are_no_whole_numbers() -> None:
     assert "rank 1 has bad ids of table 'goods'" in str(found[0])
 
 
+def look_up_short_ids(rank: int, plan: Any) -> list[Any]:
+    """The same ids as int64, and on rank 1 of a narrower type, which no tensor is indexed by."""
+    from torchrec import KeyedJaggedTensor
+
+    parallel, _ = models.shard(plan)
+    plain, found = models.make_batch(0, rank).features, []
+    for dtype in (torch.int64, torch.int16):
+        values = plain.values().to(dtype if rank == 1 else torch.int64)
+        batch = KeyedJaggedTensor(plain.keys(), values, lengths=plain.lengths())
+        found.append({name: rows.values().detach().numpy() for name, rows in parallel.module.wide(batch).items()})
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ids_of_any_width_find_their_rows(size: int) -> None:
+    split = {name: [(size, rows, "dense")] for name, (rows, _) in ALL_TABLES.items()}
+    for whole, short in ranks.run(2, 1, look_up_short_ids, models.plan_of(models.small_cluster(2, 1), split)):
+        assert whole.keys() == short.keys()
+        assert all((whole[name] == short[name]).all() for name in whole)
+
+
 def profile_on_one_rank(rank: int, plan: Any) -> None:
     from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 

@@ -205,6 +205,8 @@ def ids_of_tables(
         problem = outside_ids(features, lookups, tables, translated=translated)
         if problem is not None:
             return _NO_IDS, problem
+    if values.dtype not in (torch.int32, torch.int64):  # which index tensors everywhere
+        values = values.long()
     ends = features.offset_per_key()
     tables_of, places = [one.table for one in lookups], [known[one.feature] for one in lookups]
     return TableIds(tables_of, places, values[: ends[-1]], np.diff(ends).tolist()), None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+from torchrec.optim.keyed import CombinedOptimizer
 
 from flexshard._internal import (
     DocumentFormat,
@@ -33,6 +34,7 @@ from flexshard._internal import (
     write_text,
 )
 from flexshard.errors import CheckpointError, FlexShardError, OutputError
+from flexshard.executors.state.fused_optimizer import FlexShardFusedOptimizer
 from flexshard.executors.state.logical import LaterTable, tables_on_host
 from flexshard.executors.state.served_shards import ServedLoadPlanner
 
@@ -90,7 +92,8 @@ def save_checkpoint(
 
     def publish() -> None:
         sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
-        write_json(target / _FILES, FORMAT.stamped({"files": sizes, "position": position}))
+        kinds = dict(_optimizers(getattr(model, "fused_optimizer", None)))
+        write_json(target / _FILES, FORMAT.stamped({"files": sizes, "optimizers": kinds, "position": position}))
         write_text(folder / _LATEST, name + "\n")
         if before is not None:
             shutil.rmtree(folder / before, ignore_errors=True)
@@ -166,20 +169,28 @@ def _cause(error: BaseException) -> str:
 
 
 def load_checkpoint(
-    path: PathLike, model: nn.Module, optimizer: Any = None, *, process_group: dist.ProcessGroup | None = None
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any] | None:
     """Load what :func:`save_checkpoint` saved, under whatever plan the model has now; every rank must call it.
 
     Args:
         path, model, optimizer: as for :func:`save_checkpoint`.
+        strict: whether it is an error that the checkpoint has parameters that the model has not. What the model has
+            must be in the checkpoint in any case.
         process_group: of the ranks that load; the default one if None.
 
     Returns:
         the position that was saved with it, None if there was none.
 
     Raises:
-        CheckpointError: there is none, files of it are missing, cut off or cannot be read, or it is of another model.
-            Rows may be of the checkpoint in part by then: load another before training goes on.
+        CheckpointError: there is none, files of it are missing, cut off or cannot be read, or it is of another model,
+            or of other optimizers of tables under a plan. Rows may be of the checkpoint in part by then: load another
+            before training goes on.
     """
     folder = Path(path)
 
@@ -187,12 +198,13 @@ def load_checkpoint(
         return CheckpointError(f"{folder}: cannot be loaded: {reason}")
 
     name = on_first_rank(lambda: _latest(folder), unloaded, process_group)
-    position = on_all_ranks(lambda: _check_files(folder / name), CheckpointError, process_group)
+    position = on_all_ranks(lambda: _checked(folder / name, model), CheckpointError, process_group)
     if optimizer is not None:
         optimizer.init_state()  # otherwise there would be nothing yet to load into
     state = _state(model, optimizer)
+    planner = ServedLoadPlanner(whole="model" if strict else None)
     try:
-        dcp.load(state, checkpoint_id=str(folder / name), process_group=process_group, planner=ServedLoadPlanner())
+        dcp.load(state, checkpoint_id=str(folder / name), process_group=process_group, planner=planner)
     except (dcp.api.CheckpointException, ValueError) as error:
         cause = _cause(error)
         if any(word in cause for word in _OF_DAMAGE):
@@ -271,11 +283,22 @@ def _number(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _check_files(folder: Path) -> dict[str, Any] | None:
-    """Whether a save is whole; its position."""
+def _optimizers(optimizer: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names of parameters of tables under a plan, and of their optimizers."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for key, one in optimizer.optimizers:
+            yield from _optimizers(one, f"{prefix}{key}." if key else prefix)
+    elif isinstance(optimizer, FlexShardFusedOptimizer):
+        yield from ((prefix + name, kind) for name, kind in optimizer.kinds.items())
+
+
+def _checked(folder: Path, model: nn.Module) -> dict[str, Any] | None:
+    """The position of a save that is whole, and of the model's optimizers: states of several are alike but for what
+    they mean.
+    """
     listing = folder / _FILES
     document = read_json(listing, FORMAT)
-    sizes, position = document.get("files"), document.get("position")
+    sizes, position, kinds = document.get("files"), document.get("position"), document.get("optimizers", {})
     if not isinstance(sizes, dict):
         raise CheckpointError(f"{listing}: it lists no files; {FORMAT.remedy}")
     for name, size in sizes.items():
@@ -284,6 +307,14 @@ def _check_files(folder: Path) -> dict[str, Any] | None:
         if actual_bytes != size:
             shown = "is missing" if actual_bytes is None else f"has {actual_bytes:,} bytes of {size:,}"
             raise CheckpointError(f"{file}: {shown}; the checkpoint is incomplete, load another one")
+    if not isinstance(kinds, dict):
+        raise CheckpointError(f"{listing}: its optimizers are no mapping; {FORMAT.remedy}")
+    for name, kind in _optimizers(getattr(model, "fused_optimizer", None)):
+        if kinds.get(name, kind) != kind:
+            raise CheckpointError(
+                f"{folder}: its optimizer of {name} is {kinds[name]}, the model's is {kind}; build the model with the"
+                " former, or load weights alone with torch.distributed.checkpoint"
+            )
     if not (position is None or isinstance(position, dict)):
         raise CheckpointError(f"{listing}: its position is no mapping; {FORMAT.remedy}")
     return position

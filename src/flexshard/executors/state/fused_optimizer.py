@@ -30,6 +30,12 @@ class _LogicalState:
     def load_state_dict(self, value: Any) -> None:
         self._logical.take(self._table, self._name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a table under a FlexShard plan has no {name} of a state here; its values are in the optimizer's"
+            " state_dict()['state']"
+        )
+
 
 class FlexShardFusedOptimizer(FusedOptimizer):
     """Updates happen during backward; ``step`` and ``zero_grad`` only pass changed learning rates on, which rows that
@@ -66,6 +72,16 @@ class FlexShardFusedOptimizer(FusedOptimizer):
     def tables(self) -> ShardedTables:
         """Whose rows they are."""
         return self._logical.tables
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Names of the optimizers, by those of their parameters."""
+        groups = self.tables.groups
+        return {
+            self._logical.parameter_name(self.tables.names[table]): group.traits.spec.name
+            for group in groups
+            for table in group.tables
+        }
 
     def reset_rows(self) -> None:
         """The tables have another layout: let the parameters be their rows there."""

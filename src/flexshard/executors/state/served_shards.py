@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
@@ -68,7 +68,28 @@ def served_shard(value: Any) -> ServedShard | None:
 
 
 class ServedLoadPlanner(DefaultLoadPlanner):
-    """As torch's, with pieces of tables that go on to servers; of checkpoints as torch 2.4 and later write them."""
+    """As torch's, with pieces of tables that go on to servers; of checkpoints as torch 2.4 and later write them.
+
+    ``whole`` is the name of a part of the state of which the checkpoint must have nothing that no rank asks for.
+    """
+
+    def __init__(self, *, whole: str | None = None) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        assert self.metadata is not None
+        asked = {item.dest_index.fqn for plan in global_plan for item in plan.items}
+        others = [
+            name.removeprefix(f"{self._whole}.")
+            for name, value in self.metadata.state_dict_metadata.items()
+            if name.startswith(f"{self._whole}.") and name not in asked
+            if not (isinstance(value, TensorStorageMetadata) and not value.size.numel())
+        ]
+        if self._whole is not None and others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise ValueError(f"it has {others[0]}{more}, which the model has not; strict=False ignores what is so")
+        return super().create_global_plan(global_plan)
 
     def create_local_plan(self) -> LoadPlan:
         # Torch's tells older checkpoints by keys that are missing, as are those of tables of which a rank has no shard.

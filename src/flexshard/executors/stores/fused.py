@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
@@ -16,6 +18,15 @@ from flexshard.executors.stores.updates import OptimizerSpec
 from flexshard.tables import DATA_TYPES
 
 __all__ = ["FusedStore"]
+
+
+def _saved_as_it_is() -> AbstractContextManager[object]:
+    """Against somebody's hooks of saved tensors: those of activation checkpointing would run the forward pass again for
+    what the kernel saves, whose backward pass is one of its own.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # which only slow a step down
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 class FusedStore(RowStore):
@@ -52,7 +63,8 @@ class FusedStore(RowStore):
 
     def look_up(self, slots: torch.Tensor) -> LookedUp:
         bags = torch.arange(slots.numel() + 1, dtype=slots.dtype, device=slots.device)
-        result = self._kernel(slots, bags)
+        with _saved_as_it_is():
+            result = self._kernel(slots, bags)
         rows = result.detach().to(self._dtype)
         if not result.requires_grad:
             return LookedUp(rows, lambda _: None)
