@@ -11,7 +11,6 @@ first two plans, after which rank 0 trains the model unsharded on the same batch
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import statistics
@@ -51,7 +50,7 @@ from flexshard import (
     OptimalShardingPlanner,
 )
 from flexshard.executors import full_state_dict
-from one_line import run_example
+from one_line import check_launched, run_example
 
 # Distinct values of the 26 categorical columns of Criteo's Kaggle display advertising data.
 CRITEO = (
@@ -221,8 +220,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    if not dist.is_torchelastic_launched():
-        parser.error("start it with torchrun, such as: torchrun --nproc-per-node 4 examples/dlrm.py")
+    check_launched(parser, ranks=4)
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:  # one machine's processes stand for two nodes
         os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % RANKS_PER_NODE)
@@ -231,7 +229,6 @@ def main() -> None:
         run(args)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ batches train plain, with exact groups and with partial ones, in turn: losses ar
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import statistics
 import time
@@ -266,7 +265,6 @@ def main() -> None:
             print(f"{attention} attention, by {args.by}, {dist.get_world_size()} x {args.batch_size} samples:")
             report(runs)
     dist.destroy_process_group()
-    gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 if __name__ == "__main__":

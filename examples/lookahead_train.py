@@ -1,19 +1,15 @@
 """A table of which a tenth fits: its rows stay in the host's memory, those of the next batches in a cache.
 
-Trains the same model on the same batches twice: with all rows in the ranks' memory, and with a cache that knows batches
-ahead, whose rows and gradients reach into neighbouring steps. Losses and weights must be equal to the last bit.
-
+Losses and weights must be those of training with all rows in the ranks' memory, to the last bit:
     torchrun --nproc-per-node 4 examples/lookahead_train.py
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +25,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from flexshard import AccessProfile, Cluster, FlexShardEmbeddingCollectionSharder, FlexShardPlanner
 from flexshard.executors import LookaheadPipeline, full_state_dict
-from one_line import run_example
+from one_line import check_launched, run_example
 
 ROWS, DIM, SAMPLES, CLICKS, STEPS = 400_000, 32, 256, 20, 60
 
@@ -51,12 +47,11 @@ class Model(nn.Module):
         return loss, loss.detach()
 
 
-def batches(steps: int, seed: int) -> Iterator[KeyedJaggedTensor]:
+def batches(steps: int, seed: int) -> list[KeyedJaggedTensor]:
     """Ids by a power law, of rows in an order that has nothing to do with popularity."""
     order, rng = np.random.default_rng(1).permutation(ROWS), np.random.default_rng([2, seed])
-    for _ in range(steps):
-        drawn = order[(ROWS ** rng.random(SAMPLES * CLICKS)).astype(np.int64) - 1]
-        yield KeyedJaggedTensor(["clicks"], torch.from_numpy(drawn), lengths=torch.full((SAMPLES,), CLICKS))
+    drawn = torch.from_numpy(order[(ROWS ** rng.random((steps, SAMPLES * CLICKS))).astype(np.int64) - 1])
+    return [KeyedJaggedTensor(["clicks"], ids, lengths=torch.full((SAMPLES,), CLICKS)) for ids in drawn]
 
 
 def train(caches: dict[str, float]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -69,18 +64,16 @@ def train(caches: dict[str, float]) -> tuple[list[float], dict[str, torch.Tensor
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
     sharders = [FlexShardEmbeddingCollectionSharder(fused, cache_load_factors=caches)]
     planner = FlexShardPlanner(profiles={"articles": profile}, cluster=cluster, batch_size=SAMPLES)
-    plan = planner.collective_plan(model, sharders)
-    model = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
-    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
+    model = DistributedModelParallel(model, plan=planner.collective_plan(model, sharders), sharders=sharders)
+    dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(model.named_parameters())), torch.optim.Adam)
     optimizer: Any = CombinedOptimizer([model.fused_optimizer, dense])
     pipeline = LookaheadPipeline(model, optimizer, torch.device("cpu"), delayed_sync=bool(caches))
-    source, start = batches(STEPS, dist.get_rank()), time.perf_counter()
+    source, start = iter(batches(STEPS, dist.get_rank())), time.perf_counter()
     losses = [float(pipeline.progress(source)) for _ in range(STEPS)]
     if dist.get_rank() == 0:
-        seconds = time.perf_counter() - start
-        print(f"caches {caches or 'none'}: {seconds / STEPS * 1e3:.1f} ms a step, last loss {losses[-1]:.4f}")
-        if (done := pipeline.traffic()).batches:
+        milliseconds, done = (time.perf_counter() - start) / STEPS * 1e3, pipeline.traffic()
+        print(f"caches {caches or 'none'}: {milliseconds:.1f} ms a step, last loss {losses[-1]:.4f}")
+        if done.batches:
             read, fetched = done.distinct // done.batches, done.fetched // done.batches
             print(f"  rank 0 reads {read:,} rows a step, fetches {fetched:,}; lookahead {pipeline.lookahead}")
     return losses, full_state_dict(model)
@@ -90,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A table in the host's memory behind a cache.")
     parser.add_argument("--share", type=float, default=0.1, help="of the rows without copies, in the cache")
     args = parser.parse_args()
+    check_launched(parser, ranks=4)
     warnings.simplefilter("ignore")
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # one machine's processes stand for two nodes
     dist.init_process_group("gloo")
@@ -99,7 +93,6 @@ def main() -> None:
     assert all(torch.equal(value, our_weights[name]) for name, value in weights.items()), "weights differ"
     print(f"rank {dist.get_rank()}: losses of {STEPS} steps, {len(weights)} weights: equal to the last bit")
     dist.destroy_process_group()
-    gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ docs/running.md has the commands from the log to a plan.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 import warnings
 from pathlib import Path
@@ -34,7 +33,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from clicks import MAX_HISTORY, RECENT, ClickLog, IntArray, ranges, read_log, write_lookups
 from flexshard import FlexShardEmbeddingCollectionSharder, FlexShardPlanner, Plan
 from flexshard.executors import Observer
-from one_line import above_0, run_example
+from one_line import above_0, check_launched, run_example
 
 DIM, HEADS, BLOCKS = 64, 2, 1
 BATCH = 256  # sessions per step, over all ranks
@@ -225,14 +224,12 @@ def main() -> None:
         return
     warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
     torch.set_num_threads(1)
-    if not dist.is_torchelastic_launched():
-        parser.error("start it with torchrun, such as: torchrun --nproc-per-node 4 examples/next_click.py ...")
+    check_launched(parser, ranks=4)
     dist.init_process_group("gloo")
     try:
         train(args, log)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ model looks up and attends to distinct histories only. ``--plain`` trains on the
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import time
 import warnings
@@ -221,7 +220,6 @@ def main() -> None:
                 f" {speed:,.0f} samples/s, {ids / kept:.2f} ids of the batch per id looked up"
             )
     dist.destroy_process_group()
-    gc.collect()  # gloo's threads end with their group, which models hold in cycles; later they may abort it all
 
 
 if __name__ == "__main__":

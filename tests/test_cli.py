@@ -738,7 +738,8 @@ def test_a_plan_is_planned_again(project: Path, tmp_path: Path) -> None:
     assert same["budget_bytes_before"] == same["budget_bytes_after"]
     assert "The budget" not in good(project, "replan", "plan.json", "items.parquet")
     assert same["saved_seconds_per_step"] == pytest.approx(0, abs=1e-9)
-    assert "x=items.parquet: no such file" in bad(project, "replan", "plan.json", "x=items.parquet")
+    assert "the plan has no table 'x'; it has items" in bad(project, "replan", "plan.json", "x=items.parquet")
+    assert "x=none.parquet: no such file" in bad(project, "replan", "plan.json", "x=none.parquet")
     assert "no such file" in bad(project, "replan", "plan.json", "nothing.profile")
     assert "would be lost" in bad(project, "replan", "plan.json", "items.parquet", "-o", "items.parquet")
 
@@ -1057,3 +1058,30 @@ def test_replay_looks_lists_up_as_the_profile_counted_them(tmp_path: Path) -> No
         (tmp_path / "job.yaml").read_text().replace("dim: 8", "dim: 8\n  dedup_factor: 8")
     )
     assert "counts each distinct list once per 16 rows already" in bad(tmp_path, "plan", "job.yaml", "-o", "x.json")
+
+
+@pytest.mark.parametrize(("written", "taken"), [("0256", "174"), ("4:16", "256")])
+def test_numbers_that_yaml_takes_for_others(project: Path, written: str, taken: str) -> None:
+    text = (project / "job.yaml").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("batch_size:"))
+    (project / "based.yaml").write_text(text.replace(line, f"batch_size: {written}"))
+    done = run(project, "plan", "based.yaml", "-o", "based.json")
+    assert done.returncode == 2
+    assert f"YAML takes {written} for {taken}; write the number in digits" in done.stderr
+
+
+def test_a_plan_that_an_editor_saved_with_a_mark_first(project: Path) -> None:
+    (project / "marked.json").write_bytes(b"\xef\xbb\xbf" + (project / "plan.json").read_bytes())
+    assert good(project, "explain", "marked.json") == good(project, "explain", "plan.json")
+
+
+def test_a_file_of_another_table_is_not_looked_for_by_both_names(project: Path) -> None:
+    done = run(project, "replay", "plan.json", "clicks.parquet", "--column", "items", "--profile", "nope=items.parquet")
+    assert (done.returncode, "the plan has no table 'nope'" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("output", ["", ".", "/"])
+def test_outputs_without_a_name(project: Path, output: str) -> None:
+    done = run(project, "encode", "clicks.parquet", "--column", "items", "-o", output)
+    assert done.returncode == 2
+    assert done.stderr.startswith("flexshard: error: -o takes the path of a file")

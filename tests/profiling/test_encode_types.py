@@ -359,3 +359,26 @@ def test_a_mapping_is_used_once(tmp_path: Path, users_of: list[Any]) -> None:
     with pytest.raises(DataError, match="holds rows of"):
         AccessProfile.from_parquet(tmp_path / "ids.parquet", column="user", mapping=users)
     assert not out.exists()
+
+
+def test_spellings_in_csv_are_values(tmp_path: Path) -> None:
+    """Dates and times that are encoded are texts, as in JSON; so are cells of a day where none has a separator."""
+    lines = ["d,t,s", "2024-01-01,10:00:00,1", "2024-1-1,10:00,007"]
+    (tmp_path / "in.csv").write_text("\n".join(lines) + "\n")
+    found = encode(tmp_path / "in.csv", tmp_path / "out.parquet", columns=["d", "t"])
+    assert [one.mapping.rows for one in found] == [2, 2]
+    again = encode(
+        tmp_path / "in.csv", tmp_path / "again.parquet", columns=["d"], mappings={"d": found[0].mapping.path}
+    )
+    assert again[0].mapping.rows == 2
+    cut = encode(tmp_path / "in.csv", tmp_path / "cut.parquet", columns=["s"], separator="|")
+    assert sorted(pq.read_table(cut[0].mapping.path)["value"].to_pylist()) == ["007", "1"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_whole_numbers_that_floats_do_not_tell_apart(kind: str, tmp_path: Path) -> None:
+    values = [2**53 + 1, 2**53, 0.5]
+    texts = ["item", *map(str, values)] if kind == "csv" else [json.dumps({"item": value}) for value in values]
+    (tmp_path / f"in.{kind}").write_text("\n".join(texts) + "\n")
+    with pytest.raises(DataError, match="whole numbers above 9,007,199,254,740,991"):
+        encode(tmp_path / f"in.{kind}", tmp_path / "out.parquet", columns=["item"])

@@ -380,3 +380,35 @@ def test_tables_that_are_rare_or_written_alike(tmp_path: Path) -> None:
         AccessProfile.from_parquet_by(alike, column="id", by="table")
     long = write(tmp_path / "c.parquet", {"table": ["9" * 5000, "10", "9", "x"], "id": [1, 2, 3, 4]})
     assert list(AccessProfile.from_parquet_by(long, column="id", by="table")) == ["9", "10", "9" * 5000, "x"]
+
+
+def test_pages_that_say_that_they_are_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    how: dict[str, Any] = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    pq.write_table(pa.table({"x": np.arange(10_000) % 100}), file, **how)
+    damaged = bytearray(file.read_bytes())
+    damaged[4000] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.parquet: broken at or after row 0: .*CRC checksum"):
+        AccessProfile.from_parquet(file, column="x")
+
+
+def test_days_without_values_have_no_types(tmp_path: Path) -> None:
+    """As pandas writes them: no rows, or lists that are all empty."""
+    for name, values in {
+        "ids": pa.array([1, 2, 2]),
+        "none": pa.array([], pa.float64()),
+        "lists": pa.array([[1], [2, 2]]),
+        "empty": pa.array([[], []]),
+        "null": pa.array([[], [None]]),
+    }.items():
+        pq.write_table(pa.table({"x": values}), tmp_path / f"{name}.parquet")
+
+    def counted(*names: str) -> tuple[int, int]:
+        profile = AccessProfile.from_parquet([tmp_path / f"{name}.parquet" for name in names], column="x")
+        return profile.num_samples, profile.num_accesses
+
+    assert counted("ids", "none") == (3, 3)
+    assert counted("lists", "empty") == (4, 3)
+    with pytest.raises(DataError, match=r"null\.parquet: column 'x' has 1 null ids .* in row 1"):
+        counted("lists", "null")

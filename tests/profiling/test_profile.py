@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -301,3 +302,14 @@ def test_generated_sequences_follow_their_law(tmp_path: Path) -> None:
                 tmp_path / "c.parquet", rows=10, samples=1, mean_length=1, exponent=1, column=column
             )
     assert not (tmp_path / "c.parquet").exists()
+
+
+def test_ids_that_are_masked_are_not_counted() -> None:
+    with pytest.raises(DataError, match="ids has masked entries; drop or fill them"):
+        AccessProfile.from_ids(np.ma.array([1, 2, 2, 5], mask=[0, 1, 0, 0]))
+
+
+@pytest.mark.parametrize("name", [3, ["x"], None])
+def test_a_name_that_could_not_be_read_again(name: Any) -> None:
+    with pytest.raises(ProfileError, match="table is the name of a profile, a text"):
+        AccessProfile.from_ids([1, 2, 2], table=name)

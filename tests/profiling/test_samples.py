@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flexshard import AccessProfile, Table
-from flexshard.errors import ProfileError
+from flexshard.errors import DataError, ProfileError
 from flexshard.profiling import RowCounts
 from flexshard.profiling.count.keyed_lengths import held_out
 from flexshard.profiling.count.sample_pairs import SamplePairs
@@ -168,3 +169,26 @@ def test_distinct_rows_of_shuffled_samples_that_repeat_them(batch_size: int) -> 
     assert predicted == pytest.approx(counted, rel=0.03)
     independent = -np.expm1(batch_size * np.log1p(-np.minimum(profile.counts / number, 1 - 1e-16)))
     assert independent @ profile.rows > 1.15 * counted
+
+
+def test_keys_that_print_alike_in_one_file_alone_are_not_counted_together(tmp_path: Path) -> None:
+    """The same instant in microseconds and nanoseconds, or 1.5 and "1.5", would be two samples in some cases."""
+    kinds: list[pa.Array] = [
+        pa.array([10**9], pa.timestamp("us")),
+        pa.array([10**12], pa.timestamp("ns")),
+        pa.array([10**9], pa.timestamp("us", "UTC")),
+        pa.array([1.5]),
+        pa.array([1.5], pa.float32()),
+        pa.array(["1.5"]),
+    ]
+    files = [str(tmp_path / f"{number}.parquet") for number in range(len(kinds))]
+    for file, keys in zip(files, kinds, strict=True):
+        pq.write_table(pa.table({"x": [1], "k": keys}), file)
+    for one, other in itertools.combinations(files, 2):
+        with pytest.raises(DataError, match=r"column 'k' holds .* write them alike"):
+            AccessProfile.from_parquet([one, other], column="x", sample_key="k")
+
+
+def test_zero_has_one_sign_as_a_key(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2, 3], "k": [-0.0, 0.0, 2.5]}), tmp_path / "a.parquet")
+    assert AccessProfile.from_parquet(tmp_path / "a.parquet", column="x", sample_key="k").num_samples == 2

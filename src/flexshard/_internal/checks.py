@@ -25,9 +25,12 @@ def check_int(value: Any, name: str, error_type: type[FlexShardError], *, least:
         number = operator.index(value)
     except TypeError:
         raise error_type(f"{name} must be a whole number, found {value!r}") from None
-    if isinstance(value, bool) or not least <= number < _MOST:
-        shown = str(value) if abs(number) < _MOST else "a number beyond 2^62"
-        raise error_type(f"{name} must be at least {least}, found {shown}")
+    if isinstance(value, bool):
+        raise error_type(f"{name} must be a whole number, found {value}")
+    if number >= _MOST:
+        raise error_type(f"{name} must be below 2^62, found a number beyond it")
+    if number < least:
+        raise error_type(f"{name} must be at least {least}, found {number if number > -_MOST else 'one below -2^62'}")
     return number
 
 

@@ -128,7 +128,7 @@ def read_json(path: PathLike, kind: DocumentFormat, *, digest: Callable[[Body], 
         error_type: of the kind; not readable, not JSON (names the line), of another format or version, or changed since
             it was written.
     """
-    text = read_text(path, kind.error_type)
+    text = read_text(path, kind.error_type).removeprefix("\ufeff")  # which some editors write first
     try:
         document = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:

@@ -64,7 +64,7 @@ class ParquetSource:
 
     def open(self) -> pq.ParquetFile:
         """A handle of its own for each reader, because handles are not shared between threads."""
-        return pq.ParquetFile(self.path, filesystem=self.filesystem, memory_map=False)
+        return pq.ParquetFile(self.path, filesystem=self.filesystem, memory_map=False, page_checksum_verification=True)
 
     @classmethod
     def probe(cls, name: str, path: str, filesystem: pafs.FileSystem | None) -> ParquetSource:

@@ -21,6 +21,7 @@ Location = Sequence[str | int]
 
 # Pydantic puts the branch of a union that it tried into a field's place.
 _UNION_BRANCHES = ("str", "dict[str,float]", "int", "float", "bool")
+_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+$|[\d_]+:)")
 _EXPONENT = re.compile(r"([-+]?)(\d+\.?\d*)[eE]([-+]?)(\d+)")
 
 
@@ -62,7 +63,7 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
     if tree is None or not isinstance(data, dict):
         raise error_type(f"{path}: expected a YAML mapping with 'format: {kind.name}', found {type(data).__name__}")
     try:
-        _check_keys(path, tree, error_type)
+        _check_nodes(path, tree, error_type)
     except RecursionError as error:
         raise error_type(f"{path}: not valid YAML: something in it is a part of itself, or too deep") from error
     if data.pop("format", None) != kind.name:
@@ -136,11 +137,19 @@ def _fields(model: type[BaseModel]) -> dict[str, list[str]]:
     return names
 
 
-def _check_keys(path: PathLike, node: Any, error_type: type[FlexShardError]) -> None:
-    """YAML lets the last of two equal keys win; a person who wrote both meant something else."""
+def _check_nodes(path: PathLike, node: Any, error_type: type[FlexShardError]) -> None:
+    """YAML lets the last of two equal keys win, and takes 0256 for 174 and 4:16 for 256; a person meant something
+    else.
+    """
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            _check_keys(path, child, error_type)
+            _check_nodes(path, child, error_type)
+    if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and _OTHER_BASE.match(node.value):
+        taken = yaml.safe_load(node.value)
+        raise error_type(
+            f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {taken}; write the number in digits that"
+            " do not begin with 0, without colons"
+        )
     if not isinstance(node, yaml.MappingNode):
         return
     seen: set[str] = set()
@@ -149,7 +158,7 @@ def _check_keys(path: PathLike, node: Any, error_type: type[FlexShardError]) -> 
         if name in seen:
             raise error_type(f"{path}:{key.start_mark.line + 1}: {name}: this field is given twice; remove one")
         seen.add(name)
-        _check_keys(path, value, error_type)
+        _check_nodes(path, value, error_type)
 
 
 def located(path: PathLike, tree: yaml.Node, loc: Location) -> str:

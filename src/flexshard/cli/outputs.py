@@ -130,6 +130,8 @@ def _at_home(path: Path) -> Path:
 
 
 def _check_path(path: Path, what: str) -> None:
+    if what == "file" and not path.name:
+        raise OutputError(f"-o takes the path of a file, found {str(path)!r}")
     if str(path) == "-":
         raise OutputError(f"-o takes the path of a {what}, found '-'; --json prints for other programs")
 

@@ -78,6 +78,8 @@ class CountedAccesses:
         )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.table, str):
+            raise ProfileError(f"table is the name of a profile, a text, found {self.table!r}")
         for name in ("num_rows", "num_samples"):
             where = f"table {self.table!r}: {name}" if self.table else name
             object.__setattr__(self, name, check_int(getattr(self, name), where, ProfileError, least=0))

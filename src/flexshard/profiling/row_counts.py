@@ -155,11 +155,13 @@ def as_array(
     """As NumPy has it.
 
     Raises:
-        error_type: lists of unequal lengths, or what is no number where ``dtype`` wants them.
+        error_type: lists of unequal lengths, masked entries, or what is no number where ``dtype`` wants them.
     """
+    if np.ma.is_masked(values):
+        raise error_type(f"{name} has masked entries; drop or fill them")
     try:
         return np.asarray(values, dtype)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # the last of tensors that want gradients
         raise error_type(f"{name} must be an array of numbers: {str(error).splitlines()[0]}") from error
 
 

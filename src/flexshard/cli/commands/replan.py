@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from flexshard import planner, profiling, units
-from flexshard._internal import name_and_value, new_grid
+from flexshard._internal import new_grid
 from flexshard.cli.app import AsJson, PlanFile, app
+from flexshard.cli.job_options import table_and_file
 from flexshard.cli.outputs import Force, check_output
 from flexshard.cli.terminal import emit, say, working
 from flexshard.errors import JobError
@@ -35,11 +36,11 @@ def replan_command(
     loaded = planner.Plan.load(plan).refusing_sharded("planning again with newer profiles")
     files: dict[str, Path] = {}
     for text in profiles:
-        name, file = name_and_value(text, loaded.tables)
-        if name is None or (name not in loaded.tables and len(loaded.tables) == 1):
+        name, file = table_and_file(text, loaded.tables)
+        if name is None:
             if len(loaded.tables) > 1:
                 raise JobError(f"{text}: the plan has {len(loaded.tables)} tables; write TABLE={text}")
-            name, file = next(iter(loaded.tables)), text
+            name = next(iter(loaded.tables))
         loaded.table(name)
         if name in files:
             raise JobError(f"{text}: table {name!r} has a newer profile already, {files[name]}; give it one")

@@ -10,6 +10,7 @@ import typer
 from flexshard import executors, planner, profiling, units
 from flexshard._internal import name_and_value, new_grid
 from flexshard.cli.app import AsJson, PlanFile, app
+from flexshard.cli.job_options import table_and_file
 from flexshard.cli.terminal import emit, working
 from flexshard.costmodels import QUANTILE
 from flexshard.errors import JobError
@@ -115,9 +116,8 @@ def _counts_distinct(profile: AccessProfile | None) -> bool:
 def _by_table(plan: Plan, given: list[str], what: str) -> dict[str, str]:
     values: dict[str, str] = {}
     for text in given:
-        name, value = name_and_value(text, plan.tables)
-        if name is None or (name not in plan.tables and len(plan.tables) == 1 and what == "profile"):
-            value = text
+        name, value = (table_and_file if what == "profile" else name_and_value)(text, plan.tables)
+        if name is None:
             if len(plan.tables) > 1:
                 raise JobError(f"--{what} {text}: the plan has {len(plan.tables)} tables; write TABLE={text}")
             name = next(iter(plan.tables))

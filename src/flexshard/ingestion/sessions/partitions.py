@@ -46,7 +46,7 @@ def partition_width(kind: pa.DataType, partition: str | float, column: str) -> f
         width = width * 86_400_000 if pt.is_date64(kind) else width
         if not width >= 1 or abs(width - round(width)) > 1e-9 * width:
             raise DataError(f"partitions of {partition} are no whole number of the units of {column!r}, {kind}")
-        return round(width)
+        return _within_numbers(round(width), partition)
     if not (pt.is_integer(kind) or pt.is_floating(kind)):
         raise DataError(f"time column {column!r} holds {kind}, which has no partitions; expected dates or numbers")
     if isinstance(partition, str):
@@ -54,7 +54,14 @@ def partition_width(kind: pa.DataType, partition: str | float, column: str) -> f
     value = check_finite(partition, "partition", DataError)
     if not value > 0 or (pt.is_integer(kind) and value != round(value)):
         raise DataError(f"partition is the width of partitions, a positive number as {column!r} has; found {partition}")
-    return round(value) if pt.is_integer(kind) else value
+    return _within_numbers(round(value), partition) if pt.is_integer(kind) else value
+
+
+def _within_numbers(width: int, partition: str | float) -> int:
+    """A width that is less than what numbers of 64 bits span."""
+    if width >= 1 << 64:
+        raise DataError(f"a partition of {partition} holds all times that there are; leave partitions out")
+    return width
 
 
 def stored_width(text: bytes) -> float:

@@ -131,7 +131,8 @@ def check_once(where: str, names: Sequence[str], column: str) -> None:
 
 
 def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> None:
-    """Check that a file has a column of integers or lists of integers (of anything but nothing, for keys).
+    """Check that a file has a column of integers or lists of integers (of anything but nothing, for keys). Where there
+    are no values, as pandas writes a day without samples, or one whose lists are all empty, types say nothing.
 
     Raises:
         DataError: the column is missing (lists those that are there) or of another type.
@@ -143,7 +144,7 @@ def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> No
         return
     column_type = source.schema.field(column).type
     inner = column_type.value_type if is_list(column_type) or pt.is_dictionary(column_type) else column_type
-    if not pt.is_integer(inner):
+    if not (pt.is_integer(inner) or pt.is_null(inner) or not source.num_rows):
         raise DataError(
             f"{source.name}: column {column!r} holds {column_type}, not ids (integers, or lists of them); number its"
             f" values first: flexshard encode {source.name} --column {column} -o encoded.parquet"
@@ -175,6 +176,8 @@ def arrow_ids(data: pa.ChunkedArray, name: str, column: str, first_row: int) -> 
             f"{name}: column {column!r} has {nulls.size:,} null ids in the rows from {first_row:,} on,"
             f" the first in row {row:,}; drop or fill them"
         )
+    if pt.is_null(values.type):
+        values = values.cast(pa.int64())
     ids = values.chunk(0).to_numpy() if values.num_chunks == 1 else values.to_numpy()
     return IdBatch(ids, lengths, name, first_row)
 
@@ -201,11 +204,15 @@ def key_array(chunk: Chunk, column: str, what: str = "sample key") -> pa.Chunked
         return keys.cast(pa.int64())
     if pt.is_binary(keys.type) or pt.is_large_binary(keys.type):
         return keys.cast(pa.large_binary())
+    if pt.is_floating(keys.type):
+        keys = pc.add(keys.cast(pa.float64()), 0.0)  # -0.0 is 0.0
     return keys.cast(pa.large_string()).cast(pa.large_binary())
 
 
 def key_kind(source: ParquetSource, column: str) -> str:
-    """What kind of keys a file's column holds; files that are counted together must agree."""
+    """What kind of keys a file's column holds; files that are counted together must agree, since keys that are neither
+    integers nor texts are told apart by how they are printed.
+    """
     column_type = source.schema.field(column).type
     if pt.is_dictionary(column_type):
         column_type = column_type.value_type
@@ -218,4 +225,7 @@ def key_kind(source: ParquetSource, column: str) -> str:
     if pt.is_integer(column_type) or pt.is_boolean(column_type):
         return "integers"
     of_bytes = pt.is_binary(column_type) or pt.is_large_binary(column_type) or pt.is_fixed_size_binary(column_type)
-    return "binary" if of_bytes else "texts"
+    if of_bytes:
+        return "binary"
+    of_text = pt.is_string(column_type) or pt.is_large_string(column_type) or pt.is_string_view(column_type)
+    return "texts" if of_text else str(column_type)

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexshard._internal import (
@@ -28,7 +29,7 @@ from flexshard.profiling.encoding.arrow_types import with_types
 from flexshard.profiling.encoding.database import failures, open_database, unchanged
 from flexshard.profiling.encoding.encoded_by import METADATA_KEY, encodings
 from flexshard.profiling.encoding.encoded_columns import WIDE, ColumnToEncode, EncodedColumn
-from flexshard.profiling.encoding.mapping import NULLS, load_mapping, mapping_path
+from flexshard.profiling.encoding.mapping import NULLS, Mapping, load_mapping, mapping_path
 from flexshard.profiling.encoding.sources import Scan, check_kept, scan
 
 __all__ = ["EncodedColumn", "encode", "encoded"]
@@ -98,7 +99,7 @@ def encode(
         closing(open_database(str(scratch), limit)) as database,
     ):
         with unchanged(data.files):
-            data = data.loaded(database)
+            data = data.loaded(database, [name for name in names if _of_texts(given.get(name))], separator)
             stored = data.columns(database)
             check_kept(data)
             _check_names(data, stored if data.kind != "parquet" else data.schemas[0].names)
@@ -126,6 +127,11 @@ def encode(
             for (source, _), place in zip(made, free, strict=True):
                 shutil.move(source, place)
     return results
+
+
+def _of_texts(given: Mapping | None) -> bool:
+    """Whether a mapping, if one is given, is of texts."""
+    return given is None or pq.read_schema(given.path).field("value").type in (pa.string(), pa.large_string())
 
 
 @contextmanager

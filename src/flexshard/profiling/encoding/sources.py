@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ import pyarrow.parquet as pq
 from flexshard._internal import PathLike, files_below, first_repeated, matching, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
+from flexshard.profiling.encoding.csv_types import cause_of, check_lines, reader_of_texts, texts_among
 from flexshard.profiling.encoding.json_types import with_texts
 
 __all__ = ["Scan", "Values", "resolved", "scan"]
@@ -29,7 +28,6 @@ _KINDS = {
     "csv": (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst"),
     "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
 }
-_SEPARATORS = ",;\t|"
 # What types values have, and which columns there are, all rows of all files say, not the first ones.
 _READERS = {
     "parquet": ("read_parquet", "union_by_name = true"),
@@ -73,8 +71,11 @@ class Scan:
         """The same of Parquet files, with ``file_row_number`` and ``file_index``."""
         return self.sql.removesuffix(")") + ", file_row_number = true)"
 
-    def loaded(self, database: Any) -> Scan:
+    def loaded(self, database: Any, texts: Sequence[str], separator: str | None) -> Scan:
         """With CSV and JSON read once, whose types take a whole reading to know, and no cast of a query changes.
+
+        Args:
+            texts: columns of CSV whose spellings are values, and cut at the separator, if there is one.
 
         Raises:
             DataError: a file that cannot be read; says the line, where one is to blame.
@@ -87,12 +88,18 @@ class Scan:
         try:
             read = self.sql if self.kind == "csv" else with_texts(database, self.sql)
             database.execute(f"CREATE TABLE {table} AS SELECT * FROM {read}")
+            if self.kind == "csv":
+                types = replace(self, table=table).columns(database)
+                texts = texts_among(types, texts, separated=separator is not None)
+                if texts:
+                    read = reader_of_texts(read, texts)
+                    database.execute(f"CREATE OR REPLACE TABLE {table} AS SELECT * FROM {read}")
         except (duckdb.OutOfMemoryException, duckdb.InterruptException):
             raise
         except duckdb.Error as error:
             if isinstance(error, duckdb.IOException) and not any(file in str(error) for file in self.files):
                 raise  # not reading, but writing what was read
-            raise DataError(f"{_blamed(error, self.files)}: cannot be read: {_cause(error)}") from error
+            raise DataError(f"{_blamed(error, self.files)}: cannot be read: {cause_of(error)}") from error
         return replace(self, table=table)
 
     def columns(self, database: Any) -> dict[str, str]:
@@ -111,18 +118,8 @@ def describe(database: Any, query: str, where: str) -> list[Any]:
     try:
         found: list[Any] = database.sql(f"DESCRIBE {query}").fetchall()
     except duckdb.Error as error:
-        raise DataError(f"{where}: cannot be read: {_cause(error)}") from error
+        raise DataError(f"{where}: cannot be read: {cause_of(error)}") from error
     return found
-
-
-def _cause(error: Exception) -> str:
-    """What DuckDB says, in a line; of CSV it says where, then the line itself, then what is wrong with it."""
-    lines = str(error).splitlines()
-    place = re.search(r"CSV Error on (Line: \d+)", lines[0])
-    if place is None or len(lines) < 3:
-        return lines[0]
-    what = "it is not utf-8; convert the file, as with iconv" if "not utf-8" in str(error) else lines[2] or lines[1]
-    return f"{place[1].lower().replace(':', '')}: {what}"
 
 
 def _blamed(error: Exception, files: Sequence[str]) -> str:
@@ -314,7 +311,8 @@ def check_types(database: Any, data: Scan, values: Values, separator: str | None
                 f" {have[False][1]}; write both as one type"
             )
     if limit is not None and data.kind != "parquet":
-        _check_exact(database, data, values, limit, "which are read as floats; write them as texts")
+        # One more than the largest may have been read as the largest.
+        _check_exact(database, data, values, limit - 1, "which are read as floats; write them as texts")
 
 
 def _check_exact(database: Any, data: Scan, values: Values, limit: int, why: str) -> None:
@@ -336,38 +334,10 @@ def _split(database: Any, name: str, columns: dict[str, str], data: Scan) -> tup
         if head in columns:
             return head, parts[size:]
     if data.kind == "csv":
-        _check_lines(database, data, columns)
+        check_lines(database, data.files, columns)
     near = get_close_matches(name, columns, 1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; {there_are(columns)}"
     raise DataError(f"{data.files[0]}: no column {name!r}{hint}")
-
-
-def _check_lines(database: Any, data: Scan, columns: dict[str, str]) -> None:
-    """Whether DuckDB took other columns from CSV files than their headers have, since some line has more fields, or
-    fewer.
-
-    Raises:
-        DataError: the line, or that there is none.
-    """
-    import duckdb
-
-    if not any(Path(file).stat().st_size for file in data.files):
-        raise DataError(f"{data.files[0]}: is empty")
-    for file in data.files:
-        read = f"read_csv({sql_text(glob.escape(file))}, auto_detect = false, "
-        try:
-            first = f"{read} header = false, delim = '\x1f', quote = '', columns = {{'line': 'VARCHAR'}})"
-            lines = database.sql(f"SELECT * FROM {first} LIMIT 1").fetchall()
-            line = lines[0][0] if lines else ""
-            separator = max(_SEPARATORS, key=line.count)
-            fields = next(csv.reader([line], delimiter=separator))
-            if list(columns)[: len(fields)] == fields:
-                continue  # the header is what DuckDB went by
-            typed = ", ".join(f"'{number}': 'VARCHAR'" for number in range(len(fields)))
-            how = f"header = true, delim = {sql_text(separator)}, quote = '\"', columns = {{{typed}}}"
-            database.sql(f"SELECT count(COLUMNS(*)) FROM {read} {how})").fetchall()
-        except duckdb.Error as error:
-            raise DataError(f"{file}: cannot be read: {_cause(error)}") from error
 
 
 def _check_once(database: Any, data: Scan, column: str) -> None:
