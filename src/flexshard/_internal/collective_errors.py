@@ -54,7 +54,8 @@ def lost_rank(error: Exception) -> str:
     """What a collective's own error means."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        "a rank ended, or did not answer within the process group's timeout; see the other ranks' messages"
+        "a rank ended, or did not answer within the process group's timeout, as where it has fewer batches than others;"
+        " see the other ranks' messages"
         f" ({reason[:200]})"
     )
 
