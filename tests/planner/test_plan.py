@@ -100,6 +100,15 @@ def test_plans_do_not_depend_on_how_sum_rounds(kind: str, monkeypatch: pytest.Mo
     assert made() == expected
 
 
+def test_plans_that_say_the_same_are_equal(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert len({loaded, plan}) == 1
+    assert replace(plan, memory_price_seconds_per_gib=plan.memory_price_seconds_per_gib + 1) != plan
+    assert plan != plan.fingerprint
+
+
 def test_a_stored_plan_of_version_1_still_loads() -> None:
     plan = Plan.load(Path(__file__).parent / "plan_v1.json")
     assert [tier.rows for tier in plan.tables["items"].tiers] == [300, 700]

@@ -317,6 +317,12 @@ class Plan:
         """
         return bound("flexshard.planner", "Plan.to_frame")(self)
 
+    def __eq__(self, other: object) -> bool:
+        return self.fingerprint == other.fingerprint if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
     def __str__(self) -> str:
         text: str = bound("flexshard.planner", "Plan.__str__")(self)
         return text
