@@ -109,6 +109,14 @@ def test_plans_that_say_the_same_are_equal(plan: Plan, tmp_path: Path) -> None:
     assert plan != plan.fingerprint
 
 
+def test_clusters_and_frontiers_print_in_a_line() -> None:
+    cluster = Cluster.preset("a100-4x8-roce")
+    assert repr(cluster) == "Cluster('a100-4x8-roce': 4 nodes x 8 ranks of 37.3 GiB, groups of 1, 8, 32)"
+    curve = pareto([items()], cluster, batch_size=4096)
+    assert repr(curve).startswith(f"ParetoCurve({len(curve.points)} points, ")
+    assert len(repr(curve)) < 100
+
+
 def test_a_stored_plan_of_version_1_still_loads() -> None:
     plan = Plan.load(Path(__file__).parent / "plan_v1.json")
     assert [tier.rows for tier in plan.tables["items"].tiers] == [300, 700]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flexshard import units
+
 __all__ = ["ParetoCurve", "ParetoPoint", "with_bounds"]
 
 
@@ -35,7 +37,7 @@ class ParetoPoint:
     pooled: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ParetoCurve:
     """The frontier, and points to compare with.
 
@@ -55,6 +57,16 @@ class ParetoCurve:
     neutral_bytes: float
     title: str = ""
     bounds: tuple[tuple[float, float], ...] = ()
+
+    def __repr__(self) -> str:
+        if not self.points:
+            return "ParetoCurve(no points)"
+        first, last = self.points[0], self.points[-1]
+        ends = (
+            f"{units.format_bytes(one.memory_bytes)} and {units.format_seconds(one.exposed_seconds)}"
+            for one in (first, last)
+        )
+        return f"ParetoCurve({len(self.points)} points, {' to '.join(ends)})"
 
     @property
     def corners(self) -> tuple[tuple[float, float], ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from flexshard import units
 from flexshard._internal import bound, check_finite, check_int
 from flexshard.errors import ClusterError
 
@@ -93,7 +94,7 @@ class Level:
         object.__setattr__(self, "group_size", check_int(self.group_size, "group_size", ClusterError))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cluster:
     """A GPU cluster: ranks in nested groups, memory per rank, and what collectives cost.
 
@@ -140,6 +141,13 @@ class Cluster:
         problem = problem_of(self)
         if problem is not None:
             raise ClusterError(f"cluster {self.name!r}: {problem[1]}")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.group_sizes))
+        return (
+            f"Cluster({self.name!r}: {self.nodes} nodes x {self.ranks_per_node} ranks of"
+            f" {units.format_bytes(self.hbm_bytes)}, groups of {sizes})"
+        )
 
     @property
     def under_torchrec(self) -> Cluster:
