@@ -312,3 +312,16 @@ def test_runs_that_leave_their_buffer_are_named(tmp_path: Path) -> None:
     wrong.save(tmp_path / "b")
     with pytest.raises(DataError, match="b: not a saved batch, or damaged: runs leave their buffer of 39 values"):
         InverseKeyedJaggedTensor.load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_what_stands_last_in_empty_lists_trains_what_made_it(size: int) -> None:
+    """With gradients of zero, as where one list has values: an optimizer's momentum goes on, and other ranks wait for
+    this one's part.
+    """
+    layer = torch.nn.Linear(4, 4)
+    lists = PartialJaggedTensor.from_jagged(jagged([[]] * size))
+    found = lists.with_values(layer(torch.zeros(0, 4))).last()
+    assert found.shape == (size, 4)
+    found.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.parameters())

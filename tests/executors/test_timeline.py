@@ -14,6 +14,7 @@ pytest.importorskip("torchrec")
 
 import torch
 
+from flexshard import AccessProfile, Cluster, Table, TableConstraints, solve
 from flexshard.costmodels import StepWork, overlap_of
 from flexshard.errors import DataError
 from flexshard.executors import Observation, Observer, compare_observed, timeline
@@ -132,3 +133,17 @@ def test_messages_of_gloo_end_when_they_are_over(how: str) -> None:
             assert all(0 <= exposed <= seconds < 0.5 for seconds, exposed in calls)
     if how == "late":
         assert min(seconds for seconds, _ in found[1][1]) > 0.25
+
+
+@pytest.mark.parametrize("step", [None, StepWork(0.01)])
+def test_pooled_tables_alone_have_a_trace(step: StepWork | None) -> None:
+    """Of phases whose calls wait for one another, on whichever links they are."""
+    profile = AccessProfile.from_counts(np.ceil(900 / np.arange(1, 401)).astype(np.int64), 1_000)
+    tables = [Table(name, 400, 64, profile, pooling=pooling) for name, pooling in (("a", "sum"), ("b", "mean"))]
+    asked = {"a": TableConstraints(sharding_types=["row_wise"])}
+    plan = solve(tables, Cluster.preset("dgx-h100", nodes=2), batch_size=256, step=step, constraints=asked)
+    events = timeline(plan)["traceEvents"]
+    calls = [event for event in events if event["ph"] == "X" and "latency_us" in event["args"]]
+    expected = sum(len(phase.collectives) for phase in plan.phases)
+    assert [sum(event["pid"] == process for event in calls) for process in (0, 1)] == [expected, expected]
+    assert expected > 2

@@ -319,3 +319,26 @@ def test_what_cannot_be_decided() -> None:
     with pytest.raises(JobError, match="options are given for table 'no'"):
         plan_compression(pooled, cluster(), options={"no": options["t0"]}, **how)  # type: ignore[arg-type]
     assert isinstance(RATES.local, LocalRates)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        TableConstraints(pin=[0, 1]),
+        TableConstraints(sharding_types=["row_wise"], pin=[2]),
+        TableConstraints(sharding_types=["row_wise"], apart=["t1"]),
+    ],
+)
+def test_a_table_that_constraints_leave_tensor_trains_alone(asked: TableConstraints, tmp_path: Path) -> None:
+    """Pooled tables have no tiers that it could be in otherwise."""
+    given, where = tables(3, 2), cluster(4)
+    how: dict[str, Any] = {"batch_size": BATCH, "constraints": {"t0": asked}, "budget": "20MiB"}
+    found = plan_compression(given, where, options=offered(given[:1], [4, 8]), rates=RATES, **how)
+    assert all(option.shape is not None for option in found.tables["t0"].options)
+    assert len(found.tables["t0"].options) == 2
+    assert found.tables["t0"].option.shape is not None
+    assert "tiers of rows" not in found.explain("t0")
+    found.save(tmp_path / "decision.json")
+    assert CompressionPlan.load(tmp_path / "decision.json").explain("t0") == found.explain("t0")
+    one = plan_compression(given, where, options=offered(given[:1], [4]), rates=RATES, **how)
+    assert one.explain("t0").endswith("Constraints leave it no other way.")

@@ -375,10 +375,53 @@ def test_spellings_in_csv_are_values(tmp_path: Path) -> None:
     assert sorted(pq.read_table(cut[0].mapping.path)["value"].to_pylist()) == ["007", "1"]
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_whole_numbers_that_floats_do_not_tell_apart(kind: str, tmp_path: Path) -> None:
+def test_whole_numbers_that_floats_do_not_tell_apart(tmp_path: Path) -> None:
     values = [2**53 + 1, 2**53, 0.5]
-    texts = ["item", *map(str, values)] if kind == "csv" else [json.dumps({"item": value}) for value in values]
-    (tmp_path / f"in.{kind}").write_text("\n".join(texts) + "\n")
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"item": value}) for value in values) + "\n")
     with pytest.raises(DataError, match="whole numbers above 9,007,199,254,740,991"):
-        encode(tmp_path / f"in.{kind}", tmp_path / "out.parquet", columns=["item"])
+        encode(tmp_path / "in.jsonl", tmp_path / "out.parquet", columns=["item"])
+    (tmp_path / "in.csv").write_text("\n".join(["item", *map(str, values)]) + "\n")
+    (found,) = encode(tmp_path / "in.csv", tmp_path / "out.parquet", columns=["item"])
+    assert set(pq.read_table(found.mapping.path)["value"].to_pylist()) == {str(value) for value in values}
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        (["1.1", "1.10", "1.2"], True),
+        (["t", "true", "f"], True),
+        (["0x10", "16"], True),
+        (["0x1234567890abcdef1234567890abcdef", "0x1"], True),
+        (["1e3", "1000"], True),
+        (["1.0", "2.0", "2.0"], False),
+        (["1.5", "2.5"], False),
+        (["true", "false"], False),
+        ([" 1", " 2"], False),
+        (["18446744073709551615", "5"], False),
+    ],
+)
+@pytest.mark.parametrize("quoted", [False, True])
+def test_texts_in_csv_that_their_type_would_merge_or_change(
+    values: list[str], kept: bool, quoted: bool, tmp_path: Path
+) -> None:
+    cells = [f'"{value}"' if quoted else value for value in values]
+    (tmp_path / "in.csv").write_text("\n".join(["c", *cells]) + "\n")
+    (found,) = encode(tmp_path / "in.csv", tmp_path / "out.parquet", columns=["c"])
+    mapping = pq.read_table(found.mapping.path)["value"]
+    assert pa.types.is_string(mapping.type) == kept
+    assert len(mapping) == len(set(values))
+    if kept:
+        assert set(mapping.to_pylist()) == set(values)
+
+
+def test_csv_is_read_as_its_mapping_was(tmp_path: Path) -> None:
+    """Without the one text that made all of them texts, the others are no numbers either; nor are cells cut once."""
+    (tmp_path / "a.csv").write_text("c,s\n1.1,1|2\n1.10,3\n1.10,3\nbeta,3\n")
+    (tmp_path / "b.csv").write_text("c,s\n1.1,1\n1.10,3\n1.10,3\n")
+    (words,) = encode(tmp_path / "a.csv", tmp_path / "a.parquet", columns=["c"])
+    encode(tmp_path / "b.csv", tmp_path / "b.parquet", columns=["c"], mappings={"c": words.mapping.path})
+    rows = dict(pq.read_table(words.mapping.path).select(["value", "row"]).to_pandas().to_numpy().tolist())
+    assert pq.read_table(tmp_path / "b.parquet")["c"].to_pylist() == [rows["1.1"], rows["1.10"], rows["1.10"]]
+    (cut,) = encode(tmp_path / "a.csv", tmp_path / "s.parquet", columns=["s"], separator="|")
+    encode(tmp_path / "b.csv", tmp_path / "t.parquet", columns=["s"], mappings={"s": cut.mapping.path})
+    assert [len(ids) for ids in pq.read_table(tmp_path / "t.parquet")["s"].to_pylist()] == [1, 1, 1]

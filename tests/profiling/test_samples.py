@@ -192,3 +192,15 @@ def test_keys_that_print_alike_in_one_file_alone_are_not_counted_together(tmp_pa
 def test_zero_has_one_sign_as_a_key(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1, 2, 3], "k": [-0.0, 0.0, 2.5]}), tmp_path / "a.parquet")
     assert AccessProfile.from_parquet(tmp_path / "a.parquet", column="x", sample_key="k").num_samples == 2
+
+
+def test_files_without_rows_have_no_keys(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2, 3], "k": ["a", "b", "a"]}), tmp_path / "a.parquet")
+    empty = pa.table({"x": pa.array([], pa.int64()), "k": pa.nulls(0)})
+    pq.write_table(empty, tmp_path / "b.parquet")
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    assert AccessProfile.from_parquet(files, column="x", sample_key="k").num_samples == 2
+    assert set(AccessProfile.from_parquet_by(files, column="x", by="k")) == {"a", "b"}
+    pq.write_table(pa.table({"x": [1], "k": pa.nulls(1)}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="sample key 'k' is null in row 0"):
+        AccessProfile.from_parquet(files, column="x", sample_key="k")

@@ -84,7 +84,7 @@ def load_yaml(path: PathLike, model: type[ModelT], kind: DocumentFormat) -> tupl
         elif first["type"] == "extra_forbidden":
             message = "this field is unknown" + _hint(model, loc)
         elif first["type"] == "string_type":
-            message = f"expected text, found {first['input']!r}"
+            message = f"expected text, found {first['input']!r}; put a text in quotes"
         elif first["type"] == "model_type":
             message = f"expected fields, each with its value, found {first['input']!r}"
         elif first["type"].startswith(("int_", "float_")) and (number := _EXPONENT.fullmatch(str(first["input"]))):
@@ -147,8 +147,8 @@ def _check_nodes(path: PathLike, node: Any, error_type: type[FlexShardError]) ->
     if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and _OTHER_BASE.match(node.value):
         taken = yaml.safe_load(node.value)
         raise error_type(
-            f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {taken}; write the number in digits that"
-            " do not begin with 0, without colons"
+            f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {taken}; write a number in digits that do"
+            " not begin with 0, without colons, and a text in quotes"
         )
     if not isinstance(node, yaml.MappingNode):
         return

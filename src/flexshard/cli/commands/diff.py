@@ -52,11 +52,15 @@ def diff_command(
         )
     note += "".join(f"\n{change.table}: {_cached(change)}." for change in changes.caches)
     note += "".join(f"\n{one.table}: {one.held[0]}, then {one.held[1]}." for one in changes.pooled if one.held)
-    grid.caption = (
-        f"{changes.rows:,} rows have other ranks, one copy of them is {units.format_bytes(changes.nbytes)}{note}"
-    )
-    moved = changes.moves or changes.pooled
-    emit(changes.document(), as_json=as_json, text=grid if moved else f"All rows have the same ranks.{note}")
+    said = []
+    if changes.moves:
+        nbytes = units.format_bytes(sum(move.nbytes for move in changes.moves))
+        said.append(f"{changes.rows:,} rows have other ranks, one copy of them is {nbytes}")
+    if changes.pooled:
+        nbytes = units.format_bytes(sum(one.nbytes for one in changes.pooled))
+        said.append(f"{len(changes.pooled):,} tables are sharded otherwise by TorchRec, {nbytes} of weights")
+    grid.caption = "; ".join(said) + note
+    emit(changes.document(), as_json=as_json, text=grid if said else f"All rows have the same ranks.{note}")
 
 
 def _anew(name: str, *plans: planner.Plan) -> bool:
@@ -74,4 +78,7 @@ def _cached(change: planner.CacheChange) -> str:
         return "is no longer behind a cache"
     if change.source is None:
         return f"comes to be behind a cache of {change.target:.2%} of its rows without copies"
-    return f"its cache has places for {change.target:.2%} of its rows without copies, not {change.source:.2%}"
+    now, before = f"{change.target:.2%}", f"{change.source:.2%}"
+    if now == before:
+        now, before = f"{change.target:.6%}", f"{change.source:.6%}"
+    return f"its cache has places for {now} of its rows without copies, not {before}"

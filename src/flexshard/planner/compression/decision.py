@@ -75,7 +75,8 @@ class TableChoice:
 
     Attributes:
         name, rows, dim: of the table.
-        options: tiers of rows, or the best sharding of a pooled table, first, then tensor trains in the order given.
+        options: tiers of rows, or the best sharding of a pooled table, first (where constraints leave one), then tensor
+            trains in the order given.
         chosen: which one.
     """
 

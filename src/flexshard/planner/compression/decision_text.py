@@ -20,7 +20,11 @@ def explain_table(decision: CompressionPlan, name: str) -> str:
     price = decision.memory_price_seconds_per_gib
     if price:
         lines.append(f"The budget binds: memory is worth {units.format_seconds(price)} per GiB at the margin.")
-    elif any(_is_beyond(decision, table, option) for option in table.options):
+    elif any(
+        option.sharding or _is_beyond(decision, one, option)
+        for one in decision.tables.values()
+        for option in one.options
+    ):
         lines.append("At the margin more memory saves nothing.")
     else:
         lines.append("The budget does not bind: the least time wins.")
@@ -34,7 +38,8 @@ def explain_table(decision: CompressionPlan, name: str) -> str:
         reason = _reason(decision, table, option, more)
         lines.append(f"  As {option.name} it would need {_words(option)}: {verdict}{reason}.")
     if len(table.options) == 1:
-        lines.append("  No tensor train was offered for it.")
+        only = "No tensor train was offered for it" if chosen.shape is None else "Constraints leave it no other way"
+        lines.append(f"  {only}.")
     return "\n".join(lines)
 
 

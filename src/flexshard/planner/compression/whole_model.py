@@ -247,12 +247,22 @@ def _choice(
     if others:
         sharded = [of(option, None) for option in others]
         best = min(range(len(others)), key=lambda index: sharded[index].priced_seconds)
-        stays = sharded[next((index for index, option in enumerate(others) if option is chosen), best)]
-    else:
+        stays: TableOption | None = sharded[
+            next((index for index, option in enumerate(others) if option is chosen), best)
+        ]
+    elif planned is not None or _may_be_in_tiers(decision.problem, table):
         stays = planned or _lone_tiers(decision, table, price)
-    taken = next((1 + index for index, (_, option) in enumerate(trains) if option is chosen), 0)
+    else:  # constraints leave nothing but tensor trains
+        stays = None
+    first = () if stays is None else (stays,)
+    taken = next((len(first) + index for index, (_, option) in enumerate(trains) if option is chosen), 0)
     rest = tuple(of(option, given) for given, option in trains)
-    return TableChoice(table.name, table.rows, table.dim, (stays, *rest), taken)
+    return TableChoice(table.name, table.rows, table.dim, (*first, *rest), taken)
+
+
+def _may_be_in_tiers(problem: Problem, table: Table) -> bool:
+    asked = problem.constraints.get(table.name)
+    return not table.is_pooled and (asked is None or asked.allows_tiers())
 
 
 def _planned_tiers(decision: WholeDecision, price: float) -> dict[str, TableOption]:

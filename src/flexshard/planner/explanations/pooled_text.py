@@ -109,7 +109,7 @@ def explain_pooled(plan: Plan, table: PooledTablePlan) -> PooledExplanation:
             " not fit."
         )
     else:
-        lines.append("There is no other way of sharding it: its constraints and the cluster leave this one.")
+        lines.append("There is no other way of sharding it: constraints and the cluster leave this one.")
     price = plan.memory_price_seconds_per_gib
     whole = units.format_seconds(plan.objective_seconds(plan.predicted))
     lines.append(f"For the whole plan of {whole} per iteration, {at_the_margin(price)}.")

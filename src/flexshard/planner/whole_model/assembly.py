@@ -94,18 +94,9 @@ def _table_plan(
             )
             for shard, (rank, size, offset) in enumerate(zip(ranks, option.sizes, option.offsets, strict=True))
         ),
-        alternatives=_alternatives(decision, option, _allowed(decision, index)),
+        alternatives=_alternatives(decision, option, decision.menus.options[index]),
         dedup_factor=table.dedup_factor,
     )
-
-
-def _allowed(decision: WholeDecision, index: int) -> list[PooledOption]:
-    """A table's options under all of its constraints."""
-    asked, name = decision.problem.constraints, decision.menus.tables[index].name
-    options = list(decision.menus.options[index])
-    if (name in asked and asked[name].apart) or any(name in one.apart for one in asked.values()):
-        return [option for option in options if option.shards < decision.problem.cluster.world_size]
-    return options
 
 
 def _alternatives(

@@ -45,7 +45,7 @@ class PooledMenus:
     Attributes:
         costs: of the cluster.
         tables: in the problem's order.
-        options: those that each table may have, as its pins and company leave them.
+        options: those that each table may have, as pins and company leave them.
         menus: of the tables, those that are sharded alike as one.
         members: of each menu, the tables in it.
         meant: of each menu by ``Option.source``, an option for each member.
@@ -109,7 +109,7 @@ def pooled_menus(
             raise JobError(
                 f"tables {tables[one].name!r} and {tables[other].name!r} are to be apart and with one another"
             )
-    menus, meant, pinned = [], [], []
+    menus, meant, pinned, world = [], [], [], costs.cluster.world_size
     for group in groups:
         alike = _alike([options[index] for index in group])
         pins = list(dict.fromkeys(asked[index].pin for index in group if asked[index].pin))
@@ -125,14 +125,16 @@ def pooled_menus(
                 f" {', '.join(f'{each[0].name} has {each[0].shards}' for each in alike)}"
             )
         meant.append(tuple(kept))
+        beside = any(index in pair for pair in apart for index in group)  # others, with which it shares no rank
         for place, index in enumerate(group):
-            options[index] = list(dict.fromkeys(each[place] for each in kept))
+            own = dict.fromkeys(each[place] for each in kept)
+            everywhere = {one for one in own if beside and one.shards == world and not one.is_tensor_train}
+            options[index] = [one for one in own if one not in everywhere]
         pinned.append(tuple(pins[0]) if pins else ())
         marks = np.array([[len({one, other} & set(group)) for one, other in apart]], np.float64).T
         menus.append(
             tuple(_menu_option(costs, each, pinned[-1], marks, number, loss_limit) for number, each in enumerate(kept))
         )
-    world = costs.cluster.world_size
     received = plain_sum(costs.received_bytes(table) for table in tables)
     left = memory_limit(hbm_bytes) - received
     room = [left, 0.0 if host_bytes is None else host_bytes, *[1.0] * len(apart)]

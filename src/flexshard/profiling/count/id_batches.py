@@ -209,15 +209,17 @@ def key_array(chunk: Chunk, column: str, what: str = "sample key") -> pa.Chunked
     return keys.cast(pa.large_string()).cast(pa.large_binary())
 
 
-def key_kind(source: ParquetSource, column: str) -> str:
+def key_kind(source: ParquetSource, column: str) -> str | None:
     """What kind of keys a file's column holds; files that are counted together must agree, since keys that are neither
-    integers nor texts are told apart by how they are printed.
+    integers nor texts are told apart by how they are printed. None where there are no keys, whose type says nothing.
     """
     column_type = source.schema.field(column).type
     if pt.is_dictionary(column_type):
         column_type = column_type.value_type
     if isinstance(column_type, pa.BaseExtensionType):
         column_type = column_type.storage_type
+    if pt.is_null(column_type) or not source.num_rows:
+        return None
     if pt.is_nested(column_type):
         raise DataError(f"{source.name}: column {column!r} holds {column_type}; expected one key per row")
     if pt.is_uint64(column_type):

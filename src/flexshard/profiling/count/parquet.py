@@ -152,7 +152,9 @@ def check_keys(sources: Sequence[ParquetSource], column: str) -> None:
     kinds: dict[str, str] = {}
     for source in sources:
         check_column(source, column, role="key")
-        kinds.setdefault(key_kind(source, column), source.name)
+        kind = key_kind(source, column)
+        if kind is not None:
+            kinds.setdefault(kind, source.name)
     if len(kinds) > 1:
         (kind, name), (other, file) = list(kinds.items())[:2]
         raise DataError(f"column {column!r} holds {kind} in {name}, but {other} in {file}; write them alike")

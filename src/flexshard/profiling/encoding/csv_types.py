@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexshard._internal import sql_text
+from flexshard._internal import sql_name, sql_text
 from flexshard.errors import DataError
 
 __all__ = ["cause_of", "check_lines", "reader_of_texts", "texts_among"]
@@ -17,20 +17,30 @@ __all__ = ["cause_of", "check_lines", "reader_of_texts", "texts_among"]
 _SEPARATORS = ",;\t|"
 
 
-def texts_among(types: dict[str, str], columns: Iterable[str], *, separated: bool) -> list[str]:
-    """Columns to read as texts: two spellings of a date are two values, and so are what a separator cuts.
+def texts_among(database: Any, reader: str, types: dict[str, str], columns: Iterable[str]) -> list[str]:
+    """Columns to read as texts, since their type does not tell apart, or not give back, what is written: two spellings
+    of a date are two values, as 1.1 and 1.10 are, and 0x10 is not 16.
 
     Args:
+        database: a connection.
+        reader: DuckDB's expression that reads the files.
         types: DuckDB's, as it finds them, by column.
         columns: that are encoded.
-        separated: whether their texts are cut at a separator.
     """
-    found = []
-    for name in columns:
-        kind = types.get(name, "VARCHAR")
-        if kind != "VARCHAR" and (separated or kind.startswith(("DATE", "TIME"))):
-            found.append(name)
-    return found
+    others = {name: types[name] for name in columns if types.get(name, "VARCHAR") != "VARCHAR"}
+    found = [name for name, kind in others.items() if kind.startswith(("DATE", "TIME"))]
+    asked = [name for name in others if name not in found]
+    if not asked:
+        return found
+    tests = []
+    for name in asked:
+        text, kind = f"trim({sql_name(name)})", others[name]
+        if kind in ("DOUBLE", "FLOAT", "BOOLEAN"):
+            tests.append(f"count(DISTINCT {text}) > count(DISTINCT TRY_CAST({text} AS {kind}))")
+        else:
+            tests.append(f"bool_or({text} <> CAST(TRY_CAST({text} AS {kind}) AS VARCHAR))")
+    differ = database.sql(f"SELECT {', '.join(tests)} FROM {reader_of_texts(reader, asked)}").fetchall()[0]
+    return found + [name for name, differs in zip(asked, differ, strict=True) if differs]
 
 
 def reader_of_texts(reader: str, columns: Iterable[str]) -> str:

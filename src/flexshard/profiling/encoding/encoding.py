@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexshard._internal import (
@@ -99,7 +98,7 @@ def encode(
         closing(open_database(str(scratch), limit)) as database,
     ):
         with unchanged(data.files):
-            data = data.loaded(database, [name for name in names if _of_texts(given.get(name))], separator)
+            data = data.loaded(database, _texts(names, given, separator))
             stored = data.columns(database)
             check_kept(data)
             _check_names(data, stored if data.kind != "parquet" else data.schemas[0].names)
@@ -129,9 +128,16 @@ def encode(
     return results
 
 
-def _of_texts(given: Mapping | None) -> bool:
-    """Whether a mapping, if one is given, is of texts."""
-    return given is None or pq.read_schema(given.path).field("value").type in (pa.string(), pa.large_string())
+def _texts(names: Sequence[str], given: dict[str, Mapping], separator: str | None) -> dict[str, bool]:
+    """Columns that are or may be texts, and whether they are: they are cut, or their mapping is of texts."""
+    found = {}
+    for name in names:
+        mapping = given.get(name)
+        if mapping is None:
+            found[name] = separator is not None
+        elif mapping.separator is not None or separator is not None or mapping.is_of_texts:
+            found[name] = True
+    return found
 
 
 @contextmanager

@@ -40,6 +40,11 @@ class Mapping:
     separator: str | None
 
     @property
+    def is_of_texts(self) -> bool:
+        """Whether its values are."""
+        return pq.read_schema(self.path).field("value").type in (pa.string(), pa.large_string())
+
+    @property
     def metadata(self) -> str:
         """What its file says of itself."""
         about = {"column": self.column, "rows": self.rows, "nulls": self.nulls, "separator": self.separator}

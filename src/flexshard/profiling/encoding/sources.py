@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -71,11 +71,12 @@ class Scan:
         """The same of Parquet files, with ``file_row_number`` and ``file_index``."""
         return self.sql.removesuffix(")") + ", file_row_number = true)"
 
-    def loaded(self, database: Any, texts: Sequence[str], separator: str | None) -> Scan:
+    def loaded(self, database: Any, texts: Mapping[str, bool]) -> Scan:
         """With CSV and JSON read once, whose types take a whole reading to know, and no cast of a query changes.
 
         Args:
-            texts: columns of CSV whose spellings are values, and cut at the separator, if there is one.
+            texts: columns of CSV that are encoded, but for those by mappings of no texts; whether they are texts in any
+                case, or where their type does not give back what is written.
 
         Raises:
             DataError: a file that cannot be read; says the line, where one is to blame.
@@ -90,9 +91,12 @@ class Scan:
             database.execute(f"CREATE TABLE {table} AS SELECT * FROM {read}")
             if self.kind == "csv":
                 types = replace(self, table=table).columns(database)
-                texts = texts_among(types, texts, separated=separator is not None)
-                if texts:
-                    read = reader_of_texts(read, texts)
+                always = [
+                    name for name, is_text in texts.items() if is_text and types.get(name, "VARCHAR") != "VARCHAR"
+                ]
+                found = always + texts_among(database, read, types, [name for name in texts if not texts[name]])
+                if found:
+                    read = reader_of_texts(read, found)
                     database.execute(f"CREATE OR REPLACE TABLE {table} AS SELECT * FROM {read}")
         except (duckdb.OutOfMemoryException, duckdb.InterruptException):
             raise
