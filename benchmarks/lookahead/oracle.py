@@ -121,7 +121,7 @@ def check_alike() -> None:
     for number, batch in enumerate(batches):
         admission = ours.admit(np.ascontiguousarray(batch.T).reshape(-1))
         assert admission is not None
-        fetched.append(admission.fetched.size)
+        fetched.append(admission.fetched.rows.size)
         by_table = [batch[:, table] - first[table] for table in range(len(CRITEO_ROWS))]
         published.arrive(by_table)
         short.arrive(by_table)
@@ -153,7 +153,7 @@ def measure(samples: int, ahead: int, features: int, profiles: Sequence[flexshar
         if ours.window > ahead:
             ours.retire()
         assert admission is not None
-        fetched.append(admission.fetched.size)
+        fetched.append(admission.fetched.rows.size)
 
     def decide_as_published(number: int) -> None:
         published.arrive(by_table[number])
