@@ -420,7 +420,8 @@ def test_csv_is_read_as_its_mapping_was(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("c,s\n1.1,1\n1.10,3\n1.10,3\n")
     (words,) = encode(tmp_path / "a.csv", tmp_path / "a.parquet", columns=["c"])
     encode(tmp_path / "b.csv", tmp_path / "b.parquet", columns=["c"], mappings={"c": words.mapping.path})
-    rows = dict(pq.read_table(words.mapping.path).select(["value", "row"]).to_pandas().to_numpy().tolist())
+    known = pq.read_table(words.mapping.path)
+    rows = dict(zip(known["value"].to_pylist(), known["row"].to_pylist(), strict=True))
     assert pq.read_table(tmp_path / "b.parquet")["c"].to_pylist() == [rows["1.1"], rows["1.10"], rows["1.10"]]
     (cut,) = encode(tmp_path / "a.csv", tmp_path / "s.parquet", columns=["s"], separator="|")
     encode(tmp_path / "b.csv", tmp_path / "t.parquet", columns=["s"], mappings={"s": cut.mapping.path})
