@@ -1067,7 +1067,7 @@ def test_numbers_that_yaml_takes_for_others(project: Path, written: str, taken: 
     (project / "based.yaml").write_text(text.replace(line, f"batch_size: {written}"))
     done = run(project, "plan", "based.yaml", "-o", "based.json")
     assert done.returncode == 2
-    assert f"YAML takes {written} for {taken}; write the number in digits" in done.stderr
+    assert f"YAML takes {written} for {taken}; write a number in digits" in done.stderr
 
 
 def test_a_plan_that_an_editor_saved_with_a_mark_first(project: Path) -> None:
