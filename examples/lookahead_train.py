@@ -1,6 +1,6 @@
 """A table of which a tenth fits: its rows stay in the host's memory, those of the next batches in a cache.
 
-Losses and weights must be those of training with all rows in the ranks' memory, to the last bit:
+With a cache that knows batches ahead and with all rows in the ranks' memory, losses and weights are the same bits.
     torchrun --nproc-per-node 4 examples/lookahead_train.py
 """
 

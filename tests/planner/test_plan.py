@@ -25,6 +25,7 @@ from flexshard.planner.baselines.torchrec_choices import TorchRecChoice, price_c
 from flexshard.planner.solver.build import build_instance
 from flexshard.profiling import LengthMoments, power_law_probabilities
 from flexshard.topologies import CollectiveRate, Level
+from tests.commands import run
 from tests.slow import first
 
 GIB = 1 << 30
@@ -115,6 +116,18 @@ def test_clusters_and_frontiers_print_in_a_line() -> None:
     curve = pareto([items()], cluster, batch_size=4096)
     assert repr(curve).startswith(f"ParetoCurve({len(curve.points)} points, ")
     assert len(repr(curve)) < 100
+
+
+def test_positions_of_other_rows_are_not_called_rows(tmp_path: Path) -> None:
+    counts = np.arange(100, 0, -1)
+    for name, order in (("one", counts), ("other", counts[::-1])):
+        table = Table("t", 100, 8, AccessProfile.from_counts(order, num_samples=200))
+        solve([table], Cluster.preset("dgx-h100", nodes=1), batch_size=64).save(tmp_path / f"{name}.json")
+    done = run(tmp_path, "diff", "one.json", "other.json")
+    assert done.stdout.startswith(
+        "All positions have the same ranks.\nt: the two plans order rows by different profiles"
+    )
+    assert run(tmp_path, "diff", "one.json", "one.json").stdout == "All rows have the same ranks.\n"
 
 
 def test_a_stored_plan_of_version_1_still_loads() -> None:

@@ -392,11 +392,16 @@ def test_whole_numbers_that_floats_do_not_tell_apart(tmp_path: Path) -> None:
         (["t", "true", "f"], True),
         (["0x10", "16"], True),
         (["0x1234567890abcdef1234567890abcdef", "0x1"], True),
-        (["1e3", "1000"], True),
+        (["+5", "5"], True),
+        (["007", "7"], True),
+        (["1_000", "1000"], True),
+        (["9007199254740993", "0.5"], True),
         (["1.0", "2.0", "2.0"], False),
         (["1.5", "2.5"], False),
         (["true", "false"], False),
         ([" 1", " 2"], False),
+        (["nan", "1.0"], False),
+        (["2.50", "3.00"], False),
         (["18446744073709551615", "5"], False),
     ],
 )
@@ -406,12 +411,31 @@ def test_texts_in_csv_that_their_type_would_merge_or_change(
 ) -> None:
     cells = [f'"{value}"' if quoted else value for value in values]
     (tmp_path / "in.csv").write_text("\n".join(["c", *cells]) + "\n")
-    (found,) = encode(tmp_path / "in.csv", tmp_path / "out.parquet", columns=["c"])
+    (found,) = encode(tmp_path / "in.csv", tmp_path / "out.parquet", columns=["c"], nulls="drop")
     mapping = pq.read_table(found.mapping.path)["value"]
     assert pa.types.is_string(mapping.type) == kept
-    assert len(mapping) == len(set(values))
+    assert len(mapping) == len(set(values) - {"nan"})
     if kept:
         assert set(mapping.to_pylist()) == set(values)
+
+
+def test_numbers_in_csv_are_those_that_pandas_reads(tmp_path: Path) -> None:
+    """It writes a column of whole numbers with a point where there are nulls: a day with nulls, and one without."""
+    (tmp_path / "a.csv").write_text("c,b,e\n1,True,100000\n2,False,2\n")
+    (tmp_path / "b.csv").write_text("c,b,e\n1.0,true,1e+05\n,false,2\n")
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    found = encode(files, tmp_path / "out.parquet", columns=["c", "b", "e"], nulls="drop")
+    values = [pq.read_table(one.mapping.path)["value"] for one in found]
+    assert [sorted(each.to_pylist()) for each in values] == [[1, 2], [False, True], [2, 100_000]]
+    assert pa.types.is_integer(values[0].type)
+
+
+def test_folders_are_columns_of_csv_that_are_encoded(tmp_path: Path) -> None:
+    for day in ("2024-01-01", "2024-01-02"):
+        (tmp_path / "in" / f"day={day}").mkdir(parents=True)
+        (tmp_path / "in" / f"day={day}" / "a.csv").write_text("c\n0x10\n16\n")
+    days, codes = encode(tmp_path / "in", tmp_path / "out.parquet", columns=["day", "c"])
+    assert (days.mapping.rows, codes.mapping.rows) == (2, 2)
 
 
 def test_csv_is_read_as_its_mapping_was(tmp_path: Path) -> None:

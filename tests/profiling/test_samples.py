@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -194,13 +195,14 @@ def test_zero_has_one_sign_as_a_key(tmp_path: Path) -> None:
     assert AccessProfile.from_parquet(tmp_path / "a.parquet", column="x", sample_key="k").num_samples == 2
 
 
-def test_files_without_rows_have_no_keys(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"x": [1, 2, 3], "k": ["a", "b", "a"]}), tmp_path / "a.parquet")
-    empty = pa.table({"x": pa.array([], pa.int64()), "k": pa.nulls(0)})
-    pq.write_table(empty, tmp_path / "b.parquet")
-    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+@pytest.mark.parametrize("keys", [["a", "b", "a"], [1, 2, 1]])
+@pytest.mark.parametrize("kind", [pa.null(), pa.string(), pa.int64(), pa.bool_(), pa.list_(pa.string())])
+def test_files_without_rows_have_no_keys(keys: list[Any], kind: pa.DataType, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2, 3], "k": keys}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.array([], kind), "k": pa.array([], kind)}), tmp_path / "b.parquet")
+    files = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
     assert AccessProfile.from_parquet(files, column="x", sample_key="k").num_samples == 2
-    assert set(AccessProfile.from_parquet_by(files, column="x", by="k")) == {"a", "b"}
+    assert set(AccessProfile.from_parquet_by(files, column="x", by="k")) == {str(key) for key in keys}
     pq.write_table(pa.table({"x": [1], "k": pa.nulls(1)}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match="sample key 'k' is null in row 0"):
         AccessProfile.from_parquet(files, column="x", sample_key="k")

@@ -68,17 +68,19 @@ class _Sums:
         return means, variances
 
 
-_KEPT = 8  # sums of a profile: a plan asks for those of every level, again and again
+_MOST_COUNTS = 1 << 23  # of all sums that are kept: 200 MB
 _SUMS: WeakKeyDictionary[AccessProfile, dict[float, _Sums]] = WeakKeyDictionary()
 
 
 def _sums_of(profile: AccessProfile, samples: float) -> _Sums:
-    known = _SUMS.setdefault(profile, {})
-    if samples not in known:
-        if len(known) == _KEPT:
-            known.clear()
-        known[samples] = _Sums.of(profile, samples)
-    return known[samples]
+    """Worked out once, while there is room: a plan asks for those of every level, again and again."""
+    known = _SUMS.get(profile, {}).get(samples)
+    if known is None:
+        known = _Sums.of(profile, samples)
+        if sum(one.ends.size for kept in _SUMS.values() for one in kept.values()) + known.ends.size > _MOST_COUNTS:
+            _SUMS.clear()
+        _SUMS.setdefault(profile, {})[samples] = known
+    return known
 
 
 def gathered_bytes(

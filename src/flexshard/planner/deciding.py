@@ -203,7 +203,8 @@ def _within(problem: Problem, variants: Variants, limit: float) -> tuple[Placeme
             within = memory_limit(error.least_bytes)
             placement = problem.method.place(variants, within, problem.tiers)
             low = max(low, moved)  # nothing fits below
-    for share in () if found else _LESS:  # where gradients may be gathered, what is less on average may be more here
+    # Where gradients may be gathered, what is less on average may be more here.
+    for share in () if found or problem.reduction.name == "dense" else _LESS:
         try:
             placement = problem.method.place(variants, share * most, problem.tiers)
         except BudgetError:

@@ -20,7 +20,8 @@ def diff_command(
     after: Annotated[Path, typer.Argument(help="Another plan file.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say which rows have other ranks under two plans, and how many bytes one copy of them is.
+    """Say which rows have other ranks under two plans, and how many bytes one copy of them is; and which tables that
+    TorchRec shards are sharded otherwise.
 
     Example: flexshard diff plan.json other.json
     """
@@ -60,7 +61,8 @@ def diff_command(
         nbytes = units.format_bytes(sum(one.nbytes for one in changes.pooled))
         said.append(f"{len(changes.pooled):,} tables are sharded otherwise by TorchRec, {nbytes} of weights")
     grid.caption = "; ".join(said) + note
-    emit(changes.document(), as_json=as_json, text=grid if said else f"All rows have the same ranks.{note}")
+    same = f"All {'positions' if changes.reranked else 'rows'} have the same ranks.{note}"
+    emit(changes.document(), as_json=as_json, text=grid if said else same)
 
 
 def _anew(name: str, *plans: planner.Plan) -> bool:

@@ -121,7 +121,7 @@ class PartialJaggedTensor:
         full = (self.lengths > 0).reshape(-1, *[1] * (self.values.dim() - 1))
         if not self.values.shape[0]:
             # Of the values, none, so that what made them gets gradients, of zero, on every rank.
-            return self.values.sum(0, dtype=self.values.dtype).expand(self.starts.numel(), *self.values.shape[1:])
+            return self.values.new_zeros(self.starts.numel(), *self.values.shape[1:]) + self.values.sum(0)
         return torch.where(full, self.values.index_select(0, places.clamp(0, self.values.shape[0] - 1)), 0)
 
     def with_values(self, values: torch.Tensor) -> PartialJaggedTensor:

@@ -85,7 +85,7 @@ def _of_phase(process: int, tracks: list[str], phase: Phase, start: float, world
     for one in phase.collectives:
         link = f"links@{one.link(world)}"
         if link not in phase.links:  # of a phase whose calls wait for one another, whichever links they are on
-            link = next(name for name in phase.links if name != "rank")
+            (link,) = (name for name in phase.links if name != "rank")
         begins = ends.get(link, start)
         ends[link] = begins + one.exposed_seconds
         yield _event(process, tracks.index(link), _name_of(one), begins, one.exposed_seconds, _facts(one))

@@ -218,7 +218,7 @@ def key_kind(source: ParquetSource, column: str) -> str | None:
         column_type = column_type.value_type
     if isinstance(column_type, pa.BaseExtensionType):
         column_type = column_type.storage_type
-    if pt.is_null(column_type) or not source.num_rows:
+    if pt.is_null(column_type):
         return None
     if pt.is_nested(column_type):
         raise DataError(f"{source.name}: column {column!r} holds {column_type}; expected one key per row")

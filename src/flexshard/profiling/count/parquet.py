@@ -167,7 +167,7 @@ def checked_sources(paths: PathLike | Sequence[PathLike], column: str) -> list[P
         check_column(source, column)
     if not sum(source.num_rows for source in sources):
         raise DataError(f"{sources[0].name}: no rows in {len(sources)} file(s); there is nothing to count")
-    return sources
+    return [source for source in sources if source.num_rows]  # a day without samples, whose types say nothing
 
 
 def chunks_with_progress(

@@ -12,41 +12,64 @@ from typing import Any
 from flexshard._internal import sql_name, sql_text
 from flexshard.errors import DataError
 
-__all__ = ["cause_of", "check_lines", "reader_of_texts", "texts_among"]
+__all__ = ["as_texts", "cause_of", "check_lines", "with_numbers"]
 
 _SEPARATORS = ",;\t|"
+# Whole numbers as they are written; other bases, signs and zeros before a number; and zeros behind a fraction.
+_WHOLE, _NO_FLOAT, _ZEROS_BEHIND = r"-?(0|[1-9][0-9]*)", r"^\+|^-?0[0-9xXbB]|_", r"\.[0-9]*[1-9]0+$"
 
 
-def texts_among(database: Any, reader: str, types: dict[str, str], columns: Iterable[str]) -> list[str]:
-    """Columns to read as texts, since their type does not tell apart, or not give back, what is written: two spellings
-    of a date are two values, as 1.1 and 1.10 are, and 0x10 is not 16.
+def as_texts(database: Any, reader: str, files: Sequence[str], columns: Iterable[str]) -> tuple[str, list[str]]:
+    """DuckDB's expression that reads CSV with these columns as texts, and those of them that are in the files."""
+    there: set[str] = set()
+    for file in files:
+        first = f"read_csv({sql_text(glob.escape(file))}, header = false, all_varchar = true)"
+        for names in database.sql(f"SELECT * FROM {first} LIMIT 1").fetchall():
+            there.update(names)
+    found = [name for name in columns if name in there]
+    types = ", ".join(f"{sql_text(name)}: 'VARCHAR'" for name in found)
+    return (f"{reader.removesuffix(')')}, types = {{{types}}})" if found else reader), found
 
-    Args:
-        database: a connection.
-        reader: DuckDB's expression that reads the files.
-        types: DuckDB's, as it finds them, by column.
-        columns: that are encoded.
+
+def with_numbers(database: Any, table: str, columns: Iterable[str]) -> None:
+    """Let columns of texts be of numbers, or booleans, where these say all that is written; as pandas reads them.
+
+    Texts stay what they are where two of them would be one number (1.1 and 1.10, 0x10 and 16; but not 1 and 1.0, which
+    pandas writes of one column with nulls and without), and dates: two spellings of a date are two values.
     """
-    others = {name: types[name] for name in columns if types.get(name, "VARCHAR") != "VARCHAR"}
-    found = [name for name, kind in others.items() if kind.startswith(("DATE", "TIME"))]
-    asked = [name for name in others if name not in found]
-    if not asked:
-        return found
-    tests = []
-    for name in asked:
-        text, kind = f"trim({sql_name(name)})", others[name]
-        if kind in ("DOUBLE", "FLOAT", "BOOLEAN"):
-            tests.append(f"count(DISTINCT {text}) > count(DISTINCT TRY_CAST({text} AS {kind}))")
-        else:
-            tests.append(f"bool_or({text} <> CAST(TRY_CAST({text} AS {kind}) AS VARCHAR))")
-    differ = database.sql(f"SELECT {', '.join(tests)} FROM {reader_of_texts(reader, asked)}").fetchall()[0]
-    return found + [name for name, differs in zip(asked, differ, strict=True) if differs]
+    for name in columns:
+        kind = _kind(database, table, name)
+        if kind is not None:
+            text = f"nullif(trim({sql_name(name)}), '')"
+            database.execute(
+                f"ALTER TABLE {table} ALTER COLUMN {sql_name(name)} TYPE {kind} USING CAST({text} AS {kind})"
+            )
 
 
-def reader_of_texts(reader: str, columns: Iterable[str]) -> str:
-    """DuckDB's expression that reads CSV, with these columns as texts."""
-    types = ", ".join(f"{sql_text(name)}: 'VARCHAR'" for name in columns)
-    return f"{reader.removesuffix(')')}, types = {{{types}}})"
+def _kind(database: Any, table: str, name: str) -> str | None:
+    """The type of numbers that a column of texts holds, if it does."""
+    number = "TRY_CAST(text AS DOUBLE)"
+    large = f"isfinite({number}) AND abs({number}) >= {1 << 53} AND {number} = floor({number})"
+    fewer = f"count(DISTINCT regexp_replace(text, '\\.0+$', '')) > count(DISTINCT {number})"
+    tests = [
+        "count(text) > 0",
+        *(f"bool_and(TRY_CAST(text AS {kind}) IS NOT NULL)" for kind in ("BIGINT", "UBIGINT", "HUGEINT", "DOUBLE")),
+        f"bool_and(regexp_full_match(text, '{_WHOLE}'))",
+        "bool_and(lower(text) IN ('true', 'false'))",
+        f"bool_or(regexp_matches(text, '{_NO_FLOAT}') OR ({large}))",
+        f"bool_or(regexp_matches(text, '{_ZEROS_BEHIND}')) AND {fewer}",
+    ]
+    each = f"SELECT nullif(trim({sql_name(name)}), '') AS text FROM {table}"
+    any_, big, unsigned, huge, float_, whole, boolean, no_float, merged = database.sql(
+        f"SELECT {', '.join(tests)} FROM ({each}) WHERE text IS NOT NULL"
+    ).fetchall()[0]
+    if not any_:
+        return None
+    if whole:
+        return next((kind for kind, fits in (("BIGINT", big), ("UBIGINT", unsigned), ("HUGEINT", huge)) if fits), None)
+    if float_ and not (no_float or merged):
+        return "DOUBLE"
+    return "BOOLEAN" if boolean else None
 
 
 def cause_of(error: Exception) -> str:

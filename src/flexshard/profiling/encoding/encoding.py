@@ -98,7 +98,7 @@ def encode(
         closing(open_database(str(scratch), limit)) as database,
     ):
         with unchanged(data.files):
-            data = data.loaded(database, _texts(names, given, separator))
+            data = data.loaded(database, *_texts(names, given, separator))
             stored = data.columns(database)
             check_kept(data)
             _check_names(data, stored if data.kind != "parquet" else data.schemas[0].names)
@@ -128,15 +128,15 @@ def encode(
     return results
 
 
-def _texts(names: Sequence[str], given: dict[str, Mapping], separator: str | None) -> dict[str, bool]:
-    """Columns that are or may be texts, and whether they are: they are cut, or their mapping is of texts."""
-    found = {}
+def _texts(names: Sequence[str], given: dict[str, Mapping], separator: str | None) -> tuple[list[str], list[str]]:
+    """Columns that are texts, since they are cut or their mapping is of texts; and those that may be numbers, too."""
+    found: tuple[list[str], list[str]] = [], []
     for name in names:
         mapping = given.get(name)
-        if mapping is None:
-            found[name] = separator is not None
-        elif mapping.separator is not None or separator is not None or mapping.is_of_texts:
-            found[name] = True
+        if separator is not None or (mapping is not None and (mapping.separator is not None or mapping.is_of_texts)):
+            found[0].append(name)
+        elif mapping is None:
+            found[1].append(name)
     return found
 
 

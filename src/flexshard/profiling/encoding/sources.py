@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from flexshard._internal import PathLike, files_below, first_repeated, matching, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
-from flexshard.profiling.encoding.csv_types import cause_of, check_lines, reader_of_texts, texts_among
+from flexshard.profiling.encoding.csv_types import as_texts, cause_of, check_lines, with_numbers
 from flexshard.profiling.encoding.json_types import with_texts
 
 __all__ = ["Scan", "Values", "resolved", "scan"]
@@ -71,12 +71,12 @@ class Scan:
         """The same of Parquet files, with ``file_row_number`` and ``file_index``."""
         return self.sql.removesuffix(")") + ", file_row_number = true)"
 
-    def loaded(self, database: Any, texts: Mapping[str, bool]) -> Scan:
+    def loaded(self, database: Any, texts: Sequence[str], unless_numbers: Sequence[str]) -> Scan:
         """With CSV and JSON read once, whose types take a whole reading to know, and no cast of a query changes.
 
         Args:
-            texts: columns of CSV that are encoded, but for those by mappings of no texts; whether they are texts in any
-                case, or where their type does not give back what is written.
+            texts: columns of CSV that are read as texts.
+            unless_numbers: those that are so where numbers would not say all that is written.
 
         Raises:
             DataError: a file that cannot be read; says the line, where one is to blame.
@@ -87,17 +87,12 @@ class Scan:
             return self
         table = "data_files"
         try:
-            read = self.sql if self.kind == "csv" else with_texts(database, self.sql)
-            database.execute(f"CREATE TABLE {table} AS SELECT * FROM {read}")
             if self.kind == "csv":
-                types = replace(self, table=table).columns(database)
-                always = [
-                    name for name, is_text in texts.items() if is_text and types.get(name, "VARCHAR") != "VARCHAR"
-                ]
-                found = always + texts_among(database, read, types, [name for name in texts if not texts[name]])
-                if found:
-                    read = reader_of_texts(read, found)
-                    database.execute(f"CREATE OR REPLACE TABLE {table} AS SELECT * FROM {read}")
+                read, found = as_texts(database, self.sql, self.files, [*texts, *unless_numbers])
+                database.execute(f"CREATE TABLE {table} AS SELECT * FROM {read}")
+                with_numbers(database, table, [name for name in unless_numbers if name in found])
+            else:
+                database.execute(f"CREATE TABLE {table} AS SELECT * FROM {with_texts(database, self.sql)}")
         except (duckdb.OutOfMemoryException, duckdb.InterruptException):
             raise
         except duckdb.Error as error:
