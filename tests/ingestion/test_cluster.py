@@ -376,6 +376,7 @@ def test_data_that_cannot_be_clustered(tmp_path: Path) -> None:
     fails("time column 'session' holds string; expected numbers or timestamps", time="session")
     fails("shards must be at least 1, found 0", shards=0)
     fails("keep is a share of the data, above 0 and at most 1; found 0", keep=0.0)
+    fails(r"keep=1e-09 leaves none of [\d,]+ rows; nothing has been written", keep=1e-9)
     fails("keep_by is 'session' or 'sample', found 'user'", keep_by="user")
     fails("order is 'key' or 'start', found 'end'", order="end")
     fails("time column 'time' holds int64; give partitions as a number in its own unit", partition="1h")

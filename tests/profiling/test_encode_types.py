@@ -450,3 +450,11 @@ def test_csv_is_read_as_its_mapping_was(tmp_path: Path) -> None:
     (cut,) = encode(tmp_path / "a.csv", tmp_path / "s.parquet", columns=["s"], separator="|")
     encode(tmp_path / "b.csv", tmp_path / "t.parquet", columns=["s"], mappings={"s": cut.mapping.path})
     assert [len(ids) for ids in pq.read_table(tmp_path / "t.parquet")["s"].to_pylist()] == [1, 1, 1]
+
+
+def test_local_files_may_be_given_as_urls(tmp_path: Path) -> None:
+    (tmp_path / "a b.csv").write_text("c\nred\nblue\nred\n")
+    (found,) = encode((tmp_path / "a b.csv").as_uri(), tmp_path / "out.parquet", columns=["c"])
+    assert found.ids == 3
+    with pytest.raises(DataError, match="values are encoded from local files; copy them here first"):
+        encode("s3://bucket/a.csv", tmp_path / "out.parquet", columns=["c"])

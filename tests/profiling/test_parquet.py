@@ -412,3 +412,12 @@ def test_days_without_values_have_no_types(tmp_path: Path) -> None:
     assert counted("lists", "empty") == (4, 3)
     with pytest.raises(DataError, match=r"null\.parquet: column 'x' has 1 null ids .* in row 1"):
         counted("lists", "null")
+
+
+def test_a_folder_of_the_path_is_no_column(tmp_path: Path) -> None:
+    (tmp_path / "day=1").mkdir()
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "day=1" / "a.parquet")
+    with pytest.raises(DataError, match="no column 'day'; there are x; it is a folder of the path, of which"):
+        AccessProfile.from_parquet(tmp_path, column="x", sample_key="day")
+    with pytest.raises(DataError, match=r"no column 'y'; there are x$"):
+        AccessProfile.from_parquet(tmp_path, column="y")

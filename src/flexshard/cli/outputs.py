@@ -107,7 +107,7 @@ def check_folder(path: Path | None, inputs: Iterable[Path | str] = ()) -> None:
     _check_path(path, "folder")
     place = _at_home(path).resolve()
     for given in inputs:
-        folder = None if "://" in str(given) else _at_home(Path(given))
+        folder = None if "://" in str(given) or not str(given) else _at_home(Path(given))
         if folder is None or not folder.is_dir() or folder.resolve() not in place.parents:
             continue
         if hidden_part(place.relative_to(folder.resolve()).as_posix()) is None:

@@ -156,6 +156,8 @@ def cluster_sessions(
         written = sum(pq.read_metadata(path).num_rows for path in outputs)
         if written != kept_by[keep_by][0]:
             raise DataError(f"{written:,} rows would be written of {kept_by[keep_by][0]:,}; nothing has been written")
+        if not written and read:
+            raise DataError(f"keep={keep} leaves none of {read:,} rows; nothing has been written")
         if keep >= 1:
             _check_values(local, outputs, schema.names)
         put_in_place(data, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,9 @@ def check_column(source: ParquetSource, column: str, *, role: str = "ids") -> No
     """
     check_once(source.name, source.schema.names, column)
     if column not in source.schema.names:
-        raise DataError(f"{source.name}: no column {column!r}; {there_are(source.schema.names)}")
+        folder = any(part.startswith(f"{column}=") for part in PurePath(source.name).parent.parts)
+        hint = "; it is a folder of the path, of which 'flexshard encode' makes a column" if folder else ""
+        raise DataError(f"{source.name}: no column {column!r}; {there_are(source.schema.names)}{hint}")
     if role != "ids":
         return
     column_type = source.schema.field(column).type

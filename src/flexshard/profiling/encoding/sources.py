@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -136,6 +137,8 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Scan:
     files: list[str] = []
     for entry in listed:
         given = os.fspath(entry)
+        if given.startswith("file:///"):
+            given = unquote(given.removeprefix("file://"))
         if "://" in given:
             raise DataError(f"{given}: values are encoded from local files; copy them here first")
         files += sorted(_matches(given))
