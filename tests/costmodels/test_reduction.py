@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flexshard import AccessProfile, Cluster, Plan, Table, solve
-from flexshard.costmodels import gathered_bytes, touched_rows
+from flexshard.costmodels import gathered_bytes, replica_reduction, touched_rows
 from flexshard.errors import JobError
 from flexshard.topologies import CollectiveRate, Level
 
@@ -145,3 +145,15 @@ def test_bad_choices_are_named() -> None:
         solved("gather", cluster_of())
     with pytest.raises(JobError, match="translation must be one of loader, device, found 'gpu'"):
         solve(tables(), cluster_of(), batch_size=10, translation="gpu")
+
+
+def test_sums_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for those of both tables, each is worked out whenever it is asked for; to the same."""
+    tables = [Table(name, 20, 4, AccessProfile.from_counts(np.arange(20, 0, -1), num_samples=40)) for name in "ab"]
+    expected = [touched_rows(table, 8, 2, 3, 10) for table in tables]
+    kept = replica_reduction._KeptSums()
+    monkeypatch.setattr(replica_reduction, "_KEPT", kept)
+    monkeypatch.setattr(replica_reduction, "_MOST_COUNTS", 30)
+    for _ in range(3):
+        assert [touched_rows(table, 8, 2, 3, 10) for table in tables] == expected
+        assert len(kept._sums) == 1

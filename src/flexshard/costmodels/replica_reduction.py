@@ -32,7 +32,7 @@ def touched_rows(table: Table, batch_size: int, group_size: int, first_position:
     A row that a share c of samples contains is read by some of the g·B samples of its group with probability q =
     ``1 - (1-c)^(gB)``; the g ranks hold equal shares.
     """
-    sums = _sums_of(table.profile, table.distinct_samples(batch_size) * group_size)
+    sums = _KEPT.of(table.profile, table.distinct_samples(batch_size) * group_size)
     first, last = sums.before(first_position), sums.before(first_position + rows)
     return (last[0] - first[0]) / group_size, (last[1] - first[1]) / group_size
 
@@ -68,19 +68,27 @@ class _Sums:
         return means, variances
 
 
-_MOST_COUNTS = 1 << 23  # of all sums that are kept: 200 MB
-_SUMS: WeakKeyDictionary[AccessProfile, dict[float, _Sums]] = WeakKeyDictionary()
+class _KeptSums:
+    """Sums of profiles that are there, worked out once: a plan asks for those of every level, again and again."""
+
+    def __init__(self) -> None:
+        self._sums: WeakKeyDictionary[AccessProfile, dict[float, _Sums]] = WeakKeyDictionary()
+        self._counts = 0  # of all of them, those of profiles that are gone too
+
+    def of(self, profile: AccessProfile, samples: float) -> _Sums:
+        known = self._sums.get(profile, {}).get(samples)
+        if known is None:
+            known = _Sums.of(profile, samples)
+            if self._counts + known.ends.size > _MOST_COUNTS:
+                self._sums.clear()
+                self._counts = 0
+            self._sums.setdefault(profile, {})[samples] = known
+            self._counts += known.ends.size
+        return known
 
 
-def _sums_of(profile: AccessProfile, samples: float) -> _Sums:
-    """Worked out once, while there is room: a plan asks for those of every level, again and again."""
-    known = _SUMS.get(profile, {}).get(samples)
-    if known is None:
-        known = _Sums.of(profile, samples)
-        if sum(one.ends.size for kept in _SUMS.values() for one in kept.values()) + known.ends.size > _MOST_COUNTS:
-            _SUMS.clear()
-        _SUMS.setdefault(profile, {})[samples] = known
-    return known
+_MOST_COUNTS = 1 << 23  # 250 MB
+_KEPT = _KeptSums()
 
 
 def gathered_bytes(
