@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexshard import AccessProfile, Cluster, Plan, Table, diff, explain, load_job, pareto, solve
+from flexshard import AccessProfile, Cluster, Plan, Table, TableConstraints, diff, explain, load_job, pareto, solve
 from flexshard.costmodels import Cost, StepWork, column_wise_cost, placement_cost
 from flexshard.errors import BudgetError, JobError, PlanError, SolverError
 from flexshard.planner import Job, Problem, compare, marginal_curve, plan_document, whole_table_cost
@@ -128,6 +128,17 @@ def test_positions_of_other_rows_are_not_called_rows(tmp_path: Path) -> None:
         "All positions have the same ranks.\nt: the two plans order rows by different profiles"
     )
     assert run(tmp_path, "diff", "one.json", "one.json").stdout == "All rows have the same ranks.\n"
+
+
+def test_rows_and_tables_that_torchrec_shards_are_counted_apart(tmp_path: Path) -> None:
+    tables = [replace(items(4000, 3, 0.8, "pooled"), pooling="sum"), items(1000, 5, 1.2, "users")]
+    for name, kind in (("one", "row_wise"), ("other", "table_wise")):
+        asked = {"pooled": TableConstraints(sharding_types=[kind])}
+        plan = solve(tables, Cluster.preset("dgx-h100", nodes=1), batch_size=64, budget="+10MiB", constraints=asked)
+        plan.save(tmp_path / f"{name}.json")
+    said = run(tmp_path, "diff", "one.json", "other.json").stdout
+    assert "1 table is sharded otherwise by TorchRec, " in said
+    assert "rows have other ranks" not in said
 
 
 def test_a_stored_plan_of_version_1_still_loads() -> None:

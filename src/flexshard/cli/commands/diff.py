@@ -59,7 +59,10 @@ def diff_command(
         said.append(f"{changes.rows:,} rows have other ranks, one copy of them is {nbytes}")
     if changes.pooled:
         nbytes = units.format_bytes(sum(one.nbytes for one in changes.pooled))
-        said.append(f"{len(changes.pooled):,} tables are sharded otherwise by TorchRec, {nbytes} of weights")
+        number = len(changes.pooled)
+        said.append(
+            f"{number:,} table{'s are' if number > 1 else ' is'} sharded otherwise by TorchRec, {nbytes} of weights"
+        )
     grid.caption = "; ".join(said) + note
     same = f"All {'positions' if changes.reranked else 'rows'} have the same ranks.{note}"
     emit(changes.document(), as_json=as_json, text=grid if said else same)
