@@ -14,7 +14,7 @@ from flexshard.costmodels import PooledCosts, PooledOption, StepWork, TTRates, T
 from flexshard.errors import BudgetError, JobError, SolverError
 from flexshard.planner.budget import Limit
 from flexshard.planner.compression.decision import CompressionPlan, TableChoice, TableOption, TTOption
-from flexshard.planner.constraints import TableConstraints
+from flexshard.planner.constraints import TableConstraints, is_sharded
 from flexshard.planner.deciding import dense_seconds, objective_seconds
 from flexshard.planner.plan import Plan
 from flexshard.planner.problem import Problem
@@ -250,7 +250,7 @@ def _choice(
         stays: TableOption | None = sharded[
             next((index for index, option in enumerate(others) if option is chosen), best)
         ]
-    elif planned is not None or _may_be_in_tiers(decision.problem, table):
+    elif planned is not None or not is_sharded(table, decision.problem.constraints.get(table.name)):
         stays = planned or _lone_tiers(decision, table, price)
     else:  # constraints leave nothing but tensor trains
         stays = None
@@ -258,11 +258,6 @@ def _choice(
     taken = next((len(first) + index for index, (_, option) in enumerate(trains) if option is chosen), 0)
     rest = tuple(of(option, given) for given, option in trains)
     return TableChoice(table.name, table.rows, table.dim, (*first, *rest), taken)
-
-
-def _may_be_in_tiers(problem: Problem, table: Table) -> bool:
-    asked = problem.constraints.get(table.name)
-    return not table.is_pooled and (asked is None or asked.allows_tiers())
 
 
 def _planned_tiers(decision: WholeDecision, price: float) -> dict[str, TableOption]:

@@ -12,7 +12,7 @@ from typing import Any
 from flexshard._internal import sql_name, sql_text
 from flexshard.errors import DataError
 
-__all__ = ["as_texts", "cause_of", "check_lines", "with_numbers"]
+__all__ = ["as_texts", "cause_of", "check_lines", "header_of", "with_numbers"]
 
 _SEPARATORS = ",;\t|"
 # Whole numbers as they are written; other bases, signs and zeros before a number; and zeros behind a fraction.
@@ -21,14 +21,16 @@ _WHOLE, _NO_FLOAT, _ZEROS_BEHIND = r"-?(0|[1-9][0-9]*)", r"^\+|^-?0[0-9xXbB]|_",
 
 def as_texts(database: Any, reader: str, files: Sequence[str], columns: Iterable[str]) -> tuple[str, list[str]]:
     """DuckDB's expression that reads CSV with these columns as texts, and those of them that are in the files."""
-    there: set[str] = set()
-    for file in files:
-        first = f"read_csv({sql_text(glob.escape(file))}, header = false, all_varchar = true)"
-        for names in database.sql(f"SELECT * FROM {first} LIMIT 1").fetchall():
-            there.update(names)
+    there = {name for file in files for name in header_of(database, file)}
     found = [name for name in columns if name in there]
     types = ", ".join(f"{sql_text(name)}: 'VARCHAR'" for name in found)
     return (f"{reader.removesuffix(')')}, types = {{{types}}})" if found else reader), found
+
+
+def header_of(database: Any, file: str) -> list[str]:
+    """A file's first line."""
+    first = f"read_csv({sql_text(glob.escape(file))}, header = false, all_varchar = true)"
+    return [name for line in database.sql(f"SELECT * FROM {first} LIMIT 1").fetchall() for name in line]
 
 
 def with_numbers(database: Any, table: str, columns: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from flexshard._internal import PathLike, files_below, first_repeated, matching, sql_name, sql_text, there_are
 from flexshard.errors import DataError
 from flexshard.profiling.count.id_batches import check_once
-from flexshard.profiling.encoding.csv_types import as_texts, cause_of, check_lines, with_numbers
+from flexshard.profiling.encoding.csv_types import as_texts, cause_of, check_lines, header_of, with_numbers
 from flexshard.profiling.encoding.json_types import with_texts
 
 __all__ = ["Scan", "Values", "resolved", "scan"]
@@ -352,8 +352,7 @@ def _check_once(database: Any, data: Scan, column: str) -> None:
         if data.kind == "parquet":
             names = data.schemas[number].names
         elif data.kind == "csv":
-            read = f"read_csv({sql_text(glob.escape(file))}, header = false, all_varchar = true)"
-            names = list(database.sql(f"SELECT * FROM {read} LIMIT 1").fetchall()[0])
+            names = header_of(database, file)
         else:
             return
         check_once(file, names, column)
